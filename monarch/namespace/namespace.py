@@ -13,16 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.errors import Refused
-from monarch.namespace.listing import (
-    ADDED_INDEX,
-    DOTS,
-    LINK_MAX,
-    RENAME_NOREPLACE,
-    XATTRS_MAX,
-    Listing,
-    require_name,
-    require_target,
-)
+from monarch.namespace import listing as listings
 from monarch.namespace.overlay import Node
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.tree import Tree, first_name
@@ -179,7 +170,7 @@ class Namespace(Tree):
         if kind not in _KINDS:
             raise Refused(errno.EINVAL)
         if kind == stat.S_IFLNK:
-            require_target(target)
+            listings.require_target(target)
         self._require_free(parent, name)
         number = self._overlay.number(ino)
         directory = self.copy_up(parent)
@@ -238,7 +229,7 @@ class Namespace(Tree):
             raise Refused(errno.EPERM)
         if self.is_gone(ino):
             raise Refused(errno.ENOENT)
-        if attributes.nlink >= LINK_MAX:
+        if attributes.nlink >= listings.LINK_MAX:
             raise Refused(errno.EMLINK)
         node, directory = self.copy_up(ino), self.copy_up(parent)
         self._put(parent, name, node)
@@ -253,7 +244,7 @@ class Namespace(Tree):
         """Removes a name of anything but a directory. After the last name the caller calls
         ``forget_node`` when no process has it open. Raises Refused."""
         self._require_directory(parent)
-        require_name(name, errno.EISDIR, errno.EISDIR)
+        listings.require_name(name, errno.EISDIR, errno.EISDIR)
         ino = self._require(parent, name)
         if self.attributes(ino).is_dir:
             raise Refused(errno.EISDIR)
@@ -265,7 +256,7 @@ class Namespace(Tree):
     def rmdir(self, parent: Ino, name: bytes, *, now_ns: int) -> Node:
         """Removes an empty directory. Raises Refused."""
         self._require_directory(parent)
-        require_name(name, errno.EINVAL, errno.ENOTEMPTY)
+        listings.require_name(name, errno.EINVAL, errno.ENOTEMPTY)
         ino = self._require(parent, name)
         if not self.attributes(ino).is_dir:
             raise Refused(errno.ENOTDIR)
@@ -315,15 +306,15 @@ class Namespace(Tree):
         that was made before and ``is_again`` made: everything beneath it is copied up
         (``copy_up_all``).
         """
-        if flags & ~RENAME_NOREPLACE:
+        if flags & ~listings.RENAME_NOREPLACE:
             raise Refused(errno.EINVAL)
         self._require_directory(parent)
         self._require_directory(to_parent)
-        require_name(name, errno.EBUSY, errno.EBUSY)
-        if to_name in DOTS:
-            raise Refused(errno.EEXIST if flags & RENAME_NOREPLACE else errno.EBUSY)
+        listings.require_name(name, errno.EBUSY, errno.EBUSY)
+        if to_name in listings.DOTS:
+            raise Refused(errno.EEXIST if flags & listings.RENAME_NOREPLACE else errno.EBUSY)
         ino = self._require(parent, name)
-        require_name(to_name, errno.EBUSY, errno.EBUSY)
+        listings.require_name(to_name, errno.EBUSY, errno.EBUSY)
         existing = self.lookup(to_parent, to_name)
         self._require_order(ino, existing, parent=parent, to_parent=to_parent, flags=flags)
         if existing == ino:
@@ -418,7 +409,7 @@ class Namespace(Tree):
         xattrs = {key: kept for key, kept in node.xattrs.items() if key != name}
         if value is not None:
             xattrs = node.xattrs | {name: value}
-            if sum(len(key) + len(kept) for key, kept in xattrs.items()) > XATTRS_MAX:
+            if sum(len(key) + len(kept) for key, kept in xattrs.items()) > listings.XATTRS_MAX:
                 raise Refused(errno.ENOSPC)
         self._overlay.replace_xattrs(node, xattrs)
         node.ctime_ns = now_ns
@@ -442,7 +433,7 @@ class Namespace(Tree):
 
     def _require_free(self, parent: Ino, name: bytes) -> None:
         self._require_directory(parent)
-        require_name(name, errno.EEXIST, errno.EEXIST)
+        listings.require_name(name, errno.EEXIST, errno.EEXIST)
         if self.lookup(parent, name) is not None:
             raise Refused(errno.EEXIST)
 
@@ -456,7 +447,7 @@ class Namespace(Tree):
         self, ino: Ino, existing: Ino | None, *, parent: Ino, to_parent: Ino, flags: int
     ) -> None:
         """A rename must not put a directory beneath itself, nor replace one that it is in."""
-        if existing is not None and flags & RENAME_NOREPLACE:
+        if existing is not None and flags & listings.RENAME_NOREPLACE:
             raise Refused(errno.EEXIST)
         if self._is_at_or_above(ino, to_parent):
             raise Refused(errno.EINVAL)
@@ -492,12 +483,12 @@ class Namespace(Tree):
             return
         listing = self._listings.get(directory)
         if listing is None:
-            listing = Listing(directory)
+            listing = listings.Listing(directory)
         if directory < WRITTEN_INO:
             for name, attributes in self.snapshot.list_from(directory, 0):
                 if ino := listing.changed.get(name, attributes.ino):
                     self._displace(ino, directory, name)
-        for _, name, ino in list(listing.added(ADDED_INDEX, listing.end)):
+        for _, name, ino in list(listing.added(listings.ADDED_INDEX, listing.end)):
             self._displace(ino, directory, name)
 
     def _remove(self, node: Node, parent: Ino, name: bytes, now_ns: int) -> None:

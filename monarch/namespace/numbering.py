@@ -9,17 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from monarch.errors import SnapshotError
-from monarch.namespace.schema import (
-    ACL_SHIFT,
-    ALIAS,
-    EXTRA_OFFSET,
-    FLAGS_OFFSET,
-    MOST_ACLS,
-    NLINK_OFFSET,
-    RECORD_BYTES,
-    SOURCE_INO_OFFSET,
-    U32,
-)
+from monarch.namespace import schema
 from monarch.posix.acl import NO_ACLS, Acls
 from monarch.types import Ino
 
@@ -75,59 +65,64 @@ class Numbering:
             if number is None:
                 number = self._acls[acls] = len(self._acls) + 1
                 batch.new_acls.append(acls)
-                if number > MOST_ACLS:
+                if number > schema.MOST_ACLS:
                     raise SnapshotError(
                         "the source has more different access control lists than a"
                         " snapshot can number"
                     )
-            put(records, position, FLAGS_OFFSET, (number << ACL_SHIFT).to_bytes(4, "little"))
+            put(
+                records,
+                position,
+                schema.FLAGS_OFFSET,
+                (number << schema.ACL_SHIFT).to_bytes(4, "little"),
+            )
         for position, device in batch.shared_devices:
-            at = position * RECORD_BYTES + SOURCE_INO_OFFSET
+            at = position * schema.RECORD_BYTES + schema.SOURCE_INO_OFFSET
             ino = int.from_bytes(records[at : at + 8], "little")
             primary = self._primaries.get((device, ino))
             if primary is None:
-                links = u32(records, position, NLINK_OFFSET)
+                links = u32(records, position, schema.NLINK_OFFSET)
                 self._primaries[device, ino] = [first + position, links - 1]
                 continue
             aliases.add(position)
-            put(records, position, FLAGS_OFFSET, ALIAS.to_bytes(4, "little"))
-            put(records, position, EXTRA_OFFSET, primary[0].to_bytes(8, "little"))
+            put(records, position, schema.FLAGS_OFFSET, schema.ALIAS.to_bytes(4, "little"))
+            put(records, position, schema.EXTRA_OFFSET, primary[0].to_bytes(8, "little"))
             primary[1] -= 1
             if primary[1] == 0:
                 del self._primaries[device, ino]
         for position, target in batch.link_targets:
             if position not in aliases:
-                put(records, position, EXTRA_OFFSET, self._next_link.to_bytes(8, "little"))
+                put(records, position, schema.EXTRA_OFFSET, self._next_link.to_bytes(8, "little"))
                 batch.links.append(target)
                 self._next_link += 1
         directories = []
         for position, device in batch.directory_devices:
             rank = self._next_rank
             self._next_rank += 1
-            put(records, position, EXTRA_OFFSET, rank.to_bytes(8, "little"))
+            put(records, position, schema.EXTRA_OFFSET, rank.to_bytes(8, "little"))
             directories.append((position, device, Ino(first + position), rank))
         return directories
 
     def acls_of(self, flags: int) -> Acls:
         """The access control lists that the ``flags`` of a record refer to."""
-        number = flags >> ACL_SHIFT
+        number = flags >> schema.ACL_SHIFT
         if len(self._numbered_acls) < number:
             self._numbered_acls = list(self._acls)
         return self._numbered_acls[number - 1] if number else NO_ACLS
 
 
 def u32(records: bytearray, position: int, offset: int) -> int:
-    number: int = U32.unpack_from(records, position * RECORD_BYTES + offset)[0]
+    number: int = schema.U32.unpack_from(records, position * schema.RECORD_BYTES + offset)[0]
     return number
 
 
 def put(records: bytearray, position: int, offset: int, value: bytes | bytearray) -> None:
-    at = position * RECORD_BYTES + offset
+    at = position * schema.RECORD_BYTES + offset
     records[at : at + len(value)] = value
 
 
 def remove(batch: Batch, position: int) -> None:
     """Removes an entry that no longer exists. Only links that are not read yet may follow it."""
     del batch.names[position]
-    del batch.records[position * RECORD_BYTES : (position + 1) * RECORD_BYTES]
+    del batch.records[position * schema.RECORD_BYTES : (position + 1) * schema.RECORD_BYTES]
     batch.link_targets = [(at - (at > position), target) for at, target in batch.link_targets]

@@ -27,15 +27,9 @@ from dataclasses import dataclass, field
 
 from monarch.config.write_patterns import is_staged
 from monarch.errors import SourceError
+from monarch.namespace import schema
 from monarch.namespace.look import Seen, look, pack_record
 from monarch.namespace.numbering import Batch, Numbering, put, remove, u32
-from monarch.namespace.schema import (
-    MODE_OFFSET,
-    NLINK_OFFSET,
-    RECORD_BYTES,
-    RECORD_STRUCT,
-    UNREADABLE,
-)
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix import acl
 from monarch.posix.acl import NO_ACLS, Acls
@@ -357,7 +351,7 @@ class Scan:
             batch.records = records
         else:
             for index, place in enumerate(places):
-                record = records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
+                record = records[index * schema.RECORD_BYTES : (index + 1) * schema.RECORD_BYTES]
                 put(batch.records, place, 0, record)
         gone = 0
         for seen in others:
@@ -381,7 +375,7 @@ class Scan:
             slot = Ino(slot + 1)
             path = joined(directory.path, batch.names[place]) if self._again else b""
             if record is None or path in self._again:
-                batch.records += bytes(RECORD_BYTES)
+                batch.records += bytes(schema.RECORD_BYTES)
                 places.append(place)
                 continue
             if target is not None:
@@ -401,7 +395,7 @@ class Scan:
         """Adds to a batch the values that a record does not have; False if the entry is gone."""
         if seen.error:
             return self._look_failed(directory, batch, place, seen.error)
-        mode = u32(batch.records, place, MODE_OFFSET)
+        mode = u32(batch.records, place, schema.MODE_OFFSET)
         if stat.S_ISDIR(mode):
             batch.directory_devices.append((place, seen.device))
         else:
@@ -414,7 +408,7 @@ class Scan:
                         return False
                     return self._look_failed(directory, batch, place, number)
                 batch.link_targets.append((place, target))
-            if u32(batch.records, place, NLINK_OFFSET) > 1:
+            if u32(batch.records, place, schema.NLINK_OFFSET) > 1:
                 batch.shared_devices.append((place, seen.device))
         if seen.closed:
             self._close_to_others(directory.path, batch, place, seen.closed)
@@ -431,8 +425,8 @@ class Scan:
         if number not in self._tolerated:
             raise _source_error(path, OSError(number, os.strerror(number)))
         batch.unreadable.append(path)
-        mode = u32(batch.records, place, MODE_OFFSET) & ~0o077
-        put(batch.records, place, MODE_OFFSET, mode.to_bytes(4, "little"))
+        mode = u32(batch.records, place, schema.MODE_OFFSET) & ~0o077
+        put(batch.records, place, schema.MODE_OFFSET, mode.to_bytes(4, "little"))
 
     def _look_failed(self, directory: _Directory, batch: Batch, place: int, number: int) -> bool:
         """Handles an entry that cannot be read; returns False if it no longer exists."""
@@ -449,8 +443,8 @@ class Scan:
         if kind == stat.S_IFDIR:
             batch.directory_devices.append((place, self._root_device))
         batch.unreadable.append(joined(directory.path, name))
-        values = directory.ino, kind, 0, 0, 1, UNREADABLE, 0, 0, 0, source_ino, 0
-        put(batch.records, place, 0, RECORD_STRUCT.pack(*values))
+        values = directory.ino, kind, 0, 0, 1, schema.UNREADABLE, 0, 0, 0, source_ino, 0
+        put(batch.records, place, 0, schema.RECORD_STRUCT.pack(*values))
         return True
 
     def _is_gone(self, number: int | None) -> bool:
@@ -505,7 +499,7 @@ class Scan:
             return
         found.before = slot
         was = previous.attributes(slot)
-        now = RECORD_STRUCT.unpack_from(batch.records, position * RECORD_BYTES)
+        now = schema.RECORD_STRUCT.unpack_from(batch.records, position * schema.RECORD_BYTES)
         found.unchanged = (
             not found.elsewhere
             and (was.mtime_ns, was.ctime_ns, was.source_ino) == (now[7], now[8], now[9])
