@@ -29,7 +29,7 @@ from monarch.posix.cgroups import machine_memory, memory_groups, pids_groups
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.telemetry.health import KINDS
 from monarch.telemetry.report import StatusReport
-from monarch.text import MiB, escape_text, format_bytes
+from monarch.text import MiB, counted, escape_text, format_bytes
 
 _LEAST_DESCRIPTORS = 4096
 _LEAST_MEMORY = 512 * MiB
@@ -311,7 +311,7 @@ def check_configuration(
         for problem in error.problems:
             yield Check("configuration", "fail", problem, f"correct {path}")
         return
-    yield Check("configuration", "ok", f"{path}: {len(mounts)} mounts")
+    yield Check("configuration", "ok", f"{path}: {counted(len(mounts), 'mount', 'mounts')}")
     for mount in mounts.values():
         yield from check_mount(mount, abilities, records)
         yield from check_writing(mount, records)

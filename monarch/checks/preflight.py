@@ -28,7 +28,7 @@ from monarch.fuse.datapath_mode import Abilities, check_possible, without_passth
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
-from monarch.text import MiB, format_bytes
+from monarch.text import MiB, counted, format_bytes
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import PRIVATE, other_sources, own_directory
 from monarch.tiers.records import require_known_versions
@@ -157,7 +157,8 @@ def _check_snapshot(mount: MountSettings, state: Path) -> Iterator[Check]:
             return
         try:
             with Snapshot.open(path) as snapshot:
-                yield Check(name, "ok", f"{path}: {snapshot.entries:,} entries")
+                entries = counted(snapshot.entries, "entry", "entries")
+                yield Check(name, "ok", f"{path}: {entries}")
         except SnapshotError as error:
             if mount.snapshot.file is None:
                 advice = "nothing to do: the next mount builds it anew"

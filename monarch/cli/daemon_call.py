@@ -151,7 +151,8 @@ def drain(
             at = DrainProgress.from_dict(raw)
             if at.files_total or at.trouble:
                 why = f" ({at.trouble})" if at.trouble else ""
-                words = f"draining, {at.files_done:,} of {at.files_total:,} files{why}"
+                files = counted(at.files_total, "file", "files")
+                words = f"draining, {at.files_done:,} of {files}{why}"
                 advance(at.bytes_done, at.bytes_total, words)
 
         asked = {**params, "timeout": timeout_s}

@@ -15,7 +15,7 @@ from monarch.control.registry import MountRecord, Registry, SeenMount, real_path
 from monarch.errors import MonarchError, NotMountedError, Unanswered
 from monarch.posix.bounded_calls import call_within
 from monarch.telemetry.report import StatusReport
-from monarch.text import escape_text, format_bytes
+from monarch.text import counted, escape_text, format_bytes
 
 # The attribute of the root of a mount that has its public figures.
 _ATTRIBUTE = "user.monarch.status"
@@ -123,7 +123,7 @@ def public_lines(mountpoint: str, figures: dict[str, Any]) -> list[str]:
         f"{escape_text(mountpoint)}: {state}; a mount of another user, or of another state"
         " directory",
         f"  {figures['datapath']}, open: {figures['open']}, version {figures['version']}",
-        f"  {figures['resident_files']:,} of {figures['files']:,} files resident,"
+        f"  {figures['resident_files']:,} of {counted(figures['files'], 'file', 'files')} resident,"
         f" {resident} of {total}",
     ]
     for tier in figures["tiers"]:

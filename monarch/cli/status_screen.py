@@ -326,19 +326,23 @@ def _epochs(epochs: Sequence[reports.EpochReport], width: int) -> list[Text]:
 def _snapshot(report: reports.StatusReport) -> str:
     snapshot = report.snapshot
     stale = {True: "stale", False: "fresh", None: "not compared yet"}[snapshot.stale]
+    files = counted(snapshot.files, "file", "files")
+    entries = counted(snapshot.entries, "entry", "entries")
     return (
-        f"{snapshot.files:,} files, {format_bytes(snapshot.bytes)}, {snapshot.entries:,} entries;"
+        f"{files}, {format_bytes(snapshot.bytes)}, {entries};"
         f" {duration(snapshot.age_s)} old, {stale} (freshness {snapshot.freshness},"
-        f" {snapshot.checks:,} checks); {snapshot.file}, {format_bytes(snapshot.size_bytes)}"
+        f" {counted(snapshot.checks, 'check', 'checks')}); {snapshot.file},"
+        f" {format_bytes(snapshot.size_bytes)}"
     )
 
 
 def _resident(report: reports.StatusReport, ascii_only: bool) -> str:
     residency, snapshot = report.residency, report.snapshot
     line = bar(residency.fraction_bytes, _BAR_CELLS, ascii_only=ascii_only)
+    files = counted(snapshot.files, "file", "files")
     return (
-        f"{line} {_percent(residency.fraction_bytes)}: {residency.files:,} of {snapshot.files:,}"
-        f" files, {format_bytes(residency.bytes)} of {format_bytes(snapshot.bytes)};"
+        f"{line} {_percent(residency.fraction_bytes)}: {residency.files:,} of {files},"
+        f" {format_bytes(residency.bytes)} of {format_bytes(snapshot.bytes)};"
         f" {residency.wanted:,} wanted"
     )
 
@@ -358,9 +362,9 @@ def _fits(report: reports.StatusReport) -> Iterable[tuple[str, str]]:
 
 def _warming(work: reports.WarmProgress) -> str:
     return (
-        f"{work.done:,} of {work.total:,} files, {format_bytes(work.bytes_done)} of"
-        f" {format_bytes(work.bytes_total)}, {work.refused:,} did not fit or failed;"
-        " `monarch warm MOUNTPOINT --cancel` stops it"
+        f"{work.done:,} of {counted(work.total, 'file', 'files')},"
+        f" {format_bytes(work.bytes_done)} of {format_bytes(work.bytes_total)}, {work.refused:,}"
+        " did not fit or failed; `monarch warm MOUNTPOINT --cancel` stops it"
     )
 
 
@@ -396,8 +400,8 @@ def _saved(report: reports.StatusReport) -> str:
 def _source(report: reports.StatusReport) -> str:
     reader, copy = report.source_totals.reader, report.source_totals.copy
     return (
-        f"{reader.opens:,} opens and {format_bytes(reader.bytes)} by readers,"
-        f" {copy.opens:,} opens and {format_bytes(copy.bytes)} by copies"
+        f"{counted(reader.opens, 'open', 'opens')} and {format_bytes(reader.bytes)} by readers,"
+        f" {counted(copy.opens, 'open', 'opens')} and {format_bytes(copy.bytes)} by copies"
     )
 
 

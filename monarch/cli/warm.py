@@ -77,7 +77,8 @@ def warm(
             def on_progress(raw: dict[str, Any]) -> None:
                 """Shows the progress over all requests; ``report`` sums those already answered."""
                 at = WarmProgress.from_dict(raw)
-                words = f"warming, {report.files + at.done:,} of {report.files + at.total:,} files"
+                files = counted(report.files + at.total, "file", "files")
+                words = f"warming, {report.files + at.done:,} of {files}"
                 advance(report.bytes + at.bytes_done, report.bytes + at.bytes_total, words)
 
             for batch in _batches(relative):

@@ -24,7 +24,17 @@ from monarch.control.registry import MountRecord, Registry, process_started
 from monarch.control.server import Send, Server, Verb
 from monarch.errors import MonarchError, NotMountedError, SnapshotError, UsageError
 from monarch.telemetry.health import health_of
-from monarch.telemetry.report import EvictReport, Handles, Mode, Saved, WarmProgress, WarmReport
+from monarch.telemetry.report import (
+    EvictReport,
+    Handles,
+    Mode,
+    Residency,
+    Saved,
+    SourceTotals,
+    Traffic,
+    WarmProgress,
+    WarmReport,
+)
 from tests.reports import a_problem, a_report
 
 
@@ -122,6 +132,33 @@ async def test_the_details_show_tiers_epochs_errors_and_the_log(
         "at least 300 opens, 60 MiB not served by the source",
     ):
         assert words in shown
+
+
+async def test_one_of_a_kind_is_shown_in_the_singular(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = Daemon()
+    one, copied = Traffic(1, 1, 9000), Traffic(0, 0, 0)
+    daemon.report = dataclasses.replace(
+        daemon.report,
+        snapshot=dataclasses.replace(
+            daemon.report.snapshot, entries=1, files=1, bytes=9000, checks=1
+        ),
+        source_totals=SourceTotals(1, 1, 9000, one, copied),
+        residency=Residency(0, 0, 1, 0.0, 0.0),
+        warming=[WarmProgress(0, 1, 0, 9000, 0)],
+    )
+    async with serving(state, daemon.verbs()):
+        await run(status.status, "/mnt/data")
+    details = capsys.readouterr().out
+    for words in (
+        "0 of 1 file, 0 B of 8.79 KiB; 1 wanted",
+        "0 of 1 file, 0 B of 8.79 KiB, 0 did not fit or failed",
+        "1 open and 8.79 KiB by readers, 0 opens and 0 B by copies",
+        "1 file, 8.79 KiB, 1 entry;",
+        "1 check)",
+    ):
+        assert words in details
 
 
 @pytest.mark.promise(42)
