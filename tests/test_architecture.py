@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kernel", ("posix",)),
     ("settings", ("config",)),
     ("telemetry", ("telemetry",)),
-    ("pillars", ("namespace", "placement", "tiers", "control")),
+    ("pillars", ("namespace", "placement", "tiers", "control", "foresight")),
     ("movement", ("transfer",)),
     ("write-back", ("writeback",)),
     ("file system", ("vfs",)),
@@ -64,6 +64,7 @@ ITS_MODULES = ("monarch.fuse.datapath", "monarch.namespace.look")
 # The time is an argument of these modules, and so is all other state of the machine.
 PURE = (
     "monarch.placement",
+    *("monarch.foresight.announced", "monarch.foresight.messages"),
     "monarch.tiers.doubts",
     *("monarch.transfer.outages", "monarch.transfer.pace"),
     *("monarch.frameworks.sampler", "monarch.frameworks.interval", "monarch.frameworks.format"),
@@ -98,6 +99,7 @@ ENTRIES = frozenset(
     (
         *("monarch", "monarch.__main__", "monarch.cli.main"),
         *("monarch.frameworks.checkpoint", "monarch.frameworks.torch", "monarch.order"),
+        *("monarch.frameworks.announce",),
     )
 )
 

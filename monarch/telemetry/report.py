@@ -269,6 +269,34 @@ class WarmProgress(Report):
 
 
 @dataclass(frozen=True, slots=True)
+class AnnouncedReport:
+    """The orders of reads that processes have announced. ``orders``, ``entries`` not read yet, and
+    ``bytes`` of memory are of the present ones; all others count since the mount began.
+
+    ``opened`` entries were opened in their turn; ``skipped`` ones were not, though the readers have
+    passed them. ``unknown`` entries are not of a file of the snapshot that the user may read.
+    ``deviated`` orders were dropped, since the opens did not follow them. ``refused`` are messages.
+    """
+
+    orders: int
+    entries: int
+    bytes: int
+    opened: int
+    skipped: int
+    unknown: int
+    ended: int
+    deviated: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForesightReport:
+    """What is known of the next reads."""
+
+    announced: AnnouncedReport
+
+
+@dataclass(frozen=True, slots=True)
 class StatusReport(Report):
     """The report of one daemon.
 
@@ -306,6 +334,7 @@ class StatusReport(Report):
     scrub: ScrubReport
     writing: WritingReport | None = None
     warming: list[WarmProgress] = field(default_factory=list)
+    foresight: ForesightReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

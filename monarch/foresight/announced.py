@@ -1,0 +1,355 @@
+"""Orders of reads that processes have announced, and the position of each reader in its order.
+
+An order is a hint of an ordinary user. It may be wrong or hostile, so it is bounded in memory, and
+nothing that a read returns depends on it. Files are opened out of order, since the workers of a
+loader interleave and fetch ahead. So the position is a window behind a cursor: entries before the
+cursor are read or skipped, and those of the window may be opened in any order.
+"""
+
+from __future__ import annotations
+
+import errno
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from monarch.errors import Refused
+from monarch.foresight.messages import Begin, Piece
+from monarch.telemetry.report import AnnouncedReport
+from monarch.text import MiB
+from monarch.types import Ino
+
+# Memory of an entry, and in addition of an entry of the window, in bytes: a place in a dictionary
+# and two numbers. Measured with tracemalloc, and rounded up.
+ENTRY_BYTES = 4
+WINDOW_BYTES = 160
+# Entries before the cursor are removed when they are so many, and a quarter of all.
+_TRIM = 1 << 12
+# Entries that are taken from one order before the next order is considered.
+_TURN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of all orders together and of those of one user.
+
+    ``window``: the entries after the cursor that may be opened in any order. It must be above the
+    number of samples that a loader has in flight: workers, times batches fetched ahead, times the
+    samples of a batch. ``unmatched``: after so many opens of the mount without one of an order's
+    window, the order is dropped.
+    """
+
+    user_bytes: int = 16 * MiB
+    all_bytes: int = 64 * MiB
+    user_orders: int = 16
+    all_orders: int = 64
+    window: int = 8192
+    unmatched: int = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Announcer:
+    """The process that has announced an order: its user, its number, and its start time in clock
+    ticks since boot. The number and the time are 0 for a process of another pid namespace."""
+
+    uid: int
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True, slots=True)
+class OrderKey:
+    """The identity of an order: its process, and the number that the process has chosen."""
+
+    pid: int
+    started: int
+    number: int
+
+
+class _Order:
+    """An order. ``cursor``, ``indexed``, ``given`` and ``end`` are positions: numbers of entries
+    before them. ``items`` begins with the entry at ``first``.
+
+    The window is from ``cursor`` to ``indexed``. ``waiting`` has the first position in it of each
+    file that was not opened, ``again`` the further ones, and ``seen`` the positions that were
+    opened. ``out`` has those that ``give`` has given out and that were not opened.
+    """
+
+    def __init__(self, announcer: Announcer, subtree: Ino, begin: Begin) -> None:
+        self.announcer = announcer
+        self.subtree = subtree
+        self.unit = begin.unit
+        self.announced = begin.entries
+        self.items = array("I")
+        self.first = self.cursor = self.indexed = self.given = 0
+        self.waiting: dict[int, int] = {}
+        self.again: dict[int, deque[int]] = {}
+        self.seen: set[int] = set()
+        self.out: set[int] = set()
+        # Entries of the window that are not 0.
+        self.held = 0
+        self.opened = self.skipped = self.unmatched = 0
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.items)
+
+    def bytes_with(self, more: int, window: int) -> int:
+        """The memory of the order with ``more`` further entries, in bytes."""
+        entries = len(self.items) + more
+        return ENTRY_BYTES * entries + WINDOW_BYTES * min(entries, window)
+
+    def extend(self, inos: array[int], window: int) -> None:
+        self.items += inos
+        self.advance(window)
+
+    def open(self, ino: Ino, window: int) -> bool:
+        """Records an open; False if the file is not in the window, or was opened before."""
+        position = self.waiting.pop(ino, None)
+        if position is None:
+            # An order that is read, or whose next entries are not announced yet, cannot match.
+            self.unmatched += bool(self.waiting)
+            return False
+        self._promote(ino)
+        self.seen.add(position)
+        self.out.discard(position)
+        self.opened += 1
+        self.unmatched = 0
+        if position == self.cursor or len(self.seen) > window // 2:
+            self.advance(window)
+        return True
+
+    def advance(self, window: int) -> None:
+        """Moves the cursor behind entries that were opened. If half of the window was opened, the
+        readers have passed the others before these, and the cursor skips them.
+
+        A call takes as many steps as the cursor moves, so an open takes few on the average.
+        """
+        while True:
+            while self.cursor < self.indexed:
+                ino = self.items[self.cursor - self.first]
+                if ino and self.cursor not in self.seen:
+                    if len(self.seen) <= window // 2:
+                        break
+                    self.skipped += 1
+                self._pass(ino)
+            before = self.indexed
+            self._fill(window)
+            # Entries that are 0 may have filled it.
+            if self.indexed == before or self.cursor < before:
+                break
+        if self.cursor - self.first >= max(_TRIM, len(self.items) // 4):
+            del self.items[: self.cursor - self.first]
+            self.first = self.cursor
+
+    def reach(self, position: int, window: int) -> None:
+        """Moves the cursor to ``position`` if that is after it."""
+        while self.cursor < min(position, self.indexed):
+            self._pass(self.items[self.cursor - self.first])
+        if self.cursor < position:
+            self.cursor = self.indexed = position
+        self.unmatched = 0
+        self.advance(window)
+
+    def give(self, most: int, lead: int) -> Iterator[Ino]:
+        """The next entries of the window, at most ``most``, until ``lead`` of those that were given
+        out are not opened."""
+        self.given = max(self.given, self.cursor)
+        while most > 0 and self.given < self.indexed and len(self.out) < lead:
+            at, ino = self.given, self.items[self.given - self.first]
+            self.given += 1
+            position = self.waiting.get(ino)
+            if position == at:
+                self.out.add(position)
+                most -= 1
+                yield Ino(ino)
+
+    def can_give(self, lead: int) -> bool:
+        return max(self.given, self.cursor) < self.indexed and len(self.out) < lead
+
+    def _pass(self, ino: int) -> None:
+        """Moves the cursor behind one entry of the window."""
+        if ino:
+            if self.cursor in self.seen:
+                self.seen.remove(self.cursor)
+            else:
+                del self.waiting[ino]
+                self._promote(ino)
+                self.out.discard(self.cursor)
+            self.held -= 1
+        self.cursor += 1
+
+    def _promote(self, ino: int) -> None:
+        """The next position of a file in the window takes the place of the one that was removed."""
+        further = self.again.get(ino)
+        if further:
+            self.waiting[ino] = further.popleft()
+            if not further:
+                del self.again[ino]
+
+    def _fill(self, window: int) -> None:
+        """Extends the window to its size."""
+        while self.indexed < self.end and self.held < window:
+            ino = self.items[self.indexed - self.first]
+            if ino:
+                if self.waiting.setdefault(ino, self.indexed) != self.indexed:
+                    self.again.setdefault(ino, deque()).append(self.indexed)
+                self.held += 1
+            self.indexed += 1
+
+
+class Announcements:
+    """All announced orders. Belongs to the event loop.
+
+    The methods for messages raise Refused: EINVAL for an order that does not exist and a piece out
+    of its place, EPERM for an order of another user, ENOSPC above a limit. Nothing has changed
+    then.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits if limits is not None else Limits()
+        self._orders: dict[OrderKey, _Order] = {}
+        self._opened = self._skipped = self._unknown = 0
+        self._ended = self._deviated = self._refused = 0
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def begin(self, announcer: Announcer, subtree: Ino, begin: Begin) -> OrderKey:
+        """Begins an order of files beneath ``subtree``; it replaces one of the same key."""
+        key = _key(announcer, begin.order)
+        if key in self._orders:
+            self._require(announcer, begin.order)
+            self.end(key)
+        if (
+            len(self._orders) >= self._limits.all_orders
+            or sum(1 for _ in self._of_user(announcer.uid)) >= self._limits.user_orders
+        ):
+            raise Refused(errno.ENOSPC)
+        self._orders[key] = _Order(announcer, subtree, begin)
+        return key
+
+    def extend(self, announcer: Announcer, piece: Piece) -> int:
+        """Appends entries; those that are 0 have a position but no file. Returns how many are not
+        0."""
+        order = self._require(announcer, piece.order)
+        if piece.position != order.end:
+            raise Refused(errno.EINVAL)
+        limits, count = self._limits, len(piece.inos)
+        grown = order.bytes_with(count, limits.window) - order.bytes_with(0, limits.window)
+        if (
+            self._bytes(self._of_user(announcer.uid)) + grown > limits.user_bytes
+            or self._bytes(self._orders.values()) + grown > limits.all_bytes
+        ):
+            raise Refused(errno.ENOSPC)
+        unknown = piece.inos.count(0)
+        self._unknown += unknown
+        order.extend(piece.inos, limits.window)
+        return count - unknown
+
+    def progress(self, announcer: Announcer, number: int, position: int) -> None:
+        """The process has read all entries before ``position``. An earlier position than the known
+        one changes nothing."""
+        order = self._require(announcer, number)
+        if position > order.end:
+            raise Refused(errno.EINVAL)
+        order.reach(position, self._limits.window)
+
+    def key_of(self, announcer: Announcer, number: int) -> OrderKey:
+        """The key of an existing order of the process."""
+        self._require(announcer, number)
+        return _key(announcer, number)
+
+    def end(self, key: OrderKey) -> None:
+        """Frees an order; does nothing if there is none."""
+        order = self._orders.pop(key, None)
+        if order is not None:
+            self._ended += 1
+            self._count(order)
+
+    def refused(self) -> None:
+        """Counts a message that was refused."""
+        self._refused += 1
+
+    # -- what is foreseen ------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    def __contains__(self, key: OrderKey) -> bool:
+        return key in self._orders
+
+    def opened(self, ino: Ino) -> bool:
+        """Records an open of a file; returns whether an order has it in its window. O(1) in the
+        length of the orders, and at most ``all_orders`` queries."""
+        if not self._orders:
+            return False
+        is_known, deviating = False, []
+        for key, order in self._orders.items():
+            if order.open(ino, self._limits.window):
+                is_known = True
+            elif order.unmatched > self._limits.unmatched:
+                deviating.append(key)
+        for key in deviating:
+            self._count(self._orders.pop(key))
+            self._deviated += 1
+        return is_known
+
+    def next(self, most: int, lead: int) -> list[Ino]:
+        """The next files to be opened, at most ``most``, the most urgent first. Each is given out
+        once for each entry that names it.
+
+        No order has more than ``lead`` files given out that are not opened; the window limits it,
+        too. The order with the fewest of them has its turn first.
+        """
+        found: list[Ino] = []
+        while len(found) < most:
+            able = [order for order in self._orders.values() if order.can_give(lead)]
+            if not able:
+                break
+            order = min(able, key=lambda each: len(each.out))
+            found += order.give(min(_TURN, most - len(found)), lead)
+        return found
+
+    def activity(self, key: OrderKey) -> int:
+        """A number that changes with each entry of an order that is appended, opened or passed."""
+        order = self._orders[key]
+        return order.end + order.cursor + order.opened
+
+    def report(self) -> AnnouncedReport:
+        orders = self._orders.values()
+        return AnnouncedReport(
+            orders=len(orders),
+            entries=sum(order.end - order.cursor for order in orders),
+            bytes=self._bytes(orders),
+            opened=self._opened + sum(order.opened for order in orders),
+            skipped=self._skipped + sum(order.skipped for order in orders),
+            unknown=self._unknown,
+            ended=self._ended,
+            deviated=self._deviated,
+            refused=self._refused,
+        )
+
+    # -- how -------------------------------------------------------------------------------------
+
+    def _require(self, announcer: Announcer, number: int) -> _Order:
+        order = self._orders.get(_key(announcer, number))
+        if order is None:
+            raise Refused(errno.EINVAL)
+        if order.announcer.uid != announcer.uid:
+            raise Refused(errno.EPERM)
+        return order
+
+    def _of_user(self, uid: int) -> Iterator[_Order]:
+        return (order for order in self._orders.values() if order.announcer.uid == uid)
+
+    def _bytes(self, orders: Iterable[_Order]) -> int:
+        return sum(order.bytes_with(0, self._limits.window) for order in orders)
+
+    def _count(self, order: _Order) -> None:
+        self._opened += order.opened
+        self._skipped += order.skipped
+
+
+def _key(announcer: Announcer, number: int) -> OrderKey:
+    return OrderKey(announcer.pid, announcer.started, number)
