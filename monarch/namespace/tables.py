@@ -219,10 +219,11 @@ class Tables:
         """The whole table in pieces: the first inode number and an array of RECORD, a view of the
         mapped file that is valid until ``close``."""
         for number in range(len(self._inodes.views)):
-            yield (
-                Ino((number << SHIFT) + 1),
-                np.frombuffer(self._inodes.block(number), dtype=RECORD),
-            )
+            yield Ino((number << SHIFT) + 1), self.block_of_records(number)
+
+    def block_of_records(self, number: int) -> npt.NDArray[np.void]:
+        """The records of one block, a view as of ``records``."""
+        return np.frombuffer(self._inodes.block(number), dtype=RECORD)
 
     def newest_ns(self) -> int:
         """The newest change time of all entries: a lower bound of the source's clock."""

@@ -13,6 +13,7 @@ import os
 import struct
 from typing import Final, NamedTuple
 
+from monarch.posix.credentials import Credentials
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import kind_of_file_system, open_beneath
 
@@ -75,6 +76,35 @@ def narrowed(mode: int, acls: Acls) -> int:
         if tag == _GROUP_OWNER:
             return mode & (~0o070 | bits << 3)
     return mode & ~0o070 if acls.access else mode
+
+
+def allows(access: bytes, mode: int, *, uid: int, gid: int, by: Credentials, wanted: int) -> bool:
+    """Whether ``by`` has the permissions ``wanted``, as the bits of one class of a mode, for an
+    entry with these attributes and a stored access ACL, which may be empty (acl(5)). An invalid ACL
+    allows nothing. Root is not treated differently.
+
+    As in Linux, an ACL is not used if its mask is empty: its users then get the permissions of the
+    others (acl_permission_check in fs/namei.c).
+    """
+    if by.uid == uid:
+        return mode >> 6 & wanted == wanted
+    if not access or not mode & 0o070:
+        is_member = gid == by.gid or gid in by.groups
+        return mode >> (3 if is_member else 0) & wanted == wanted
+    entries = _entries(access)
+    if entries is None:
+        return False
+    mask = mode >> 3 & 7
+    groups = []
+    for tag, bits, number in entries:
+        if tag == _USER and number == by.uid:
+            return bits & mask & wanted == wanted
+        group = gid if tag == _GROUP_OWNER else number
+        if tag in (_GROUP_OWNER, _GROUP) and (group == by.gid or group in by.groups):
+            groups.append(bits & mask)
+    if groups:
+        return any(bits & wanted == wanted for bits in groups)
+    return mode & wanted == wanted
 
 
 def are_known(directory_fd: int) -> bool:

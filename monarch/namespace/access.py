@@ -1,0 +1,98 @@
+"""Which files of a snapshot a user could open for reading, for many files at once.
+
+The answer is from modes, owners and access control lists in the snapshot, without a call to the
+source. It is not used to serve a read: the kernel checks each open.
+"""
+
+from __future__ import annotations
+
+import stat
+from array import array
+
+import numpy as np
+import numpy.typing as npt
+
+from monarch.namespace.schema import ACL_SHIFT, ALIAS, MASK, RECORD, SHIFT, UNREADABLE
+from monarch.namespace.snapshot import Snapshot
+from monarch.namespace.tables import KIND
+from monarch.posix.acl import allows
+from monarch.posix.credentials import Credentials
+from monarch.types import ROOT_INO, Ino
+
+_READ, _SEARCH = 4, 1
+# The most directories whose answer is kept.
+_MOST_KEPT = 1 << 16
+
+
+class ReadAccess:
+    """Answers for the user ``by``. A file with several names is found by its first name only. Not
+    thread-safe."""
+
+    def __init__(self, snapshot: Snapshot, by: Credentials) -> None:
+        self._snapshot = snapshot
+        self._by = by
+        self._directories: dict[int, bool] = {}
+
+    def readable(self, inos: array[int]) -> array[int]:
+        """``inos`` with a 0 in the place of each that is not a regular file of the snapshot, or
+        that the user cannot open. ``inos`` are of 32 bits. Raises SnapshotError."""
+        wanted = np.frombuffer(inos, dtype=np.uint32)
+        is_known = (wanted >= ROOT_INO) & (wanted <= self._snapshot.entries)
+        numbers, places = np.unique(wanted[is_known], return_inverse=True)
+        found = self._records(numbers)
+        is_file = found["mode"] & KIND == stat.S_IFREG
+        is_file &= found["flags"] & (ALIAS | UNREADABLE) == 0
+        is_allowed = is_file if self._by.is_root else is_file & self._allowed(found)
+        kept = np.zeros(len(wanted), dtype=np.uint32)
+        kept[is_known] = np.where(is_allowed, numbers, 0)[places]
+        return array("I", kept.tobytes())
+
+    def _records(self, numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.void]:
+        """The records of ascending inode numbers."""
+        found = np.empty(len(numbers), dtype=RECORD)
+        index = numbers.astype(np.int64) - 1
+        for number in np.unique(index >> SHIFT).tolist():
+            start, end = np.searchsorted(index, (number << SHIFT, number + 1 << SHIFT)).tolist()
+            found[start:end] = self._snapshot.block_of_records(number)[index[start:end] & MASK]
+        return found
+
+    def _allowed(self, found: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Whether the user may read each of these entries, and search all directories above it."""
+        by, mode = self._by, found["mode"]
+        is_member = np.isin(found["gid"], np.array([by.gid, *by.groups], dtype=np.uint32))
+        shift = np.where(found["uid"] == by.uid, 6, np.where(is_member, 3, 0)).astype(np.uint32)
+        is_allowed: npt.NDArray[np.bool_] = mode >> shift & _READ != 0
+        for place in np.flatnonzero(found["flags"] >> ACL_SHIFT).tolist():
+            is_allowed[place] = self._allows(found[place], _READ)
+        parents, places = np.unique(found["parent"], return_inverse=True)
+        is_reached = np.array([self._reaches(each) for each in parents.tolist()], dtype=np.bool_)
+        return is_allowed & is_reached[places] if len(found) else is_allowed
+
+    def _reaches(self, directory: int) -> bool:
+        """Whether the user may search a directory and all above it."""
+        path, kept = [], self._directories
+        while directory not in kept:
+            path.append(directory)
+            if directory == ROOT_INO:
+                break
+            directory = self._snapshot.parent(Ino(directory))
+        answer = kept.get(directory, True)
+        if len(kept) + len(path) > _MOST_KEPT:
+            kept.clear()
+        for each in reversed(path):
+            index = each - 1
+            record = self._snapshot.block_of_records(index >> SHIFT)[index & MASK]
+            answer = answer and self._allows(record, _SEARCH)
+            kept[each] = answer
+        return answer
+
+    def _allows(self, record: np.void, wanted: int) -> bool:
+        access = self._snapshot.acls_of(int(record["flags"])).access
+        return allows(
+            access,
+            int(record["mode"]),
+            uid=int(record["uid"]),
+            gid=int(record["gid"]),
+            by=self._by,
+            wanted=wanted,
+        )
