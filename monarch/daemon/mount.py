@@ -24,11 +24,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from monarch.config.defaults import state_root
+from monarch.config.settings import MountSettings
 from monarch.control import ending
 from monarch.control.registry import MountRecord, Registry, alive, process_started
 from monarch.control.server import Server
 from monarch.control.state_directory import write_note
 from monarch.daemon import subsystems
+from monarch.daemon.hints import Hints
 from monarch.daemon.remarks import remarks
 from monarch.daemon.status import Status
 from monarch.daemon.supervisor import Supervisor
@@ -36,6 +38,7 @@ from monarch.daemon.sweep import Sweep
 from monarch.daemon.verbs import Verbs
 from monarch.daemon.write_status import LossAlarm
 from monarch.daemon.write_verbs import WrittenVerbs
+from monarch.foresight.announced import Announcements
 from monarch.fuse.datapath import Datapath
 from monarch.fuse.datapath_mode import Abilities, Choice, Serving, choose
 from monarch.fuse.operations import Operations
@@ -116,17 +119,12 @@ def open_mount(parts: subsystems.Parts) -> Mount:
     upkeep = subsystems.build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=sends_opens
     )
+    hints = Hints(parts.snapshot, Announcements())
     status = Status(
-        parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving
+        parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving, hints
     )
-    session = Session(
-        operations=Operations(filesystem, metrics.error, datapath, status.summary, serving),
-        mountpoint=settings.mountpoint,
-        source=os.fsencode(settings.source),
-        allow_other=settings.allow_other,
-        writable=bool(settings.absorbs),
-        datapath=datapath,
-        caches=caches,
+    operations = Operations(
+        filesystem, metrics.error, datapath, status.summary, serving, hints.receive
     )
     return Mount(
         parts=parts,
@@ -138,8 +136,9 @@ def open_mount(parts: subsystems.Parts) -> Mount:
         filesystem=filesystem,
         write_back=write_back,
         upkeep=upkeep,
+        hints=hints,
         status=status,
-        session=session,
+        session=_session(settings, operations, datapath, caches),
         written_verbs=WrittenVerbs(names=names, write_back=write_back, loss_alarm=loss_alarm),
         remarks=shown,
     )
@@ -172,6 +171,20 @@ def _write_back(
             is_open=read.bindings.is_open,
         ),
         kernel=caches,
+    )
+
+
+def _session(
+    settings: MountSettings, operations: Operations, datapath: Datapath | None, caches: MountCaches
+) -> Session:
+    return Session(
+        operations=operations,
+        mountpoint=settings.mountpoint,
+        source=os.fsencode(settings.source),
+        allow_other=settings.allow_other,
+        writable=bool(settings.absorbs),
+        datapath=datapath,
+        caches=caches,
     )
 
 
@@ -214,6 +227,7 @@ class Mount:
     filesystem: FileSystem
     write_back: WriteBack | None
     upkeep: subsystems.Upkeep
+    hints: Hints
     status: Status
     session: Session
     written_verbs: WrittenVerbs
@@ -309,6 +323,7 @@ class Mount:
             "sweep": self._sweep.run,
             "scrub": upkeep.scrub.run,
             "health": self.status.watch_health,
+            "hints": self.hints.run,
             "second look": upkeep.watch.run_second_look,
         }
         if self._settings.snapshot.freshness != "never":

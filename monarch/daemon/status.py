@@ -14,6 +14,7 @@ import trio
 
 from monarch import __version__
 from monarch.daemon import health_checks
+from monarch.daemon.hints import Hints
 from monarch.daemon.subsystems import Parts, Tiers, Transfer, Upkeep
 from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.fuse.datapath_mode import Serving
@@ -47,6 +48,7 @@ class Status:
     _upkeep: Upkeep
     _loss_alarm: LossAlarm
     _serving: Serving
+    _hints: Hints
 
     def __post_init__(self) -> None:
         parts, metrics, write_back = self._parts, self._metrics, self._write_back
@@ -171,6 +173,7 @@ class Status:
             scrub=self._upkeep.scrub.report(),
             writing=self._writing.report(),
             warming=self.warming(),
+            foresight=self._hints.report(),
         )
 
     def _tier_reports(self, mode: reports.Mode) -> list[reports.TierReport]:

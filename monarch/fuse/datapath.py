@@ -350,6 +350,10 @@ class Datapath:
         """Answers a request with an errno; 0 if it succeeded and has no other answer."""
         self._native.answer_error(unique, number)
 
+    def answer_ioctl(self, unique: int, result: int) -> None:
+        """Answers an ioctl that succeeded: its caller gets ``result``, 0 or more."""
+        self._native.answer_ioctl(unique, result)
+
     def answer_missing(self, unique: int, *, valid_s: int) -> None:
         """Answers a lookup: the name does not exist, which the kernel may cache."""
         self._native.answer_missing(unique, valid_s)

@@ -1,7 +1,7 @@
 """Answers requests that the datapath hands to the event loop without pyfuse3.
 
-They are those that change names and attributes, and those that ask for them. pyfuse3 starts a task
-for each request, and its answer takes a socket and one more thread. Here one task takes all
+They are those that change names and attributes, those that ask for them, and hints. pyfuse3 starts
+a task for each request, and its answer takes a socket and one more thread. Here one task takes all
 requests that have come, and answers each of them in its own turn. Few requests have to wait: only
 then another task takes over.
 """
@@ -28,7 +28,7 @@ from monarch.types import Attributes, Ino
 
 # Numbers of requests (_wire.h), by the names of their handlers.
 _LOOKUP, _GETATTR, _SETATTR, _MKDIR, _UNLINK, _RMDIR, _RENAME = 1, 3, 4, 9, 10, 11, 12
-_RELEASE, _CREATE, _RENAME2 = 18, 35, 45
+_RELEASE, _CREATE, _IOCTL, _RENAME2 = 18, 35, 39, 45
 _NAMES = {
     _LOOKUP: "lookup",
     _GETATTR: "getattr",
@@ -40,6 +40,7 @@ _NAMES = {
     _RENAME2: "rename",
     _RELEASE: "release",
     _CREATE: "create",
+    _IOCTL: "hint",
 }
 _POINTS = {opcode: f"handler-{name}" for opcode, name in _NAMES.items()}
 # Bits of the request to set attributes (FATTR_* of linux/fuse.h).
@@ -135,6 +136,8 @@ class DirectRequests:
         elif opcode == _RELEASE:
             await handlers.release(ino)
             datapath.answer_error(unique, 0)
+        elif opcode == _IOCTL:
+            datapath.answer_ioctl(unique, handlers.hint(ino, details[0], Caller(pid, uid, gid)))
         elif opcode == _CREATE:
             name, mode, flags = details
             by = credentials_of(pid, uid, gid)

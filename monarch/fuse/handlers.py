@@ -12,12 +12,14 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
 from monarch.errors import MonarchError, Refused
 from monarch.fuse.datapath import Datapath
 from monarch.posix.credentials import Credentials
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
+from monarch.transfer.source_calls import Caller
 from monarch.types import Attributes, Ino
 from monarch.vfs.filesystem import FileSystem
 from monarch.writeback.front import WriteFront
@@ -32,6 +34,8 @@ NAME_MAX = 255
 
 # Errors by a lack of resources, which are not bugs.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+
+ReceiveHint: TypeAlias = Callable[[Ino, bytes, Caller], int]
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +57,12 @@ class Handlers:
         filesystem: FileSystem,
         datapath: Datapath | None,
         count_error: Callable[[str], None],
+        receive_hint: ReceiveHint,
     ) -> None:
         self._count_error = count_error
+        # Answers a message about the next reads: called with the inode of its descriptor, the
+        # message and the process, it returns a number for the process or raises MonarchError.
+        self.hint = receive_hint
         # A bug in the path of each read must not displace all other lines of the log.
         self._limiter = Limiter(60.0)
         self.names = filesystem.names

@@ -24,7 +24,7 @@ from monarch.errors import MonarchError, Unanswered
 from monarch.fuse.datapath import Datapath, split_handle, split_write_handle
 from monarch.fuse.datapath_mode import Serving
 from monarch.fuse.direct import DirectRequests
-from monarch.fuse.handlers import NAME_MAX, VALID_S, Handlers, errno_of
+from monarch.fuse.handlers import NAME_MAX, VALID_S, Handlers, ReceiveHint, errno_of
 from monarch.posix import acl, failpoints
 from monarch.posix.credentials import Credentials, credentials_of
 from monarch.transfer.source_calls import CALLER, Caller
@@ -88,6 +88,7 @@ class Operations(pyfuse3.Operations):
     ``count_error`` is called with the kind of an internal error. ``datapath`` answers the reads
     that it has passed on, so that their bytes take a direct way. ``status`` returns the public
     figures of the mount, an attribute of its root. ``serving`` counts the requests.
+    ``receive_hint`` answers hints, which only the datapath passes on.
     """
 
     supports_dot_lookup = True
@@ -100,6 +101,7 @@ class Operations(pyfuse3.Operations):
         datapath: Datapath | None,
         status: Callable[[], bytes],
         serving: Serving,
+        receive_hint: ReceiveHint,
     ) -> None:
         super().__init__()
         self.serving = serving
@@ -111,7 +113,7 @@ class Operations(pyfuse3.Operations):
         self.enable_acl = filesystem.names.has_acls
         self._datapath = datapath
         self._list_ends: dict[Ino, int] = {}
-        self.handlers = Handlers(filesystem, datapath, count_error)
+        self.handlers = Handlers(filesystem, datapath, count_error, receive_hint)
         self.direct: DirectRequests | None = None
         if datapath is not None:
             self.direct = DirectRequests(datapath, self.handlers)

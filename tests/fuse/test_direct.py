@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -19,9 +20,11 @@ import trio
 import trio.testing
 
 from monarch.errors import Refused, Unanswered
+from monarch.foresight.messages import MOST_BYTES, request_number
 from monarch.fuse.direct import DirectRequests
 from monarch.fuse.handlers import Handlers
 from monarch.posix.credentials import Credentials
+from monarch.transfer.source_calls import Caller
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 from monarch.vfs.interfaces import ABANDONED
 from tests.conftest import Tree
@@ -156,6 +159,71 @@ async def test_each_request_reaches_its_handler_and_its_answer_the_kernel(made: 
         nodeid, _, entry_s, attr_s, _, _ = wire.ENTRY.unpack_from(reply.body)
         assert (nodeid, entry_s, attr_s) == (NEW, 86400, 86400)
         assert len(reply.body) == wire.ENTRY.size + wire.ATTR.size
+
+
+IOCTL_IN = struct.Struct("<QIIQII")
+
+
+def ioctl(message: bytes, *, number: int | None = None, size: int | None = None) -> bytes:
+    """The body of a request for an ioctl, of a hint by default."""
+    length = len(message) if size is None else size
+    number = request_number(length) if number is None else number
+    return IOCTL_IN.pack(0, 0, number, 0, length, 0) + message
+
+
+async def test_a_hint_reaches_its_handler_and_its_process_the_result(made: Rig) -> None:
+    fakes = Fakes()
+    sent: list[tuple[Ino, bytes, Caller]] = []
+
+    def hint(ino: Ino, message: bytes, caller: Caller) -> int:
+        sent.append((ino, message, caller))
+        if not message:
+            raise Refused(errno.ENOSPC)
+        return len(message)
+
+    cast(Any, fakes).hint = hint
+    long = bytes(range(256)) * 64
+    async with serving(made, fakes):
+        for message in (b"a\0b", long[:MOST_BYTES]):
+            reply = await ask(made, Op.IOCTL, 1, ioctl(message))
+            assert reply.error == 0
+            assert struct.unpack("<iIII", reply.body) == (len(message), 0, 0, 0)
+        assert (await ask(made, Op.IOCTL, 1, ioctl(b""))).error == errno.ENOSPC
+    caller = Caller(77, 0, 0)
+    assert sent == [(1, b"a\0b", caller), (1, long[:MOST_BYTES], caller), (1, b"", caller)]
+    assert made.is_quiet(), "pyfuse3 has received none"
+
+
+async def test_any_other_ioctl_is_refused_without_python(made: Rig) -> None:
+    fakes, hint = Fakes(), request_number(3)
+    others = (0x5401, 0x80086601, hint ^ 1, hint ^ 1 << 8, hint ^ 3 << 30, hint | 2 << 30)
+    async with serving(made, fakes):
+        for number in others:
+            reply = await ask(made, Op.IOCTL, 1, ioctl(b"abc", number=number))
+            assert reply.error == errno.ENOTTY
+        assert (await ask(made, Op.IOCTL, 1, ioctl(b"abc")[:20])).error == errno.ENOTTY
+        for size in (2, 4, 2**32 - 1):
+            reply = await ask(made, Op.IOCTL, 1, ioctl(b"abc", size=size, number=hint))
+            assert reply.error == errno.EINVAL
+    assert fakes.calls == [] and made.is_quiet()
+
+
+async def test_the_memory_for_hints_is_limited(made: Rig) -> None:
+    """Each hint is much larger than any other request, and a user may have many threads."""
+    fakes = Fakes()
+    cast(Any, fakes).hint = lambda ino, message, caller: 0
+    async with serving(made, fakes):
+        await trio.testing.wait_all_tasks_blocked()
+        # None is taken out of the queue until the event loop runs.
+        sent = [made.send(Op.IOCTL, 1, ioctl(bytes(MOST_BYTES))) for _ in range(400)]
+        early = Counter(made.any_answer(20.0).error for _ in range(len(sent) - 256 - 32))
+        assert early == {errno.EBUSY: len(sent) - 256 - 32}
+        late = Counter[int]()
+        for _ in range(len(sent) - early.total()):
+            found = await trio.to_thread.run_sync(made.any_answer, 20.0)
+            late[found.error] += 1
+        assert late.keys() <= {0, errno.EBUSY} and late[0] >= 256
+        assert (await ask(made, Op.IOCTL, 1, ioctl(b"abc"))).error == 0
 
 
 async def test_a_missing_name_is_an_entry_without_a_number(made: Rig) -> None:

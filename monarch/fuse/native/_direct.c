@@ -9,6 +9,9 @@
 /* The largest request that is taken: two names of 255 bytes, or an attribute's numbers. */
 enum { MOST_BYTES = 1024 };
 
+/* The largest request of a hint, and how many may be in the queue: 4 MiB at most. */
+enum { HINT_BYTES = 40 + 32 + (1 << 14), MOST_HINTS = 256 };
+
 bool direct_prepare(struct direct *direct) {
     direct->wake = -1;
     direct->end = &direct->first;
@@ -48,6 +51,10 @@ static bool shape_of(uint32_t opcode, size_t *fixed, int *names) {
         *fixed = sizeof(struct setattr_in);
         *names = 0;
         return true;
+    case OP_IOCTL:
+        *fixed = sizeof(struct ioctl_in);
+        *names = 0;
+        return true;
     case OP_GETATTR:
     case OP_RELEASE:
         *names = 0;
@@ -65,7 +72,8 @@ static bool shape_of(uint32_t opcode, size_t *fixed, int *names) {
 static bool is_taken(const struct in_header *request) {
     size_t fixed, left = request->len - sizeof *request;
     int names;
-    if (request->len > MOST_BYTES || !shape_of(request->opcode, &fixed, &names) || left < fixed)
+    size_t most = request->opcode == OP_IOCTL ? HINT_BYTES : MOST_BYTES;
+    if (request->len > most || !shape_of(request->opcode, &fixed, &names) || left < fixed)
         return false;
     const char *at = (const char *)(request + 1) + fixed;
     for (left -= fixed; names > 0; names--) {
@@ -76,6 +84,13 @@ static bool is_taken(const struct in_header *request) {
         left -= length + 1;
     }
     return true;
+}
+
+bool direct_takes_hint(struct direct *direct) {
+    pthread_mutex_lock(&direct->lock);
+    bool has_room = direct->hints < MOST_HINTS;
+    pthread_mutex_unlock(&direct->lock);
+    return has_room;
 }
 
 bool direct_put(struct direct *direct, const struct in_header *request) {
@@ -92,6 +107,7 @@ bool direct_put(struct direct *direct, const struct in_header *request) {
     bool was_empty = !direct->first;
     *direct->end = kept;
     direct->end = &kept->next;
+    direct->hints += request->opcode == OP_IOCTL;
     __atomic_add_fetch(&direct->count, 1, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&direct->lock);
     uint64_t one = 1;
@@ -112,6 +128,7 @@ struct direct_request *direct_take(struct direct *direct) {
     struct direct_request *first = direct->first;
     direct->first = NULL;
     direct->end = &direct->first;
+    direct->hints = 0;
     pthread_mutex_unlock(&direct->lock);
     return first;
 }

@@ -41,6 +41,10 @@ static PyObject *details_of(const struct in_header *request) {
                              (long long)in->atime, in->atimensec, (long long)in->mtime,
                              in->mtimensec, in->mode, in->uid, in->gid);
     }
+    case OP_IOCTL: {
+        const struct ioctl_in *in = body;
+        return Py_BuildValue("(y#)", (const char *)(in + 1), (Py_ssize_t)in->in_size);
+    }
     case OP_LOOKUP:
     case OP_UNLINK:
     case OP_RMDIR:
@@ -91,6 +95,19 @@ PyObject *datapath_answer_error(Datapath *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Ki", &unique, &error))
         return NULL;
     answer_error(self->dp, unique, error);
+    Py_RETURN_NONE;
+}
+
+PyObject *datapath_answer_ioctl(Datapath *self, PyObject *args) {
+    unsigned long long unique;
+    int result;
+    if (!PyArg_ParseTuple(args, "Ki", &unique, &result))
+        return NULL;
+    struct {
+        struct out_header header;
+        struct ioctl_out out;
+    } reply = {{sizeof reply, 0, unique}, {.result = result}};
+    carry_back(self->dp, &reply.header);
     Py_RETURN_NONE;
 }
 

@@ -158,6 +158,20 @@ static void do_listxattr(struct thread *thread, struct in_header *request, size_
         answer(thread, request, &out, in->size ? 0 : sizeof out);
 }
 
+/* Only hints are passed on. Python's open() asks of each file whether it is a terminal. */
+static void do_ioctl(struct thread *thread, struct in_header *request, size_t size) {
+    const struct ioctl_in *in = (const struct ioctl_in *)(request + 1);
+    if (size < sizeof *in || _IOC_TYPE(in->cmd) != HINT_TYPE || _IOC_NR(in->cmd) != HINT_NUMBER ||
+        _IOC_DIR(in->cmd) != _IOC_WRITE)
+        refuse(thread, request, ENOTTY);
+    else if (in->in_size != size - sizeof *in)
+        refuse(thread, request, EINVAL);
+    else if (!direct_takes_hint(&thread->dp->direct))
+        refuse(thread, request, EBUSY);
+    else
+        pass_on(thread, request);
+}
+
 static void agree_on_requests(struct datapath *dp, const struct in_header *request, size_t size) {
     const struct init_in *in = (const struct init_in *)(request + 1);
     /* Kernels before 5.17 send a shorter message, without the second word of flags. */
@@ -223,8 +237,7 @@ void dispatch(struct thread *thread, struct in_header *request, uint64_t begin) 
         do_listxattr(thread, request, size);
         break;
     case OP_IOCTL:
-        /* Python's open() asks of each file whether it is a terminal. */
-        refuse(thread, request, ENOTTY);
+        do_ioctl(thread, request, size);
         break;
     case OP_INTERRUPT:
         if (size >= sizeof(struct interrupt_in))

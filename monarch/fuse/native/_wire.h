@@ -182,6 +182,18 @@ struct getxattr_out {
     uint32_t size, padding;
 };
 
+struct ioctl_in {
+    uint64_t fh;
+    uint32_t ioctl_flags, cmd;
+    uint64_t argument;
+    uint32_t in_size, out_size;
+};
+
+struct ioctl_out {
+    int32_t result;
+    uint32_t ioctl_flags, in_parts, out_parts;
+};
+
 struct interrupt_in {
     uint64_t unique;
 };
@@ -220,6 +232,9 @@ struct backing_map {
     uint64_t padding;
 };
 
+/* The ioctl of hints (docs/hints.md), whatever the size of its message. */
+enum { HINT_TYPE = 0xe9, HINT_NUMBER = 1 };
+
 #define DEV_IOC_CLONE _IOR(229, 0, uint32_t)
 #define DEV_IOC_BACKING_OPEN _IOW(229, 1, struct backing_map)
 #define DEV_IOC_BACKING_CLOSE _IOW(229, 2, uint32_t)
@@ -234,6 +249,8 @@ _Static_assert(sizeof(struct create_in) == 16, "create_in");
 _Static_assert(sizeof(struct rename2_in) == 16, "rename2_in");
 _Static_assert(sizeof(struct fallocate_in) == 32, "fallocate_in");
 _Static_assert(sizeof(struct lseek_in) == 24, "lseek_in");
+_Static_assert(sizeof(struct ioctl_in) == 32, "ioctl_in");
+_Static_assert(sizeof(struct ioctl_out) == 16, "ioctl_out");
 _Static_assert(sizeof(struct init_in) == 64, "init_in");
 _Static_assert(sizeof(struct init_out) == 64, "init_out");
 

@@ -1,0 +1,151 @@
+"""Receives hints: checks what their processes may announce, and ends the orders of processes that
+have ended.
+
+A descriptor of the mount has no end that the daemon sees: the kernel opens directories, and files
+with ``open: none``, without a request. So /proc is read once a second.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from monarch.control.registry import process_started
+from monarch.errors import MonarchError, Refused
+from monarch.foresight.announced import Announcements, Announcer, OrderKey
+from monarch.foresight.messages import NO_DESCRIPTOR, Begin, Piece, Progress, decode
+from monarch.namespace.access import ReadAccess
+from monarch.namespace.snapshot import Snapshot
+from monarch.posix.credentials import credentials_of
+from monarch.posix.processes import inode_of, process_of
+from monarch.telemetry.log import Limiter
+from monarch.telemetry.report import ForesightReport
+from monarch.text import errno_words
+from monarch.transfer.source_calls import Caller
+from monarch.types import Ino
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+# After this time without a message or an open, an order of a process that cannot be seen ends.
+_IDLE_S = 600.0
+
+
+@dataclass(eq=False)
+class _Watched:
+    """An order whose end must be noticed. ``inode`` is that of the descriptor."""
+
+    access: ReadAccess
+    descriptor: int
+    inode: int
+    activity: int = -1
+    since_s: float = field(default_factory=trio.current_time)
+
+
+class Hints:
+    """Belongs to the event loop. ``wake`` is called after each message that was accepted: there
+    may be further files to fetch."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        announcements: Announcements,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._snapshot = snapshot
+        self._announcements = announcements
+        self._wake = wake
+        self._watched: dict[OrderKey, _Watched] = {}
+        self._limiter = Limiter(60.0)
+
+    def receive(self, ino: Ino, message: bytes, caller: Caller) -> int:
+        """Answers a message that was sent on a descriptor of ``ino``: of a piece of an order, the
+        number of entries that were kept, else 0. Raises Refused."""
+        try:
+            return self._receive(ino, message, caller)
+        except MonarchError as error:
+            self._announcements.refused()
+            self._limiter.warning(
+                log,
+                (caller.uid, error.errno),
+                "a hint of user %d, process %d, was refused: %s",
+                caller.uid,
+                caller.pid,
+                errno_words(error.errno),
+            )
+            raise
+
+    def report(self) -> ForesightReport:
+        return ForesightReport(self._announcements.report())
+
+    def _receive(self, ino: Ino, message: bytes, caller: Caller) -> int:
+        said = decode(message)
+        process = process_of(caller.pid)
+        started = process_started(process) if process else 0
+        announcer = Announcer(caller.uid, process, started or 0)
+        announcements, kept = self._announcements, 0
+        if isinstance(said, Begin):
+            self._begin(announcer, ino, said, caller)
+        elif isinstance(said, Piece):
+            watched = self._watched[announcements.key_of(announcer, said.order)]
+            kept = announcements.extend(
+                announcer, Piece(said.order, said.position, watched.access.readable(said.inos))
+            )
+        elif isinstance(said, Progress):
+            announcements.progress(announcer, said.order, said.position)
+        else:
+            self._end(announcements.key_of(announcer, said.order))
+        self._wake()
+        return kept
+
+    def _begin(self, announcer: Announcer, ino: Ino, begin: Begin, caller: Caller) -> None:
+        descriptor, inode = begin.descriptor, 0
+        if descriptor != NO_DESCRIPTOR and announcer.pid:
+            try:
+                inode = inode_of(announcer.pid, descriptor)
+            except FileNotFoundError:
+                raise Refused(errno.EINVAL) from None
+            except OSError:
+                descriptor = NO_DESCRIPTOR
+            else:
+                if inode != ino:
+                    raise Refused(errno.EINVAL)
+        by = credentials_of(caller.pid, caller.uid, caller.gid)
+        key = self._announcements.begin(announcer, ino, begin)
+        self._watched[key] = _Watched(ReadAccess(self._snapshot, by), descriptor, inode)
+
+    def _end(self, key: OrderKey) -> None:
+        self._announcements.end(key)
+        self._watched.pop(key, None)
+
+    async def run(self) -> None:
+        """Ends orders once a second: see the module's description."""
+        while True:
+            await trio.sleep(_LOOK_S)
+            for key, watched in list(self._watched.items()):
+                if key not in self._announcements or self._is_over(key, watched):
+                    self._end(key)
+
+    def _is_over(self, key: OrderKey, watched: _Watched) -> bool:
+        if not key.pid:
+            return self._is_idle(key, watched)
+        if process_started(key.pid) != key.started:
+            return True
+        if watched.descriptor == NO_DESCRIPTOR:
+            return False
+        try:
+            return inode_of(key.pid, watched.descriptor) != watched.inode
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+
+    def _is_idle(self, key: OrderKey, watched: _Watched) -> bool:
+        activity, now = self._announcements.activity(key), trio.current_time()
+        if activity != watched.activity:
+            watched.activity, watched.since_s = activity, now
+        return now - watched.since_s > _IDLE_S

@@ -1,0 +1,41 @@
+"""Other processes, as /proc shows them: the process of a thread, and its open descriptors."""
+
+from __future__ import annotations
+
+import os
+
+from monarch.posix.files import closing_fd
+
+_MOST_BYTES = 1 << 16
+
+
+def process_of(thread: int) -> int:
+    """The number of the process that a thread belongs to; 0 if it cannot be seen."""
+    text = _read(f"/proc/{thread}/status") if thread > 0 else b""
+    return int(_field(text, b"Tgid") or 0)
+
+
+def inode_of(process: int, descriptor: int) -> int:
+    """The inode number of the file that a process has open as ``descriptor``. Raises OSError:
+    FileNotFoundError if it is closed; PermissionError if this process may not see it."""
+    return int(_field(_read_all(f"/proc/{process}/fdinfo/{descriptor}"), b"ino") or 0)
+
+
+def _field(text: bytes, name: bytes) -> bytes:
+    for line in text.split(b"\n"):
+        key, _, value = line.partition(b":")
+        if key == name:
+            return value.strip()
+    return b""
+
+
+def _read(path: str) -> bytes:
+    try:
+        return _read_all(path)
+    except OSError:
+        return b""
+
+
+def _read_all(path: str) -> bytes:
+    with closing_fd(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+        return os.read(fd, _MOST_BYTES)

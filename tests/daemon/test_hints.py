@@ -1,0 +1,207 @@
+"""Hints: their files are checked, and their orders end with the descriptor or the process."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from monarch.daemon.hints import Hints
+from monarch.errors import Refused
+from monarch.foresight.announced import Announcements, Limits
+from monarch.foresight.messages import (
+    NO_DESCRIPTOR,
+    SAMPLES,
+    Begin,
+    encode_begin,
+    encode_end,
+    encode_piece,
+    encode_progress,
+)
+from monarch.namespace.build import build
+from monarch.namespace.snapshot import Snapshot
+from monarch.transfer.source_calls import Caller
+from monarch.types import Ino
+
+ALICE = 1001
+NAMES = ("all", "alice's", "root's")
+
+
+class Rig:
+    """Hints of this process, and of others, about three files with different modes."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.announcements = Announcements(Limits(user_orders=4))
+        self.woken = 0
+        self.hints = Hints(snapshot, self.announcements, self._wake)
+        self.inos = [snapshot.lookup(Ino(1), name.encode()) or 0 for name in NAMES]
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def send(
+        self, message: bytes, *, ino: int = 1, uid: int = ALICE, pid: int | None = None
+    ) -> int:
+        pid = os.getpid() if pid is None else pid
+        return self.hints.receive(Ino(ino), message, Caller(pid, uid, uid))
+
+    def begin(
+        self, descriptor: int = NO_DESCRIPTOR, *, ino: int = 1, pid: int | None = None
+    ) -> int:
+        return self.send(encode_begin(Begin(1, descriptor, SAMPLES, 3)), ino=ino, pid=pid)
+
+    def refused(self, message: bytes, **kwargs: int) -> int:
+        with pytest.raises(Refused) as refusal:
+            self.send(message, **kwargs)
+        return refusal.value.errno
+
+
+@pytest.fixture
+def rig(source: Path, tmp_path: Path) -> Iterator[Rig]:
+    for name, mode, owner in zip(NAMES, (0o644, 0o600, 0o600), (0, ALICE, 0), strict=True):
+        (source / name).write_bytes(b"x")
+        (source / name).chmod(mode)
+        os.chown(source / name, owner, 0)
+    build(source, tmp_path / "snapshot")
+    with Snapshot.open(tmp_path / "snapshot") as snapshot:
+        yield Rig(snapshot)
+
+
+@asynccontextmanager
+async def running(rig: Rig) -> AsyncIterator[None]:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rig.hints.run)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+async def test_files_that_the_user_may_not_read_keep_only_their_position(rig: Rig) -> None:
+    assert rig.begin() == 0
+    assert rig.send(encode_piece(1, 0, [*rig.inos, 99, 1])) == 2
+    assert rig.announcements.next(9, 9) == rig.inos[:2]
+    assert rig.announcements.report().unknown == 3
+    assert rig.send(encode_progress(1, 1)) == 0
+    assert rig.announcements.report().entries == 4
+    assert rig.woken == 3
+    assert rig.send(encode_end(1)) == 0
+    assert len(rig.announcements) == 0
+
+
+async def test_refusals_are_counted_and_logged_once_a_minute(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert rig.refused(b"\2" + bytes(30)) == errno.EINVAL
+        assert rig.refused(encode_piece(1, 0, [2])) == errno.EINVAL
+        for number in range(4):
+            rig.send(encode_begin(Begin(number, NO_DESCRIPTOR, SAMPLES, 0)))
+        assert rig.refused(encode_begin(Begin(9, NO_DESCRIPTOR, SAMPLES, 0))) == errno.ENOSPC
+        assert rig.refused(encode_end(1), uid=ALICE + 1) == errno.EPERM
+        assert rig.refused(encode_end(1), pid=os.getppid()) == errno.EINVAL
+        assert rig.woken == 4
+    assert [record.args[2] for record in caplog.records if record.args] == [  # type: ignore[index]
+        "Invalid argument (EINVAL)",
+        "No space left on device (ENOSPC)",
+        "Operation not permitted (EPERM)",
+    ]
+    assert rig.announcements.report().refused == 5
+
+
+async def test_an_order_ends_when_its_descriptor_is_closed(
+    rig: Rig, source: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    fd = os.open(source, os.O_RDONLY)
+    ino = os.fstat(fd).st_ino
+    rig.begin(fd, ino=ino)
+    async with running(rig):
+        await trio.sleep(100)
+        assert len(rig.announcements) == 1
+        os.close(fd)
+        await trio.sleep(1.1)
+        assert len(rig.announcements) == 0
+        # The next file with the number of the descriptor is another one.
+        fd = os.open(source, os.O_RDONLY)
+        rig.begin(fd, ino=ino)
+        os.dup2(os.open(source / "all", os.O_RDONLY), fd)
+        await trio.sleep(1.1)
+        assert len(rig.announcements) == 0
+        os.close(fd)
+
+
+async def test_a_descriptor_of_another_file_is_refused(rig: Rig, source: Path) -> None:
+    fd = os.open(source, os.O_RDONLY)
+    ino = os.fstat(fd).st_ino
+    assert rig.refused(encode_begin(Begin(1, fd, SAMPLES, 3)), ino=ino + 1) == errno.EINVAL
+    os.close(fd)
+    assert rig.refused(encode_begin(Begin(1, fd, SAMPLES, 3)), ino=ino) == errno.EINVAL
+    assert len(rig.announcements) == 0
+
+
+async def test_an_order_ends_with_its_process(
+    rig: Rig, autojump_clock: trio.testing.MockClock
+) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        rig.begin(pid=process.pid)
+        rig.begin()
+        async with running(rig):
+            await trio.sleep(100)
+            assert len(rig.announcements) == 2
+            process.kill()
+            # Not reaped yet.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            await trio.sleep(1.1)
+            assert len(rig.announcements) == 1
+
+
+async def test_all_threads_of_a_process_share_its_orders(rig: Rig) -> None:
+    done = threading.Event()
+    waiting = threading.Thread(target=done.wait)
+    waiting.start()
+    try:
+        rig.begin(pid=waiting.native_id)
+        assert rig.send(encode_piece(1, 0, rig.inos[:1])) == 1
+    finally:
+        done.set()
+        waiting.join()
+
+
+async def test_an_order_of_a_process_that_cannot_be_seen_ends_when_it_is_idle(
+    rig: Rig, autojump_clock: trio.testing.MockClock
+) -> None:
+    rig.begin(pid=0)
+    rig.send(encode_piece(1, 0, [rig.inos[0]] * 3), pid=0)
+    async with running(rig):
+        for _ in range(3):
+            await trio.sleep(590)
+            assert rig.announcements.opened(Ino(rig.inos[0]))
+        await trio.sleep(590)
+        assert len(rig.announcements) == 1
+        await trio.sleep(20)
+        assert len(rig.announcements) == 0
+
+
+async def test_an_order_that_was_dropped_is_watched_no_longer(
+    rig: Rig, autojump_clock: trio.testing.MockClock
+) -> None:
+    rig.announcements = Announcements(Limits(unmatched=5))
+    rig.hints = Hints(rig.snapshot, rig.announcements)
+    rig.begin()
+    rig.send(encode_piece(1, 0, rig.inos[:1]))
+    for _ in range(6):
+        rig.announcements.opened(Ino(99))
+    assert rig.refused(encode_progress(1, 1)) == errno.EINVAL
+    async with running(rig):
+        await trio.sleep(1.1)
+    rig.begin()
+    assert len(rig.announcements) == 1
