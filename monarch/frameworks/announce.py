@@ -1,0 +1,220 @@
+"""Announces to a mount of Monarch which files this process will read, and in which order.
+
+The mount may then fetch them before they are opened. On any other file system, and if the mount
+refuses, nothing happens: an announcement never raises OSError, and no read depends on it
+(docs/hints.md).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from monarch.foresight.messages import (
+    MOST_BYTES,
+    SAMPLES,
+    Begin,
+    encode_begin,
+    encode_end,
+    encode_piece,
+    encode_progress,
+    entries_of_a_piece,
+    request_number,
+)
+
+AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
+_PIECE = entries_of_a_piece(4)
+# The entries that are sent at the begin, and with each progress: a message takes some milliseconds.
+_FIRST_ENTRIES = 1 << 16
+_MORE_PIECES = 4
+# Progress is sent after so many entries, or after this time in seconds.
+_STEP_ENTRIES = 4096
+_STEP_S = 1.0
+# Listings that are kept: the files of a data set are named directory by directory.
+_KEPT_LISTINGS = 8
+# The mount has no room now, and may have later.
+_LATER = frozenset((errno.ENOSPC, errno.EBUSY))
+_UNKNOWN = 0
+
+
+class Inodes:
+    """The inode numbers of files in one mount, from listings, without a stat of each file.
+
+    ``device`` is that of the first directory that can be listed; 0 before. A file of another
+    device, or that does not exist, has the number 0.
+    """
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.directory: bytes | None = None
+        self._listings: dict[bytes, dict[bytes, int]] = {}
+
+    def of(self, path: AnyPath) -> int:
+        directory, name = os.path.split(os.fsencode(path))
+        listing = self._listings.get(directory)
+        if listing is None:
+            while len(self._listings) >= _KEPT_LISTINGS:
+                del self._listings[next(iter(self._listings))]
+            listing = self._listings[directory] = self._listed(directory or b".")
+        return listing.get(name, _UNKNOWN)
+
+    def _listed(self, directory: bytes) -> dict[bytes, int]:
+        try:
+            device = os.stat(directory).st_dev
+            if self.device in (0, device):
+                found = {}
+                with os.scandir(directory) as entries:
+                    for entry in entries:
+                        found[entry.name] = self._inode(entry, device)
+                self.device, self.directory = device, self.directory or directory
+                return found
+        except OSError:
+            pass
+        return {}
+
+    def _inode(self, entry: os.DirEntry[bytes], device: int) -> int:
+        if not entry.is_symlink():
+            return entry.inode()
+        try:
+            target = os.stat(entry.path)
+        except OSError:
+            return _UNKNOWN
+        return target.st_ino if target.st_dev == device else _UNKNOWN
+
+
+class Announcement:
+    """An order that is announced until ``close``, or until this process ends. A process that was
+    forked from this one cannot change it. Not thread-safe.
+
+    ``inos`` are the inode numbers of the files in the order of the reads, 0 for an unknown file;
+    ``directory`` is one of the mount. ``is_sent``: the mount has accepted the order so far.
+    """
+
+    def __init__(self, directory: AnyPath, inos: Sequence[int], *, unit: int = SAMPLES) -> None:
+        self._inos = inos
+        self._order = secrets.randbits(32)
+        self._sent = self._read = 0
+        self._reported_s = time.monotonic()
+        self._process = os.getpid()
+        self._fd = -1  # closed
+        try:
+            self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return
+        if self._send(encode_begin(Begin(self._order, self._fd, unit, len(inos)))):
+            self._extend(-(-_FIRST_ENTRIES // _PIECE))
+
+    @property
+    def is_sent(self) -> bool:
+        return self._fd >= 0
+
+    def progress(self, entries: int) -> None:
+        """This process has read the first ``entries`` of the order, and perhaps more. The mount
+        also sees the opens, so this need not be called; it costs nothing to call it often."""
+        now = time.monotonic()
+        step = entries - self._read
+        if not self.is_sent or step <= 0:
+            return
+        if step < _STEP_ENTRIES and now - self._reported_s < _STEP_S:
+            return
+        self._read, self._reported_s = entries, now
+        self._extend(_MORE_PIECES)
+        if entries <= self._sent:
+            self._send(encode_progress(self._order, entries))
+
+    def close(self) -> None:
+        """Ends the order."""
+        if self._fd < 0:
+            return
+        self._send(encode_end(self._order))
+        self._abandon()
+
+    def __del__(self) -> None:
+        # The constructor may have failed.
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+    def _extend(self, pieces: int) -> None:
+        """Sends the next entries, as far as the mount has room."""
+        for _ in range(pieces):
+            part = self._inos[self._sent : self._sent + _PIECE]
+            if not part:
+                return
+            if max(part) >= 1 << 32:
+                part = part[: entries_of_a_piece(8)]
+            if not self._send(encode_piece(self._order, self._sent, part)):
+                return
+            self._sent += len(part)
+
+    def _send(self, message: bytes) -> bool:
+        if self._fd < 0 or os.getpid() != self._process:
+            return False
+        assert len(message) <= MOST_BYTES
+        try:
+            fcntl.ioctl(self._fd, request_number(len(message)), bytearray(message), True)
+        except OSError as error:
+            if error.errno not in _LATER:
+                self._abandon()
+            return False
+        return True
+
+    def _abandon(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+
+def announce(paths: Iterable[AnyPath], *, unit: int = SAMPLES) -> Announcement | None:
+    """Announces that this process will read the files ``paths`` in this order, each as a whole.
+
+    None if no file was found, or if they are not in a mount of Monarch. The order ends when the
+    result is closed or not used any more. Never raises OSError.
+    """
+    inodes = Inodes()
+    inos = array("Q", [inodes.of(path) for path in paths])
+    return announce_inodes(inodes, inos, unit=unit)
+
+
+def announce_inodes(
+    inodes: Inodes, inos: Sequence[int], *, unit: int = SAMPLES
+) -> Announcement | None:
+    """As ``announce``, for numbers from ``inodes``."""
+    if inodes.directory is None or not any(inos):
+        return None
+    announcement = Announcement(inodes.directory, inos, unit=unit)
+    return announcement if announcement.is_sent else None
+
+
+class AnnouncedFiles:
+    """The files of the samples of a data set, by index, and the order that is announced now.
+
+    ``path_of`` returns the path of a sample. The first order asks it for all ``count`` samples.
+    """
+
+    def __init__(self, path_of: Callable[[int], AnyPath], count: int) -> None:
+        self._path_of = path_of
+        self._count = count
+        self._inodes = Inodes()
+        self._inos: array[int] | None = None
+        self._now: Announcement | None = None
+
+    def announce(self, indices: Sequence[int]) -> Announcement | None:
+        """Announces the samples ``indices`` in this order, in place of the last order."""
+        self.close()
+        if self._inos is None:
+            self._inos = array("Q", (self._inodes.of(self._path_of(n)) for n in range(self._count)))
+        known = self._inos
+        inos = array("Q", [known[index] for index in indices])
+        self._now = announce_inodes(self._inodes, inos)
+        return self._now
+
+    def close(self) -> None:
+        if self._now is not None:
+            self._now.close()
+        self._now = None
