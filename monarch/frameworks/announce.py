@@ -131,8 +131,6 @@ class Announcement:
 
     def close(self) -> None:
         """Ends the order."""
-        if self._fd < 0:
-            return
         self._send(encode_end(self._order))
         self._abandon()
 
@@ -167,7 +165,8 @@ class Announcement:
 
     def _abandon(self) -> None:
         fd, self._fd = self._fd, -1
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 def announce(paths: Iterable[AnyPath], *, unit: int = SAMPLES) -> Announcement | None:
@@ -189,6 +188,24 @@ def announce_inodes(
         return None
     announcement = Announcement(inodes.directory, inos, unit=unit)
     return announcement if announcement.is_sent else None
+
+
+class LatestAnnouncement:
+    """The last order of a sequence of them, such as the epochs of a data set: it ends when the next
+    one begins, or when this object is not used any more."""
+
+    def __init__(self, unit: int = SAMPLES) -> None:
+        self._unit = unit
+        self._now: Announcement | None = None
+
+    def announce(self, paths: Iterable[AnyPath]) -> None:
+        self.close()
+        self._now = announce(paths, unit=self._unit)
+
+    def close(self) -> None:
+        if self._now is not None:
+            self._now.close()
+        self._now = None
 
 
 class AnnouncedFiles:

@@ -1,4 +1,5 @@
-"""Checkpoints of PyTorch: tensors as arrays of a checkpoint, and the state_dicts of a run."""
+"""Checkpoints of PyTorch: tensors as arrays of a checkpoint, and the state_dicts of a run; and
+``announce`` for its loaders (torch_loader.py)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from monarch.errors import CheckpointError
 from monarch.frameworks.format import Octets, Parts, Shard, Stored
 from monarch.frameworks.group import Group
+from monarch.frameworks.torch_loader import announce as announce
 
 KIND = "torch"
 

@@ -1,0 +1,174 @@
+"""A DataLoader of PyTorch that announces the files of each epoch, and is otherwise the same."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+)
+
+from monarch.frameworks.announce import AnnouncedFiles, Announcement, AnyPath
+from monarch.frameworks.sampler import ResumableSampler
+
+Loader = TypeVar("Loader", bound="DataLoader[Any]")
+Paths: TypeAlias = Sequence[AnyPath] | Callable[[int], AnyPath]
+
+
+def announce(loader: Loader, paths: Paths | None = None) -> Loader:
+    """A loader with the same batches as ``loader``, in the same order, that announces the files of
+    each epoch to a mount of Monarch when the epoch begins.
+
+    ``paths`` are the files of the samples by index: a sequence, or a function of the index. Without
+    it they are those of ``dataset.samples`` or ``dataset.imgs``, as in torchvision's ImageFolder,
+    also within a Subset. In the first epoch the directories of all samples are listed.
+
+    The sampler, or the batch sampler, is asked once an epoch for all indices of that epoch. All
+    random numbers are drawn as without this function, unless a sampler that is not of PyTorch draws
+    some for each index. Nothing is announced for a sampler without a length, or with a
+    ``state_dict`` that an iteration may change. Raises TypeError if the data set does not name its
+    files, or is iterable.
+    """
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        raise TypeError("an iterable data set has no indices; announce the files of its shards")
+    files = AnnouncedFiles(_path_of(dataset, paths), len(cast(Any, dataset)))
+    announcing = copy.copy(loader)
+    in_flight = (loader.prefetch_factor or 0) * loader.num_workers
+    if loader.batch_sampler is None:
+        replaced = {"sampler": _Samples(loader.sampler, files, in_flight)}
+    else:
+        replaced = {"batch_sampler": _Batches(loader.batch_sampler, files, in_flight)}
+    # A loader does not let these be set. An iterator that it keeps belongs to the other loader.
+    vars(announcing).update({**replaced, "_iterator": None})
+    return announcing
+
+
+def _path_of(dataset: object, paths: Paths | None) -> Callable[[int], AnyPath]:
+    if callable(paths):
+        return paths
+    if paths is not None:
+        return paths.__getitem__
+    if isinstance(dataset, Subset):
+        of_whole, indices = _path_of(dataset.dataset, None), dataset.indices
+        return lambda index: of_whole(indices[index])
+    for name in ("samples", "imgs"):
+        samples = getattr(dataset, name, None)
+        if samples is not None:
+            return lambda index: cast(AnyPath, samples[index][0])
+    raise TypeError(
+        f"a {type(dataset).__name__} has no `samples` or `imgs` that name its files;"
+        " give them as `paths`"
+    )
+
+
+class _Announcing:
+    """A sampler in place of ``sampler``: it yields the same, and has the same attributes.
+
+    ``in_flight`` of its items may be taken from it and not read yet.
+    """
+
+    def __init__(self, sampler: Iterable[Any], files: AnnouncedFiles, in_flight: int) -> None:
+        self._sampler = sampler
+        self._files = files
+        self._in_flight = in_flight
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":  # while this object is being copied
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(cast(Any, self._sampler))
+
+    def __iter__(self) -> Iterator[Any]:
+        # At once, as without this object: the sampler may draw random numbers now.
+        return self._announced(iter(self._sampler))
+
+    def _announced(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Yields ``items``. Begins when the first one is wanted, as most samplers do."""
+        known, items = _known(self._sampler, items)
+        announcement = self._announce(known)
+        del known
+        read, sizes = 0, deque[int]()
+        try:
+            for item in items:
+                if announcement is not None:
+                    announcement.progress(read)
+                    sizes.append(len(_indices((item,))))
+                    if len(sizes) > self._in_flight:
+                        read += sizes.popleft()
+                yield item
+        except GeneratorExit:
+            # The epoch ends early. At its usual end the last items are still to be read.
+            self._files.close()
+            raise
+
+    def _announce(self, items: Iterable[Any]) -> Announcement | None:
+        try:
+            indices = _indices(items)
+        except (TypeError, ValueError):
+            return None
+        return self._files.announce(indices) if indices else None
+
+
+class _Samples(_Announcing, Sampler[Any]):
+    """In place of a sampler of single samples."""
+
+
+class _Batches(_Announcing, BatchSampler):
+    """In place of a sampler of batches."""
+
+
+def _known(sampler: Any, items: Iterator[Any]) -> tuple[Iterable[Any], Iterator[Any]]:
+    """The items that are known before the first is yielded, and those to be yielded, from
+    ``items``, an iterator of ``sampler``."""
+    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    if type(inner) is RandomSampler and inner.generator is not None:
+        # It draws from a generator of the caller, perhaps not all at the begin: a copy draws here.
+        ahead = copy.copy(inner)
+        ahead.generator = torch.Generator(inner.generator.device)
+        ahead.generator.set_state(inner.generator.get_state())
+        if inner is sampler:
+            return list(ahead), items
+        return list(BatchSampler(ahead, sampler.batch_size, sampler.drop_last)), items
+    keeps_state = (sampler, getattr(sampler, "sampler", None))
+    if any(hasattr(each, "state_dict") and not _is_resumable(each) for each in keeps_state):
+        return (), items
+    try:
+        count = len(sampler)
+    except TypeError:
+        return (), items
+    taken = list(islice(items, count))
+    return taken, chain(_each(taken), items)
+
+
+def _is_resumable(sampler: object) -> bool:
+    """Whether it is a sampler whose state does not change when it is iterated."""
+    return isinstance(sampler, ResumableSampler)
+
+
+def _each(items: list[Any]) -> Iterator[Any]:
+    """The items, each released when it is yielded."""
+    for place, item in enumerate(items):
+        items[place] = None
+        yield item
+
+
+def _indices(items: Iterable[Any]) -> list[int]:
+    """The indices of the samples in items of a sampler: an index, or a list of some. Raises
+    TypeError, ValueError if they are not numbers."""
+    found: list[int] = []
+    for item in items:
+        found += map(int, item) if isinstance(item, list | tuple) else (int(item),)
+    return found

@@ -1,0 +1,190 @@
+"""Announcements of lists of files: what is sent, and what a refusal changes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from monarch.foresight.messages import SHARDS, Begin, End, Message, Piece, Progress
+from monarch.frameworks import announce as module
+from monarch.frameworks.announce import AnnouncedFiles, Announcement, Inodes, announce
+from tests.frameworks.announcing import FakeMount, fake_mount
+
+__all__ = ["fake_mount"]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / f"{number:02}" for number in range(20)]
+    for path in paths:
+        path.touch()
+    return paths
+
+
+def test_a_list_of_files_is_sent_in_its_order(
+    fake_mount: FakeMount, files: list[Path], tmp_path: Path
+) -> None:
+    wanted = [*files[5:], tmp_path / "missing", files[0], files[0]]
+    announcement = announce(wanted, unit=SHARDS)
+    assert announcement is not None
+    [order] = fake_mount.orders
+    assert (order.begin.unit, order.begin.entries) == (SHARDS, 18)
+    assert fake_mount.paths(0, tmp_path) == [*(p.name for p in files[5:]), "", "00", "00"]
+    assert order.inos[15] == 0
+    announcement.close()
+    assert order.is_ended
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(*fake_mount.descriptors)
+
+
+def test_an_order_ends_when_it_is_not_used_any_more(
+    fake_mount: FakeMount, files: list[Path]
+) -> None:
+    announcement = announce(files)
+    assert announcement is not None and not fake_mount.orders[0].is_ended
+    del announcement
+    assert fake_mount.orders[0].is_ended
+
+
+def test_a_forked_process_cannot_change_an_order(fake_mount: FakeMount, files: list[Path]) -> None:
+    announcement = announce(files)
+    assert announcement is not None
+    child = os.fork()
+    if child == 0:
+        before = len(fake_mount.messages)
+        announcement.progress(20)
+        announcement.close()
+        os._exit(len(fake_mount.messages) - before)
+    assert os.waitpid(child, 0)[1] == 0
+    announcement.close()
+    assert fake_mount.orders[0].is_ended
+
+
+@pytest.mark.parametrize("number", [errno.ENOTTY, errno.EINVAL, errno.EPERM, errno.EIO])
+@pytest.mark.parametrize("kind", [Begin, Piece, Progress, End])
+def test_after_a_refusal_nothing_more_is_sent(
+    fake_mount: FakeMount, files: list[Path], kind: type[Message], number: int
+) -> None:
+    fake_mount.refuses = lambda message: number if isinstance(message, kind) else 0
+    announcement = announce(files)
+    assert (announcement is None) == (kind in (Begin, Piece))
+    if announcement is not None:
+        announcement.progress(20 if kind is End else 4096)
+        announcement.close()
+    sent = len(fake_mount.messages)
+    if announcement is not None:
+        announcement.progress(20)
+        announcement.close()
+    assert len(fake_mount.messages) == sent
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EBUSY])
+def test_entries_without_room_in_the_mount_are_sent_later(
+    fake_mount: FakeMount, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
+    monkeypatch.setattr(module, "_PIECE", 10)
+    monkeypatch.setattr(module, "_FIRST_ENTRIES", 50)
+    monkeypatch.setattr(module, "_STEP_ENTRIES", 5)
+    room = 30
+
+    def refuses(message: Message) -> int:
+        is_full = isinstance(message, Piece) and message.position + len(message.inos) > room
+        return number if is_full else 0
+
+    fake_mount.refuses = refuses
+    announcement = Announcement(tmp_path, range(1, 201))
+    assert announcement.is_sent
+    [order] = fake_mount.orders
+    assert len(order.inos) == 30
+    announcement.progress(8)
+    room = 1000
+    announcement.progress(9)  # too little progress for a message
+    assert len(order.inos) == 30 and order.progress == [8]
+    announcement.progress(13)
+    assert len(order.inos) == 70 and order.progress == [8, 13]
+    for read in range(14, 201):
+        announcement.progress(read)
+    assert order.inos == [*range(1, 201)]
+    assert order.progress[-1] >= 195
+    assert order.progress == sorted(order.progress)
+
+
+def test_progress_beyond_the_entries_that_were_sent_is_not_reported(
+    fake_mount: FakeMount, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_PIECE", 10)
+    fake_mount.refuses = lambda message: errno.ENOSPC if isinstance(message, Piece) else 0
+    announcement = Announcement(tmp_path, range(1, 50_001))
+    announcement.progress(40_000)
+    assert announcement.is_sent and fake_mount.orders[0].progress == []
+
+
+def test_large_inode_numbers_are_sent_whole(fake_mount: FakeMount, tmp_path: Path) -> None:
+    numbers: list[int] = [5, (1 << 32) - 1, *range(1, 9000)]
+    numbers[4000] = 1 << 40
+    Announcement(tmp_path, numbers)
+    kept = [number if number < 1 << 32 else 0 for number in numbers]
+    assert fake_mount.orders[0].inos == kept
+
+
+def test_listings_give_the_numbers_without_a_stat_of_each_file(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "inside").touch()
+    (tmp_path / "link").symlink_to(files[3])
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "elsewhere").symlink_to("/proc/self/status")
+    expected = {path: path.stat().st_ino for path in [*files, tmp_path / "directory" / "inside"]}
+    stats: list[object] = []
+    real = os.stat
+
+    def counted(path: int | str | bytes, **kwargs: int) -> os.stat_result:
+        stats.append(path)
+        return real(path, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.os, "stat", counted)
+    inodes = Inodes()
+    assert {path: inodes.of(path) for path in expected} == expected
+    # One of each directory, and one of each link.
+    assert len(stats) == 2 + 3
+    assert inodes.of(bytes(tmp_path / "link")) == expected[files[3]]
+    assert inodes.of(str(tmp_path / "dangling")) == inodes.of(tmp_path / "elsewhere") == 0
+    assert inodes.of("/proc/self/status") == inodes.of("") == inodes.of(tmp_path / "no" / "x") == 0
+    monkeypatch.chdir(tmp_path)
+    assert Inodes().of("03") == expected[files[3]]
+
+
+def test_few_listings_are_kept(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}" / "file" for number in range(30)]
+    for path in paths:
+        path.parent.mkdir()
+        path.touch()
+    inodes = Inodes()
+    for path in paths * 2:
+        assert inodes.of(path) == path.stat().st_ino
+    assert len(inodes._listings) <= 8
+
+
+def test_each_order_of_a_data_set_ends_the_last_one(
+    fake_mount: FakeMount, files: list[Path], tmp_path: Path
+) -> None:
+    asked: list[int] = []
+
+    def path_of(index: int) -> Path:
+        asked.append(index)
+        return files[index]
+
+    known = AnnouncedFiles(path_of, len(files))
+    orders: Sequence[Sequence[int]] = ([3, 1, 1], [0, 19], [5])
+    for number, indices in enumerate(orders):
+        assert known.announce(indices) is not None
+        assert fake_mount.paths(number, tmp_path) == [f"{index:02}" for index in indices]
+        assert [order.is_ended for order in fake_mount.orders] == [True] * number + [False]
+    assert asked == [*range(20)]
+    known.close()
+    assert fake_mount.orders[-1].is_ended

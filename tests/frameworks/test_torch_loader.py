@@ -1,0 +1,312 @@
+"""A DataLoader that announces yields the same, and draws the same, as one that does not."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from monarch.order import ResumableSampler
+from tests.conftest import MonarchCommand
+from tests.frameworks.announcing import FakeMount, fake_mount
+from tests.mount.command import needs_fuse
+
+torch = pytest.importorskip("torch")
+adapter = pytest.importorskip("monarch.frameworks.torch")
+data = pytest.importorskip("torch.utils.data")
+
+__all__ = ["fake_mount"]
+
+pytestmark = pytest.mark.frameworks
+
+COUNT = 103
+
+
+class Images:
+    """A data set as torchvision's ImageFolder: the path and the class of each sample. A sample is
+    its index and, with ``draws``, a random number of the process that reads it."""
+
+    def __init__(self, directory: Path, *, draws: bool = True) -> None:
+        self.samples = [(str(directory / f"{number:03}"), number % 3) for number in range(COUNT)]
+        self._draws = draws
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        assert self.samples[index]
+        return index, float(torch.rand(())) if self._draws else 0.0
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Images:
+    for number in range(COUNT):
+        (tmp_path / f"{number:03}").touch()
+    return Images(tmp_path)
+
+
+class Lengthless:
+    """A sampler without an end."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from range(COUNT)
+
+
+class OwnBatches:
+    """A batch sampler of a program: batches of different sizes."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(COUNT).tolist()
+        for size in range(1, 7):
+            yield [order.pop() for _ in range(size)]
+
+
+def generator() -> Any:
+    return torch.Generator().manual_seed(9)
+
+
+def weights() -> list[float]:
+    return [float(1 + number % 7) for number in range(COUNT)]
+
+
+Make = Callable[[Any], dict[str, Any]]
+LOADERS: dict[str, Make] = {
+    "sequential": lambda it: {"batch_size": 8},
+    "shuffled": lambda it: {"batch_size": 8, "shuffle": True},
+    "shuffled, generator": lambda it: {"batch_size": 8, "shuffle": True, "generator": generator()},
+    "last batch dropped": lambda it: {"batch_size": 8, "shuffle": True, "drop_last": True},
+    "no batches": lambda it: {"batch_size": None, "sampler": data.RandomSampler(it)},
+    "no batches, generator": lambda it: {
+        "batch_size": None,
+        "sampler": data.RandomSampler(it, generator=generator()),
+    },
+    "with replacement": lambda it: {
+        "batch_size": 8,
+        "sampler": data.RandomSampler(it, replacement=True, num_samples=300),
+    },
+    "with replacement, generator": lambda it: {
+        "batch_size": 8,
+        "sampler": data.RandomSampler(it, replacement=True, num_samples=300, generator=generator()),
+    },
+    "several times, generator": lambda it: {
+        "batch_size": 8,
+        "sampler": data.RandomSampler(it, num_samples=250, generator=generator()),
+    },
+    "subset": lambda it: {
+        "batch_size": 8,
+        "sampler": data.SubsetRandomSampler(range(5, 90, 2), generator=generator()),
+    },
+    "weighted": lambda it: {
+        "batch_size": 8,
+        "sampler": data.WeightedRandomSampler(weights(), 120, generator=generator()),
+    },
+    "weighted, no generator": lambda it: {
+        "batch_size": 8,
+        "sampler": data.WeightedRandomSampler(weights(), 120),
+    },
+    "distributed": lambda it: {
+        "batch_size": 8,
+        "sampler": data.DistributedSampler(it, num_replicas=3, rank=1, seed=4),
+    },
+    "resumable": lambda it: {
+        "batch_size": 8,
+        "sampler": ResumableSampler(COUNT, seed=3, rank=1, world_size=2),
+    },
+    "own batches": lambda it: {"batch_sampler": OwnBatches()},
+}
+WORKERS: dict[str, dict[str, Any]] = {
+    "no workers": {},
+    "workers": {"num_workers": 2, "multiprocessing_context": "fork"},
+    "persistent workers": {
+        "num_workers": 2,
+        "multiprocessing_context": "fork",
+        "persistent_workers": True,
+        "prefetch_factor": 3,
+    },
+}
+
+
+def seed() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+
+
+def plain(batch: Any) -> Any:
+    return [part.tolist() if hasattr(part, "tolist") else part for part in batch]
+
+
+def play(loader: Any, *, stop: int = 0) -> list[Any]:
+    """Three epochs, with random numbers that the training draws in between. The second one ends
+    after ``stop`` batches."""
+    seen: list[Any] = []
+    for epoch in range(3):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader):
+            seen.append((plain(batch), float(torch.rand(()))))
+            if epoch == 1 and number + 1 == stop:
+                break
+        own = getattr(loader.sampler, "generator", None)
+        seen.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        seen.append(own.get_state().tolist() if own is not None else None)
+    return seen
+
+
+def indices_of(seen: list[Any]) -> list[list[int]]:
+    """The indices of each epoch."""
+    epochs: list[list[int]] = [[]]
+    for each in seen:
+        if isinstance(each, tuple) and len(each) == 2:
+            found = each[0][0]
+            epochs[-1] += found if isinstance(found, list) else [found]
+        elif each is None or isinstance(each, list):
+            epochs.append([])
+    return epochs[:-1]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_batches_and_all_random_numbers_are_those_without_it(
+    fake_mount: FakeMount, images: Images, tmp_path: Path, kind: str, workers: str
+) -> None:
+    options, more = LOADERS[kind], WORKERS[workers]
+    for stop in (0, 2):
+        fake_mount.orders.clear()
+        seed()
+        expected = play(data.DataLoader(images, **options(images), **more), stop=stop)
+        seed()
+        loader = adapter.announce(data.DataLoader(images, **options(images), **more))
+        assert play(loader, stop=stop) == expected
+        # Each epoch was announced, in the order in which it was read.
+        read = indices_of(expected)
+        assert len(fake_mount.orders) == len(read) == 3
+        for number, indices in enumerate(read):
+            names = fake_mount.paths(number, tmp_path)
+            assert names[: len(indices)] == [f"{index:03}" for index in indices]
+            assert len(names) == len(indices) or (number == 1 and stop)
+        assert [order.is_ended for order in fake_mount.orders[:2]] == [True, True]
+        del loader
+        assert fake_mount.orders[2].is_ended
+
+
+def test_progress_counts_what_was_read_and_not_what_is_in_flight(
+    fake_mount: FakeMount, images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monarch.frameworks.announce._STEP_ENTRIES", 1)
+    for workers, in_flight in (({}, 0), (WORKERS["workers"], 4)):
+        loader = adapter.announce(data.DataLoader(images, batch_size=8, **workers))
+        for read, _ in enumerate(loader):
+            order = fake_mount.orders[-1]
+            assert max(order.progress, default=0) <= 8 * (read + 1)
+        order, batches = fake_mount.orders[-1], -(-COUNT // 8)
+        assert max(order.progress) >= 8 * (batches - in_flight - 2)
+        assert order.progress == sorted(set(order.progress))
+
+
+def test_a_sampler_without_an_end_is_not_asked_in_advance(
+    fake_mount: FakeMount, images: Images
+) -> None:
+    loader = adapter.announce(data.DataLoader(images, batch_size=8, sampler=Lengthless()))
+    assert plain(next(iter(loader)))[0] == [*range(8)]
+    assert fake_mount.orders == []
+
+
+def test_a_sampler_that_saves_its_position_is_not_asked_in_advance(
+    fake_mount: FakeMount, images: Images
+) -> None:
+    class Saved(data.SequentialSampler):  # type: ignore[misc, name-defined]
+        position = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def __iter__(self) -> Iterator[int]:
+            for index in range(COUNT):
+                self.position = index + 1
+                yield index
+
+    sampler = Saved(images)
+    loader = adapter.announce(data.DataLoader(images, batch_size=8, sampler=sampler))
+    next(iter(loader))
+    assert sampler.state_dict() == {"position": 8}
+    assert fake_mount.orders == []
+
+
+def test_the_files_are_those_of_a_subset_or_are_given(
+    fake_mount: FakeMount, images: Images, tmp_path: Path
+) -> None:
+    nested = data.Subset(data.Subset(images, range(10, 60)), [3, 1, 40])
+    list(adapter.announce(data.DataLoader(nested)))
+    assert fake_mount.paths(0, tmp_path) == ["013", "011", "050"]
+    tensors = data.TensorDataset(torch.arange(3))
+    paths = [path for path, _ in images.samples[:3]]
+    list(adapter.announce(data.DataLoader(tensors), paths))
+    list(adapter.announce(data.DataLoader(tensors), lambda index: paths[-index]))
+    assert fake_mount.paths(1, tmp_path) == ["000", "001", "002"]
+    assert fake_mount.paths(2, tmp_path) == ["000", "002", "001"]
+    with pytest.raises(TypeError, match="give them as `paths`"):
+        adapter.announce(data.DataLoader(tensors))
+    iterable = type("Stream", (data.IterableDataset,), {"__iter__": lambda self: iter([1])})()
+    with pytest.raises(TypeError, match="iterable"):
+        adapter.announce(data.DataLoader(iterable))
+
+
+def test_the_loader_keeps_its_attributes(images: Images) -> None:
+    sampler = data.DistributedSampler(images, num_replicas=2, rank=0)
+    loader = data.DataLoader(images, batch_size=8, sampler=sampler)
+    announcing = adapter.announce(loader)
+    assert type(announcing) is type(loader) and announcing.sampler is sampler
+    assert isinstance(announcing.batch_sampler, data.BatchSampler)
+    assert announcing.batch_sampler.batch_size == 8 and announcing.batch_sampler.sampler is sampler
+    assert len(announcing) == len(loader)
+    assert not hasattr(announcing.batch_sampler, "nothing")
+
+
+def test_where_nothing_receives_hints_the_loader_is_the_same(images: Images) -> None:
+    seed()
+    expected = play(data.DataLoader(images, batch_size=8, shuffle=True))
+    seed()
+    assert play(adapter.announce(data.DataLoader(images, batch_size=8, shuffle=True))) == expected
+
+
+@needs_fuse
+@pytest.mark.modes("relay", "no_open")
+def test_over_a_mount_each_epoch_is_announced_and_the_bytes_are_those_of_the_source(
+    monarch: MonarchCommand, source: Path
+) -> None:
+    for number in range(COUNT):
+        (source / f"{number:03}").write_bytes(b"%d" % number * 10)
+    mounted = monarch.mount(source)
+
+    class Bytes(Images):
+        def __getitem__(self, index: int) -> tuple[int, Any]:
+            return index, Path(self.samples[index][0]).read_bytes()
+
+    def announced() -> dict[str, int]:
+        found: dict[str, int] = mounted.status()["foresight"]["announced"]
+        return found
+
+    def loader(directory: Path) -> Any:
+        sampler = data.RandomSampler(range(COUNT), generator=generator())
+        more = WORKERS["persistent workers"]
+        return data.DataLoader(Bytes(directory), batch_size=8, sampler=sampler, **more)
+
+    plain, announcing = loader(source), adapter.announce(loader(mounted.path))
+    for epoch in range(2):
+        for expected, batch in zip(plain, announcing, strict=True):
+            assert [expected[0].tolist(), expected[1]] == [batch[0].tolist(), batch[1]]
+        assert (announced()["orders"], announced()["ended"]) == (1, epoch)
+        assert (announced()["unknown"], announced()["refused"]) == (0, 0)
+    del announcing
+    gc.collect()
+    assert (announced()["orders"], announced()["ended"]) == (0, 2)
