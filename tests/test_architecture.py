@@ -99,7 +99,7 @@ ENTRIES = frozenset(
     (
         *("monarch", "monarch.__main__", "monarch.cli.main"),
         *("monarch.frameworks.checkpoint", "monarch.frameworks.torch", "monarch.order"),
-        *("monarch.frameworks.announce",),
+        *("monarch.frameworks.tensorflow", "monarch.frameworks.webdataset"),
     )
 )
 
@@ -367,6 +367,11 @@ def _loaded_by(statement: str) -> set[str]:
 def test_a_trainer_that_sends_a_hint_loads_no_file_system() -> None:
     loaded = _loaded_by("import monarch.control.client")
     assert loaded & {"pyfuse3", "lmdb", "trio", "numpy"} == set()
+
+
+def test_a_trainer_that_announces_its_files_loads_no_file_system_and_no_framework() -> None:
+    loaded = _loaded_by("import monarch.frameworks.announce")
+    assert loaded & {"pyfuse3", "lmdb", "trio", "numpy", "pydantic", "yaml", "torch"} == set()
 
 
 def test_a_trainer_that_saves_checkpoints_loads_no_file_system_and_no_framework() -> None:
