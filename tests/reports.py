@@ -8,8 +8,10 @@ from typing import Any
 
 from monarch.telemetry.health import Problem, health_of
 from monarch.telemetry.report import (
+    AnnouncedReport,
     Copies,
     EpochReport,
+    ForesightReport,
     Handles,
     Latency,
     Memory,
@@ -22,6 +24,7 @@ from monarch.telemetry.report import (
     SnapshotReport,
     SourceTotals,
     StatusReport,
+    StreamReport,
     TierReport,
     Traffic,
     WritingReport,
@@ -72,6 +75,14 @@ def a_report(**changes: Any) -> StatusReport:
         residency=Residency(400, 60 * MiB, 50, 0.4, 0.4),
         copies=Copies(queued=40, running=4, done=400, failed=3, bytes=60 * MiB),
         epochs=[EpochReport(1, 1000, 0, 0.0), EpochReport(2, 400, 300, 0.75)],
+        foresight=ForesightReport(
+            [
+                StreamReport("train", "shuffled", 1000, 3, 0.42, 0),
+                StreamReport("val", "skewed", 100, None, None, 0),
+            ],
+            AnnouncedReport(1, 900, 300_000, 100, 0, 0, 0, 0, 0),
+            *(400, 40 * MiB, 10, MiB),
+        ),
         opens=1400,
         reads=1500,
         bytes=200 * MiB,

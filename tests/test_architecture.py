@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kernel", ("posix",)),
     ("settings", ("config",)),
     ("telemetry", ("telemetry",)),
-    ("pillars", ("namespace", "placement", "tiers", "control", "foresight")),
+    ("pillars", ("namespace", "placement", "foresight", "tiers", "control")),
     ("movement", ("transfer",)),
     ("write-back", ("writeback",)),
     ("file system", ("vfs",)),
@@ -50,7 +50,7 @@ CONFINED = {
     "lmdb": ("namespace",),
     "sqlite3": ("namespace",),
     "yaml": ("config.document",),
-    "numpy": ("posix.buckets", "namespace", "placement", "tiers", "frameworks"),
+    "numpy": ("posix.buckets", "namespace", "placement", "foresight", "tiers", "frameworks"),
     "torch": ("frameworks",),
     "click": ("cli",),
     "rich": ("cli",),
@@ -64,7 +64,7 @@ ITS_MODULES = ("monarch.fuse.datapath", "monarch.namespace.look")
 # The time is an argument of these modules, and so is all other state of the machine.
 PURE = (
     "monarch.placement",
-    *("monarch.foresight.announced", "monarch.foresight.messages"),
+    "monarch.foresight",
     "monarch.tiers.doubts",
     *("monarch.transfer.outages", "monarch.transfer.pace"),
     *("monarch.frameworks.sampler", "monarch.frameworks.interval", "monarch.frameworks.format"),

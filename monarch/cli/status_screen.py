@@ -207,6 +207,7 @@ def _detail_lines(
         ("readers", _readers(report)),
         ("source traffic", _source(report)),
         ("saved", _saved(report)),
+        *_foresight(report.foresight),
         *_writing(report.writing),
         ("datapath", f"{mode.datapath}{opens} ({mode.why})"),
         ("snapshot", _snapshot(report)),
@@ -403,6 +404,27 @@ def _source(report: reports.StatusReport) -> str:
         f"{counted(reader.opens, 'open', 'opens')} and {format_bytes(reader.bytes)} by readers,"
         f" {counted(copy.opens, 'open', 'opens')} and {format_bytes(copy.bytes)} by copies"
     )
+
+
+def _foresight(foresight: reports.ForesightReport) -> Iterable[tuple[str, str]]:
+    """How the files are read, and what was fetched before it was opened."""
+    for stream in foresight.streams:
+        words = [f"{stream.directory}/: {stream.pattern}"]
+        if stream.epoch is not None:
+            words.append(f"epoch {stream.epoch}")
+        if stream.share is not None:
+            words.append(f"{_percent(stream.share)} of {stream.files:,} files opened")
+        if stream.ahead:
+            words.append(f"the next {stream.ahead:,} are fetched ahead")
+        yield "read order", ", ".join(words)
+    if foresight.fetched_files:
+        yield (
+            "fetched ahead",
+            f"{counted(foresight.fetched_files, 'file', 'files')},"
+            f" {format_bytes(foresight.fetched_bytes)};"
+            f" {foresight.unread_files:,}, {format_bytes(foresight.unread_bytes)},"
+            " were not opened since",
+        )
 
 
 def _writing(writing: reports.WritingReport | None) -> Iterable[tuple[str, str]]:

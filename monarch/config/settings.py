@@ -185,6 +185,17 @@ class PlacementSettings(Section):
     first_come, or lru (the least recently used is evicted)."""
 
 
+class ForesightSettings(Section):
+    announced: bool = True
+    """Fetch the next files of an order that a training program has announced."""
+    ahead: bool = True
+    """Fetch the next files of a directory that is read in an order which was recognised: that of
+    the names, every n-th file, or that of the last epoch."""
+    fill: bool = True
+    """Fetch the remaining files of a directory that is read in random order, when a fifth of them
+    was read."""
+
+
 class LimitSettings(Section):
     copy_workers: Count = 4
     """Files copied into each tier concurrently."""
@@ -299,6 +310,8 @@ class MountSettings(Section):
     """The names and attributes of the source, kept locally."""
     placement: PlacementSettings = PlacementSettings()
     """The choice of files that the tiers keep."""
+    foresight: ForesightSettings = ForesightSettings()
+    """Fetches of files that no process has opened yet."""
     limits: LimitSettings = LimitSettings()
     """Limits on the use of the node and of the source."""
     write: Literal["none", "absorb"] = "none"

@@ -23,7 +23,6 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.posix.credentials import credentials_of
 from monarch.posix.processes import inode_of, process_of
 from monarch.telemetry.log import Limiter
-from monarch.telemetry.report import ForesightReport
 from monarch.text import errno_words
 from monarch.transfer.source_calls import Caller
 from monarch.types import Ino
@@ -78,9 +77,6 @@ class Hints:
                 errno_words(error.errno),
             )
             raise
-
-    def report(self) -> ForesightReport:
-        return ForesightReport(self._announcements.report())
 
     def _receive(self, ino: Ino, message: bytes, caller: Caller) -> int:
         said = decode(message)

@@ -38,7 +38,6 @@ from monarch.daemon.sweep import Sweep
 from monarch.daemon.verbs import Verbs
 from monarch.daemon.write_status import LossAlarm
 from monarch.daemon.write_verbs import WrittenVerbs
-from monarch.foresight.announced import Announcements
 from monarch.fuse.datapath import Datapath
 from monarch.fuse.datapath_mode import Abilities, Choice, Serving, choose
 from monarch.fuse.operations import Operations
@@ -115,13 +114,13 @@ def open_mount(parts: subsystems.Parts) -> Mount:
     if store is not None:
         loss_alarm.report(op.path for op in store.found.lost)
         write_back = _write_back(parts, store, tiers, names, datapath, caches, transfer, read)
-    filesystem = FileSystem(read, tiers.epochs, write_back)
+    filesystem = FileSystem(read, tiers.epochs, tiers.foresight, write_back)
     upkeep = subsystems.build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=sends_opens
     )
-    hints = Hints(parts.snapshot, Announcements())
+    hints = Hints(parts.snapshot, tiers.foresight.announced, tiers.foresight.wake)
     status = Status(
-        parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving, hints
+        parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving
     )
     operations = Operations(
         filesystem, metrics.error, datapath, status.summary, serving, hints.receive

@@ -14,7 +14,6 @@ import trio
 
 from monarch import __version__
 from monarch.daemon import health_checks
-from monarch.daemon.hints import Hints
 from monarch.daemon.subsystems import Parts, Tiers, Transfer, Upkeep
 from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.fuse.datapath_mode import Serving
@@ -48,7 +47,6 @@ class Status:
     _upkeep: Upkeep
     _loss_alarm: LossAlarm
     _serving: Serving
-    _hints: Hints
 
     def __post_init__(self) -> None:
         parts, metrics, write_back = self._parts, self._metrics, self._write_back
@@ -153,6 +151,7 @@ class Status:
                 bytes=sum(metrics.promoted_bytes),
             ),
             epochs=epochs if mode.counts_opens else None,
+            foresight=self._tiers.foresight.report(counts_opens=mode.counts_opens),
             opens=sum(metrics.opens) if mode.counts_opens else None,
             reads=sum(metrics.reads) if mode.counts_tier_reads else None,
             bytes=sum(metrics.read_bytes) if mode.counts_tier_reads else None,
@@ -173,7 +172,6 @@ class Status:
             scrub=self._upkeep.scrub.report(),
             writing=self._writing.report(),
             warming=self.warming(),
-            foresight=self._hints.report(),
         )
 
     def _tier_reports(self, mode: reports.Mode) -> list[reports.TierReport]:

@@ -12,6 +12,7 @@ from monarch.daemon.freshness import ChangedInodes, FreshnessWatch
 from monarch.daemon.fsck import OnlineFsck
 from monarch.daemon.remarks import TierRoom
 from monarch.daemon.scrub import Scrub
+from monarch.foresight.foresight import Foresight
 from monarch.fuse.datapath import Datapath, DatapathOptions
 from monarch.fuse.datapath_mode import Choice
 from monarch.namespace.namespace import Namespace
@@ -54,14 +55,15 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers, and the decisions on what they hold. ``rooms`` describes each tier at the time of
-    the mount."""
+    """The tiers, and the decisions on what they hold and will hold. ``rooms`` describes each tier
+    at the time of the mount."""
 
     hierarchy: Hierarchy
     residency: Residency
     ledger: Ledger
     controller: Controller
     epochs: Epochs
+    foresight: Foresight
     rooms: list[TierRoom]
 
 
@@ -113,7 +115,15 @@ def open_tiers(parts: Parts) -> Tiers:
     if settings.verify != "never":
         for inos in hierarchy.records.unverified():
             residency.mark_unverified(inos)
-    return Tiers(hierarchy, residency, ledger, controller, Epochs(snapshot.entries), rooms)
+    return Tiers(
+        hierarchy,
+        residency,
+        ledger,
+        controller,
+        Epochs(snapshot.entries),
+        Foresight(snapshot, settings.foresight),
+        rooms,
+    )
 
 
 def _policy(settings: MountSettings, snapshot: Snapshot, capacities: list[int]) -> Policy:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from monarch.namespace.schema import (
     ACL_SHIFT,
     ALIAS,
+    BLOCK,
     MASK,
     RECORD_BYTES,
     RECORD_STRUCT,
@@ -166,6 +167,28 @@ class Snapshot(Tables):
     def parent(self, slot: Ino) -> Ino:
         """The directory that an entry is in; the root is in itself."""
         return Ino(self._record(slot)[0])
+
+    def level(self, directory: Ino, depth: int) -> range:
+        """The entries that are ``depth`` levels beneath a directory. Their numbers are consecutive,
+        since entries are numbered breadth first."""
+        level = range(directory, directory + 1)
+        for _ in range(depth):
+            first = self._directory_in(level)
+            if first is None:
+                return range(0)
+            last = self._directory_in(level[::-1])
+            level = range(self.children(first).start, self.children(last or first).stop)
+        return level
+
+    def _directory_in(self, slots: range) -> Ino | None:
+        """The first directory among ``slots``, which ascend or descend by one."""
+        for start in range(0, len(slots), BLOCK):
+            part = slots[start : start + BLOCK]
+            modes = self.columns(range(min(part), max(part) + 1))["mode"][:: slots.step]
+            found = np.flatnonzero(modes & KIND == stat.S_IFDIR)
+            if found.size:
+                return Ino(part[int(found[0])])
+        return None
 
     def unreadable(self, slot: Ino) -> bool:
         """Whether the entry could not be read, or listed, when the snapshot was built."""

@@ -275,6 +275,17 @@ _TABLE: Mapping[str, _Nameless] = {
         f"Number of the current epoch. {_NO_OPENS}",
         lambda s: s.epochs[-1].number if s.epochs else None,
     ),
+    "monarch_ahead_files_total": _one(
+        "Files that were fetched before a process opened them.",
+        lambda s: s.foresight.fetched_files,
+    ),
+    "monarch_ahead_bytes_total": _one(
+        "Bytes of monarch_ahead_files_total.", lambda s: s.foresight.fetched_bytes
+    ),
+    "monarch_ahead_unread_bytes": _one(
+        "Bytes that were fetched ahead, of files that no process has opened since.",
+        lambda s: s.foresight.unread_bytes,
+    ),
     "monarch_open_files": _one(
         f"Files that are open for reading. {_NO_OPENS}", lambda s: s.handles.open_files
     ),

@@ -164,6 +164,55 @@ class EpochReport:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnouncedReport:
+    """The orders of reads that processes have announced. ``orders``, ``entries`` not read yet, and
+    ``bytes`` of memory are of the present ones; all others count since the mount began.
+
+    ``opened`` entries were opened in their turn; ``skipped`` ones were not, though the readers have
+    passed them. ``unknown`` entries are not of a file of the snapshot that the user may read.
+    ``deviated`` orders were dropped, since the opens did not follow them. ``refused`` are messages.
+    """
+
+    orders: int
+    entries: int
+    bytes: int
+    opened: int
+    skipped: int
+    unknown: int
+    ended: int
+    deviated: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReport:
+    """The opens of one job in one directory and beneath. ``files`` is the number of entries at the
+    depth that it reads; ``share`` of them, 0 to 1, were opened in ``epoch``. Files are given out up
+    to ``ahead`` entries before they are read. ``epoch`` and ``share`` are None if the
+    kernel does not send all opens, or the same files are opened again and again."""
+
+    directory: str
+    pattern: str
+    files: int
+    epoch: int | None
+    share: float | None
+    ahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForesightReport:
+    """The streams of opens, the last used first, the announced orders, and what was fetched ahead
+    of readers since the mount. ``unread`` of it was not opened since, perhaps never will be."""
+
+    streams: list[StreamReport]
+    announced: AnnouncedReport
+    fetched_files: int
+    fetched_bytes: int
+    unread_files: int
+    unread_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Quantiles:
     """Seconds: the upper bound of the bucket of each quantile, None beyond the last bucket."""
 
@@ -269,34 +318,6 @@ class WarmProgress(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class AnnouncedReport:
-    """The orders of reads that processes have announced. ``orders``, ``entries`` not read yet, and
-    ``bytes`` of memory are of the present ones; all others count since the mount began.
-
-    ``opened`` entries were opened in their turn; ``skipped`` ones were not, though the readers have
-    passed them. ``unknown`` entries are not of a file of the snapshot that the user may read.
-    ``deviated`` orders were dropped, since the opens did not follow them. ``refused`` are messages.
-    """
-
-    orders: int
-    entries: int
-    bytes: int
-    opened: int
-    skipped: int
-    unknown: int
-    ended: int
-    deviated: int
-    refused: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForesightReport:
-    """What is known of the next reads."""
-
-    announced: AnnouncedReport
-
-
-@dataclass(frozen=True, slots=True)
 class StatusReport(Report):
     """The report of one daemon.
 
@@ -321,6 +342,7 @@ class StatusReport(Report):
     residency: Residency
     copies: Copies
     epochs: list[EpochReport] | None
+    foresight: ForesightReport
     opens: int | None
     reads: int | None
     bytes: int | None
@@ -334,7 +356,6 @@ class StatusReport(Report):
     scrub: ScrubReport
     writing: WritingReport | None = None
     warming: list[WarmProgress] = field(default_factory=list)
-    foresight: ForesightReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 
 from monarch.errors import Refused
+from monarch.foresight.foresight import Foresight
 from monarch.placement.epochs import Epochs
 from monarch.placement.residency import SOURCE
 from monarch.posix import acl
@@ -37,7 +38,9 @@ class FileSystem:
     nothing to drain.
     """
 
-    def __init__(self, read: ReadSide, epochs: Epochs, write_back: WriteBack | None) -> None:
+    def __init__(
+        self, read: ReadSide, epochs: Epochs, foresight: Foresight, write_back: WriteBack | None
+    ) -> None:
         self.names = read.names
         self.bindings = read.bindings
         self.revalidation = read.revalidation
@@ -46,7 +49,7 @@ class FileSystem:
         if write_back is not None:
             self.writing, self.others = write_back.front, write_back.others
             attributes = self.writing.attributes
-        self.readers = Readers(read, epochs, self.writing)
+        self.readers = Readers(read, epochs, foresight, self.writing)
         # Ends one open of a file.
         self.release = self.readers.release
         self.xattrs = ExtendedAttributes(read, self.readers, attributes)

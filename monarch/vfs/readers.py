@@ -20,9 +20,12 @@ import time
 import trio
 
 from monarch.errors import SourceChanged, SourceError
+from monarch.foresight.foresight import Foresight
 from monarch.placement.epochs import Epochs
 from monarch.placement.residency import SOURCE
+from monarch.posix.credentials import session_of
 from monarch.tiers.source import SourceFile
+from monarch.transfer.source_calls import CALLER
 from monarch.types import WRITTEN_INO, Attributes, Ino
 from monarch.vfs.binding import Binding
 from monarch.vfs.interfaces import ABANDONED, RELEASED
@@ -41,7 +44,9 @@ class Readers:
     """Belongs to the event loop. ``run`` is its task. ``written`` has the written files that are
     open, None if the mount is read-only."""
 
-    def __init__(self, read: ReadSide, epochs: Epochs, written: WriteFront | None) -> None:
+    def __init__(
+        self, read: ReadSide, epochs: Epochs, foresight: Foresight, written: WriteFront | None
+    ) -> None:
         self._names = read.names
         self._bindings = read.bindings
         self._copies = read.copies
@@ -54,6 +59,7 @@ class Readers:
         self._metrics = read.metrics
         self._fast = read.fast
         self._epochs = epochs
+        self._foresight = foresight
         self._written = written
         # When each visit ends.
         self._visits: dict[Ino, float] = {}
@@ -274,7 +280,13 @@ class Readers:
     def _count(self, binding: Binding, started: float) -> None:
         """Counts an open that was answered here; ``started`` is of ``time.perf_counter``."""
         self._metrics.opened(binding.tier, time.perf_counter() - started)
-        self._epochs.opened(binding.ino, binding.tier != SOURCE)
+        caller = CALLER.get()
+        self._count_open(binding.ino, binding.tier != SOURCE, 0 if caller is None else caller.pid)
+
+    def _count_open(self, ino: Ino, hit: bool, pid: int) -> None:
+        """``pid`` is the process that opened the file, 0: unknown."""
+        self._epochs.opened(ino, hit)
+        self._foresight.opened(ino, session_of(pid))
 
     def catch_up(self) -> None:
         """Handles the events of the datapath. Called before an open is decided here, so that all
@@ -283,7 +295,7 @@ class Readers:
             return
         # The events happened since the last call.
         since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
-        for ino, what, content, _ in self._fast.served():
+        for ino, what, content, pid in self._fast.served():
             if what == RELEASED:
                 self._old_version_released(ino)
             elif what == ABANDONED:
@@ -291,10 +303,10 @@ class Readers:
             elif content is not None:
                 self._promotions.keep_fetched(ino, content, since_ns)
                 self._fast.taken(ino)
-                self._epochs.opened(ino, False)
+                self._count_open(ino, False, pid)
             else:
                 self._promotions.accessed(ino, what)
-                self._epochs.opened(ino, what != SOURCE)
+                self._count_open(ino, what != SOURCE, pid)
 
     def catch_up_all(self) -> None:
         """Handles the events and adds up the totals of the datapath. Called before the metrics are

@@ -201,6 +201,28 @@ def test_walk_gives_the_files_beneath(source: Path, taken: Taken) -> None:
     assert beneath(b"a/link") == []
 
 
+def test_a_level_has_all_entries_at_one_depth_beneath_a_directory(
+    source: Path, taken: Taken
+) -> None:
+    """Directories stand between, before and after the files of their level."""
+    for number in range(30):
+        (source / "a" / f"{number:02}" / "deep").mkdir(parents=True)
+        for name in ("file", "zz"):
+            (source / "a" / f"{number:02}" / name).touch()
+    (source / "a" / "05x").touch()
+    (source / "a" / "99").touch()
+    (source / "b" / "other").mkdir(parents=True)
+    snapshot = taken(source)
+    for directory in (b"", b"a", b"a/05", b"b", b"b/other", b"a/99"):
+        ino = snapshot.resolve(directory)
+        assert ino is not None
+        inos = {ino}
+        for depth in range(5):
+            level = snapshot.level(ino, depth)
+            assert set(level) == inos, (directory, depth)
+            inos = {Ino(child) for parent in inos for child in snapshot.children(parent)}
+
+
 def test_a_snapshot_may_be_open_twice(built: Path) -> None:
     first = Snapshot.open(built)
     with Snapshot.open(built.parent / ".." / built.parent.name / built.name) as second:

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
-from monarch.config.settings import MountSettings
+from monarch.config.settings import ForesightSettings, MountSettings
+from monarch.foresight.foresight import Foresight
 from monarch.namespace.build import build
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
@@ -326,7 +327,8 @@ class Rig:
             doubts=self.doubts,
             metrics=self.metrics,
         )
-        self.filesystem = FileSystem(self.read_side, self.epochs, None)
+        foresight = Foresight(self.snapshot, ForesightSettings())
+        self.filesystem = FileSystem(self.read_side, self.epochs, foresight, None)
 
     def close(self) -> None:
         self.read_side.bindings.close()

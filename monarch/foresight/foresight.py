@@ -1,0 +1,254 @@
+"""What will be read next: the only interface of this package for the rest of the daemon.
+
+Each open is given to ``opened`` in its order, with the number of its *job*: processes of one job
+read one data set together. ``next`` returns the files that should be fetched ahead. Pure: nothing
+here knows whether a file has a copy; the caller drops the files that need no fetch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from monarch.config.settings import ForesightSettings
+from monarch.foresight.announced import Announcements
+from monarch.foresight.recognition import LEAST_FILES, WINDOW
+from monarch.foresight.stream import Stream, Subtree
+from monarch.telemetry.report import ForesightReport, StreamReport
+from monarch.types import ROOT_INO, Attributes, Ino
+
+# Jobs that are known at the same time, streams of each, and subtrees of all: the job that was idle
+# for longest gives way.
+_MOST_JOBS = 64
+_MOST_STREAMS = 4
+_MOST_SUBTREES = 16
+# Files of an announced order that are given out and not opened yet.
+_LEAD = 4096
+# The share of a window that must be beneath one directory: the rest may be other programs.
+_MAJORITY = 0.9
+
+
+class Names(Protocol):
+    """What is needed of the snapshot. ``level``: the entries that are ``depth`` levels beneath a
+    directory; their numbers are consecutive."""
+
+    @property
+    def entries(self) -> int: ...
+    def parent(self, slot: Ino) -> Ino: ...
+    def path(self, ino: Ino) -> bytes: ...
+    def attributes(self, ino: Ino) -> Attributes: ...
+    def level(self, directory: Ino, depth: int) -> range: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """Streams of one job, the last used first, and its opens in none of them."""
+
+    streams: list[Stream] = field(default_factory=list)
+    strange: list[Ino] = field(default_factory=list)
+
+
+class Foresight:
+    """Belongs to the event loop; no method waits."""
+
+    def __init__(self, names: Names, settings: ForesightSettings) -> None:
+        self._names = names
+        self._settings = settings
+        self.announced = Announcements()
+        self._wake: Callable[[], None] = _nothing
+        self._jobs: OrderedDict[int, _Job] = OrderedDict()
+        self._subtrees: dict[tuple[Ino, int], Subtree] = {}
+        self._fetched_files = self._fetched_bytes = 0
+        self._unread_files = self._unread_bytes = 0
+
+    def on_more(self, wake: Callable[[], None]) -> None:
+        """``wake`` is called from now on when ``next`` may return files again."""
+        self._wake = wake
+
+    def wake(self) -> None:
+        """An order was announced."""
+        self._wake()
+
+    # -- what happens ------------------------------------------------------------------------
+
+    def opened(self, ino: Ino, job: int) -> None:
+        """Records an open of a file by a process of ``job`` (0: unknown)."""
+        if ino > self._names.entries:
+            # A file that was made through the mount.
+            return
+        if self.announced.opened(ino) and self._settings.announced:
+            self._wake()
+        was_fetched = [subtree.opened(position) for subtree, position in self._places(ino)]
+        if any(was_fetched):
+            self._unread_files -= 1
+            self._unread_bytes -= self._names.attributes(ino).size
+        known = self._job(job)
+        stream = self._stream_of(known, ino)
+        if stream is None:
+            known.strange.append(ino)
+            if len(known.strange) >= WINDOW:
+                self._begin_stream(known)
+            return
+        is_complete = stream.opened(ino)
+        if is_complete or stream.pattern == "shuffled":
+            self._wake()
+
+    def fetched(self, ino: Ino, nbytes: int) -> None:
+        """Records that a file was fetched ahead."""
+        self._fetched_files += 1
+        self._fetched_bytes += nbytes
+        arrived = [subtree.arrived(position) for subtree, position in self._places(ino)]
+        if any(arrived):
+            self._unread_files += 1
+            self._unread_bytes += nbytes
+
+    def refused(self, ino: Ino) -> None:
+        """Records that a file that was given out is not fetched."""
+        for subtree, position in self._places(ino):
+            subtree.ahead.discard(position)
+
+    # -- the files to fetch --------------------------------------------------------------------
+
+    def next(self, most: int) -> list[Ino]:
+        """Up to ``most`` files that should be fetched now, the most urgent first. Each is returned
+        once."""
+        settings = self._settings
+        given = self.announced.next(most, _LEAD) if settings.announced else []
+        streams = [stream for job in reversed(self._jobs.values()) for stream in job.streams]
+        for is_on, ask in ((settings.ahead, Stream.ahead), (settings.fill, Stream.fill)):
+            waiting = streams if is_on else []
+            # In turn: one stream does not keep others waiting.
+            while waiting and len(given) < most:
+                share = max(1, (most - len(given)) // len(waiting))
+                found = [(stream, ask(stream, share)) for stream in waiting]
+                given += [ino for _, inos in found for ino in inos]
+                waiting = [stream for stream, inos in found if inos]
+        return given
+
+    def report(self, *, counts_opens: bool) -> ForesightReport:
+        """``counts_opens``: the kernel sends all opens. Otherwise epochs after the first are not
+        seen, since the kernel reads from its page cache."""
+        streams = [
+            self._stream_report(stream, counts_opens and stream.pattern != "skewed")
+            for job in reversed(self._jobs.values())
+            for stream in job.streams
+        ]
+        return ForesightReport(
+            streams,
+            self.announced.report(),
+            self._fetched_files,
+            self._fetched_bytes,
+            self._unread_files,
+            self._unread_bytes,
+        )
+
+    def _stream_report(self, stream: Stream, has_epochs: bool) -> StreamReport:
+        directory = self._names.path(stream.subtree.directory)
+        return StreamReport(
+            directory=directory.decode(errors="surrogateescape"),
+            pattern=stream.pattern,
+            files=len(stream.subtree.files),
+            epoch=stream.epoch if has_epochs else None,
+            share=stream.share if has_epochs else None,
+            ahead=stream.reach if self._settings.ahead else 0,
+        )
+
+    # -- jobs and subtrees -----------------------------------------------------------------------
+
+    def _job(self, number: int) -> _Job:
+        job = self._jobs.get(number)
+        if job is None:
+            job = self._jobs[number] = _Job()
+            if len(self._jobs) > _MOST_JOBS:
+                self._end_idle_job()
+        else:
+            self._jobs.move_to_end(number)
+        return job
+
+    def _end_idle_job(self) -> None:
+        _, idle = self._jobs.popitem(last=False)
+        for stream in idle.streams:
+            self._end_stream(stream)
+
+    def _places(self, ino: Ino) -> Iterator[tuple[Subtree, int]]:
+        """The subtrees that a file is in, and its position in each."""
+        for subtree in self._subtrees.values():
+            if ino in subtree.files:
+                yield subtree, ino - subtree.files.start
+
+    def _stream_of(self, job: _Job, ino: Ino) -> Stream | None:
+        """The stream of the job whose files include ``ino``; it becomes the first."""
+        for index, stream in enumerate(job.streams):
+            if ino in stream.subtree.files:
+                if index:
+                    job.streams.insert(0, job.streams.pop(index))
+                return stream
+        return None
+
+    def _begin_stream(self, job: _Job) -> None:
+        """Begins a stream in the subtree that has most of the opens outside of all others."""
+        strange, job.strange = job.strange, []
+        found = self._subtree_of(strange)
+        if found is None:
+            return
+        directory, depth = found
+        files = self._names.level(directory, depth)
+        joined = next((stream for stream in job.streams if _continues(stream, files)), None)
+        if joined is not None and directory != ROOT_INO:
+            # The readers continue with the next directory in the order of the snapshot.
+            directory, depth = self._names.parent(directory), depth + 1
+            files = self._names.level(directory, depth)
+            job.streams.remove(joined)
+            self._end_stream(joined)
+        if len(files) < LEAST_FILES:
+            return
+        while len(self._subtrees) >= _MOST_SUBTREES and len(self._jobs) > 1:
+            self._end_idle_job()
+        stream = self._new_stream(Subtree(directory, depth, files))
+        job.streams.insert(0, stream)
+        for stale in job.streams[_MOST_STREAMS:]:
+            self._end_stream(stale)
+        del job.streams[_MOST_STREAMS:]
+        for ino in strange:
+            if ino in files:
+                stream.subtree.opened(ino - files.start)
+                stream.opened(ino)
+
+    def _new_stream(self, subtree: Subtree) -> Stream:
+        key = subtree.directory, subtree.depth
+        subtree = self._subtrees.setdefault(key, subtree)
+        subtree.streams += 1
+        kept = sum(len(other.files) for other in self._subtrees.values() if other.is_order_kept)
+        keeps_order = not subtree.is_order_kept and kept + len(subtree.files) <= self._names.entries
+        subtree.is_order_kept |= keeps_order
+        return Stream(subtree, keeps_order=keeps_order)
+
+    def _end_stream(self, stream: Stream) -> None:
+        stream.close()
+        subtree = stream.subtree
+        subtree.streams -= 1
+        if not subtree.streams:
+            del self._subtrees[subtree.directory, subtree.depth]
+
+    def _subtree_of(self, inos: Sequence[Ino]) -> tuple[Ino, int] | None:
+        """The deepest directory, and the depth beneath it, that has most of the files."""
+        votes: Counter[tuple[Ino, int]] = Counter()
+        for ino in inos:
+            depth = 0
+            while ino != ROOT_INO:
+                ino, depth = self._names.parent(ino), depth + 1
+                votes[ino, depth] += 1
+        most = [where for where, count in votes.items() if count >= _MAJORITY * len(inos)]
+        return min(most, key=lambda where: where[1], default=None)
+
+
+def _nothing() -> None:
+    """Until ``on_more`` is called."""
+
+
+def _continues(stream: Stream, files: range) -> bool:
+    """Whether ``files`` follow the files of a stream that reads them in order."""
+    is_ordered = stream.pattern in ("sequential", "strided")
+    return is_ordered and files.start == stream.subtree.files.stop

@@ -1,0 +1,335 @@
+"""One stream of opens: a job that reads the files of a subtree, its order and its epochs.
+
+A stream tests one window of its opens after the other. Two windows in a row with the same result
+change the recognised pattern, so one window that fails a test by chance changes nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from monarch.foresight import recognition
+from monarch.foresight.recognition import LEAST_FILES, Locality, Pattern
+from monarch.types import Ino
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+# Files that are given out ahead of the readers: from the first number, doubled for each window that
+# was foreseen, up to the second.
+_LEAST_AHEAD, _MOST_AHEAD = 64, 1024
+# The share of a window that must have been foreseen for the distance to grow.
+_FORESEEN = 0.75
+# The share of a window that must be in the order of the last epoch for it to be compared.
+_KNOWN = 0.75
+
+# A subtree is filled when a random order was recognised and this share of it was read. Until then,
+# the files given out and not read are at most a share of those read: the job may read no more.
+_FILL_SHARE = 0.2
+_EARLY_FILL = 0.1
+# Files to be filled for each open, and the most that may be saved up: a fill ends with its readers.
+_FILL_PER_OPEN, _MOST_FILL = 32, 2048
+
+# The opens of a skewed stream that are counted together, as a multiple of the number of its files.
+_SKEWED_PASSES = 4
+
+_NOT_READ = 0xFFFFFFFF
+_LOCAL: frozenset[Pattern] = frozenset(("sequential", "strided", "same order"))
+
+
+class Bits:
+    """A set of the numbers below ``size``, one bit each."""
+
+    __slots__ = ("_bits", "count")
+
+    def __init__(self, size: int) -> None:
+        self._bits = bytearray((size + 7) // 8)
+        self.count = 0
+
+    def __contains__(self, number: int) -> bool:
+        return bool(self._bits[number >> 3] >> (number & 7) & 1)
+
+    def add(self, number: int) -> bool:
+        """Adds a number; False if it was there."""
+        bit = 1 << (number & 7)
+        if self._bits[number >> 3] & bit:
+            return False
+        self._bits[number >> 3] |= bit
+        self.count += 1
+        return True
+
+    def discard(self, number: int) -> bool:
+        """Removes a number; False if it was not there."""
+        bit = 1 << (number & 7)
+        if not self._bits[number >> 3] & bit:
+            return False
+        self._bits[number >> 3] &= ~bit
+        self.count -= 1
+        return True
+
+    def clear(self) -> None:
+        self._bits = bytearray(len(self._bits))
+        self.count = 0
+
+
+class Subtree:
+    """The files at one depth of a directory: consecutive inode numbers. Shared by its streams.
+
+    ``read`` has the files that were opened since the mount, ``ahead`` those that were given out and
+    not opened since, ``fetched`` those of them that were fetched. Three bits for each file.
+    """
+
+    def __init__(self, directory: Ino, depth: int, files: range) -> None:
+        self.directory = directory
+        self.depth = depth
+        self.files = files
+        self.read = Bits(len(files))
+        self.ahead = Bits(len(files))
+        self.fetched = Bits(len(files))
+        self._next_fill = 0
+        # Whether a stream keeps the order of its epochs: 12 bytes for each file.
+        self.is_order_kept = False
+        self.streams = 0
+
+    def opened(self, position: int) -> bool:
+        """Records an open; whether the file was fetched ahead, and is opened for the first time
+        since."""
+        self.read.add(position)
+        return self.ahead.discard(position) and self.fetched.discard(position)
+
+    def arrived(self, position: int) -> bool:
+        """Records that a file was fetched; False if it was opened meanwhile."""
+        return position in self.ahead and self.fetched.add(position)
+
+    def give(self, position: int) -> Ino | None:
+        """The file at a position, if it was not read or given out before."""
+        if position in self.read or not self.ahead.add(position):
+            return None
+        return Ino(self.files.start + position)
+
+    def fill(self, most: int) -> list[Ino]:
+        """The next files in the order of the snapshot that were not read or given out."""
+        allowed = len(self.files)
+        if self.read.count < _FILL_SHARE * len(self.files):
+            allowed = int(_EARLY_FILL * self.read.count) - self.ahead.count
+        given: list[Ino] = []
+        while len(given) < min(most, allowed) and self._next_fill < len(self.files):
+            ino = self.give(self._next_fill)
+            self._next_fill += 1
+            if ino is not None:
+                given.append(ino)
+        return given
+
+    @property
+    def is_filled(self) -> bool:
+        return self._next_fill >= len(self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The order of an epoch: the positions, and their inverse with ``_NOT_READ`` for others."""
+
+    positions: npt.NDArray[np.uint32]
+    places: npt.NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, positions: array[int], n: int) -> _Order:
+        order = np.array(positions, np.uint32)
+        places = np.full(n, _NOT_READ, np.uint32)
+        places[order] = np.arange(len(order), dtype=np.uint32)
+        return cls(order, places)
+
+
+class Stream:
+    """The opens of one job in one subtree. With ``keeps_order`` it compares each epoch with the
+    one before, for 12 bytes a file."""
+
+    def __init__(self, subtree: Subtree, *, keeps_order: bool) -> None:
+        self.subtree = subtree
+        self.pattern: Pattern = "unknown"
+        self.epoch = 1
+        # Opens of this epoch, and those of files that this epoch had opened before.
+        self.opens = 0
+        self.repeats = 0
+        self._n = len(subtree.files)
+        self._window: list[int] = []
+        self._window_size = recognition.window_of(self._n)
+        self._seen = Bits(self._n)
+        # The latest opens, none of a file that is new in this epoch.
+        self._run: dict[int, None] = {}
+        self._vote: Pattern = "unknown"
+        self._voted: Locality | None = None
+        # The order of this epoch so far, and that of the last one.
+        self._order = array("I") if keeps_order else None
+        self._last: _Order | None = None
+        self.step, self._remainder = 1, 0
+        # In the order that was recognised: where the readers are, how far ahead files are given
+        # out, and up to where they were.
+        self._front = self._given = -1
+        self.distance = _LEAST_AHEAD
+        self._fill_credit = 0
+
+    @property
+    def share(self) -> float:
+        """The share of the subtree that this epoch has read."""
+        return self._seen.count / self._n
+
+    @property
+    def reach(self) -> int:
+        """How many files ahead of the readers are given out; 0 without a known order."""
+        return self.distance if self.pattern in _LOCAL else 0
+
+    def opened(self, ino: Ino) -> bool:
+        """Records an open of one of the files; whether a window is complete."""
+        position = ino - self.subtree.files.start
+        if position in self._window:
+            # Some formats open a file twice for one sample.
+            return False
+        self._count(position)
+        if self.pattern == "shuffled":
+            self._fill_credit = min(_MOST_FILL, self._fill_credit + _FILL_PER_OPEN)
+        self._window.append(position)
+        if len(self._window) < self._window_size:
+            return False
+        self._judge()
+        self._window.clear()
+        return True
+
+    def close(self) -> None:
+        """Must be called when the stream is given up."""
+        if self._order is not None:
+            self.subtree.is_order_kept = False
+
+    # -- epochs ----------------------------------------------------------------------------------
+
+    def _count(self, position: int) -> None:
+        """Counts an open. An epoch ends with a run of opens without a new file, as in
+        ``placement/epochs.py``."""
+        self.opens += 1
+        if self._seen.add(position):
+            if self._order is not None:
+                self._order.append(position)
+            self.repeats += len(self._run)
+            self._run.clear()
+            return
+        self._run[position] = None
+        if self.pattern == "skewed":
+            # It has no epochs; but the files of long ago do not count.
+            is_over = self.opens >= _SKEWED_PASSES * self._n
+        else:
+            is_over = len(self._run) >= max(2, min(64, self._seen.count // 2))
+        if is_over:
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        if self._order is not None:
+            self._last = _Order.of(self._order, self._n)
+            self._order = array("I", self._run)
+        self.epoch += 1
+        self.opens, self.repeats = len(self._run), 0
+        self._seen.clear()
+        for position in self._run:
+            self._seen.add(position)
+        self._run.clear()
+        if self.pattern in _LOCAL:
+            self._front = self._given = -1
+
+    # -- recognition -----------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        vote, found = self._look()
+        if vote in _LOCAL:
+            before = self._voted if self._vote == vote else None
+            if found is not None and before is not None and found.middle <= before.middle:
+                # The same files again, or another epoch: it does not advance.
+                vote = "unknown"
+            if found is not None and self.pattern == vote:
+                self._follow(found)
+        if vote == self._vote and vote != self.pattern:
+            self._recognised(vote, found)
+        self._vote, self._voted = vote, found
+
+    def _look(self) -> tuple[Pattern, Locality | None]:
+        """What the tests say of the window; where it is, if it is local."""
+        window = self._window
+        if self._last is not None and len(self._last.positions) >= LEAST_FILES:
+            known = self._last_places(self._last)
+            if len(known) >= _KNOWN * len(window):
+                found = recognition.locality(known, len(self._last.positions))
+                if found is not None:
+                    return "same order", found
+        found = recognition.locality(window, self._n)
+        step, remainder = recognition.stride(window)
+        if found is not None:
+            self.step, self._remainder = step, remainder
+            return "sequential" if step == 1 else "strided", found
+        if recognition.is_skewed(self.opens, self.repeats + len(self._run), self._n):
+            return "skewed", None
+        is_random = step == 1 and recognition.is_uniform(window, self._n)
+        return "shuffled" if is_random else "unknown", None
+
+    def _recognised(self, pattern: Pattern, found: Locality | None) -> None:
+        self.pattern = pattern
+        self.distance = _LEAST_AHEAD
+        self._fill_credit = 0
+        if found is not None:
+            self._front = self._given = found.high
+
+    def _follow(self, found: Locality) -> None:
+        """Moves on with the readers, and adapts the distance."""
+        reached = self._front + self.distance * (self.step if self.pattern == "strided" else 1)
+        places = self._window
+        if self.pattern == "same order" and self._last is not None:
+            places = self._last_places(self._last)
+        # A worker that is behind the others is foreseen, too.
+        foreseen = sum(found.low <= place <= reached for place in places)
+        if found.low <= reached and foreseen >= _FORESEEN * len(self._window):
+            self.distance = min(_MOST_AHEAD, 2 * self.distance)
+        else:
+            self.distance = _LEAST_AHEAD
+            self._given = found.high
+        self._front = found.high
+        self._given = max(self._given, self._front)
+
+    def _last_places(self, last: _Order) -> list[int]:
+        """The places of the window's files in the order of the last epoch."""
+        return [place for place in last.places[self._window].tolist() if place != _NOT_READ]
+
+    # -- the files to fetch ----------------------------------------------------------------------
+
+    def ahead(self, most: int) -> list[Ino]:
+        """The next files of the order that was recognised, up to ``distance`` ahead of the
+        readers. Each is given out once."""
+        given: list[Ino] = []
+        if self._front < 0:
+            return given
+        if self.pattern == "same order" and self._last is not None:
+            order = self._last.positions
+            end = min(len(order), self._front + 1 + self.distance)
+            while len(given) < most and self._given + 1 < end:
+                self._given += 1
+                self._give(int(order[self._given]), given)
+        elif self.pattern in ("sequential", "strided"):
+            end = min(self._n, self._front + 1 + self.distance * self.step)
+            while len(given) < most and self._given + 1 < end:
+                self._given += 1
+                if self._given % self.step == self._remainder:
+                    self._give(self._given, given)
+        return given
+
+    def fill(self, most: int) -> list[Ino]:
+        """Files of the subtree of a random order, to be fetched in any order."""
+        if self.pattern != "shuffled" or self._fill_credit <= 0:
+            return []
+        given = self.subtree.fill(min(most, self._fill_credit))
+        self._fill_credit -= len(given)
+        return given
+
+    def _give(self, position: int, given: list[Ino]) -> None:
+        ino = self.subtree.give(position)
+        if ino is not None:
+            given.append(ino)

@@ -1,0 +1,260 @@
+"""What is fetched ahead for whole jobs: epochs of a data set, without a mount."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from monarch.config.settings import ForesightSettings
+from monarch.foresight.foresight import Foresight
+from monarch.types import Ino
+from tests.foresight.streams import SIZE, Tree, with_noise, workers
+
+TRAIN, VAL = 0, 1
+JOB, OTHER_JOB = 10, 20
+
+
+@dataclass
+class Job:
+    """A tree with 4,000 files to train with and 800 to validate; ``open`` opens files, and fetches
+    ``rate`` files ahead for each."""
+
+    rate: int = 8
+    is_ahead: bool = True
+    is_filled: bool = True
+    tree: Tree = field(default_factory=lambda: Tree((100, 40), (20, 40)))
+    woken: int = 0
+    given: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings = ForesightSettings(ahead=self.is_ahead, fill=self.is_filled)
+        self.foresight = Foresight(self.tree, settings)
+        self.foresight.on_more(self._wake)
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def open(self, inos: list[int], job: int = JOB) -> int:
+        """Opens files; returns how many of them were fetched before they were opened."""
+        hits = 0
+        for ino in inos:
+            hits += ino in self.given
+            self.foresight.opened(Ino(ino), job)
+            for found in self.foresight.next(self.rate):
+                self.given.append(found)
+                self.foresight.fetched(found, SIZE)
+        return hits
+
+    def files(self, directory: int) -> range:
+        return self.tree.files[directory]
+
+    @property
+    def patterns(self) -> dict[str, str]:
+        return {
+            stream.directory: stream.pattern
+            for stream in self.foresight.report(counts_opens=True).streams
+        }
+
+
+def shuffled(files: range, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return workers(rng.sample(files, len(files)), 4, 32, rng)
+
+
+def test_the_first_epoch_of_a_shuffled_job_is_filled_behind_its_readers() -> None:
+    job = Job()
+    order = shuffled(job.files(TRAIN), 1)
+    hits = job.open(order)
+    # All but the fifth of the files that is read before the fill begins.
+    assert hits >= 0.7 * len(order)
+    assert len(set(job.given)) == len(job.given)
+    assert job.patterns == {"2": "shuffled"}
+
+
+def test_a_job_that_reads_a_tenth_at_random_wastes_little() -> None:
+    for seed in range(20):
+        job = Job(rate=1000)
+        order = shuffled(job.files(TRAIN), seed)[:400]
+        job.open(order)
+        unread = len(set(job.given) - set(order))
+        assert unread <= 0.15 * len(order)
+        report = job.foresight.report(counts_opens=True)
+        assert (report.unread_files, report.unread_bytes) == (unread, unread * SIZE)
+        assert report.fetched_bytes == len(job.given) * SIZE
+
+
+def test_a_fill_ends_with_its_readers_and_stays_in_their_subtree() -> None:
+    job = Job(rate=0)
+    order = shuffled(job.files(TRAIN), 2)
+    job.open(order[:1000])
+    found = [job.foresight.next(100) for _ in range(100)]
+    given = [ino for inos in found for ino in inos]
+    assert 0 < len(given) <= 2048
+    assert not found[-1], "only further opens continue it"
+    assert set(given) <= set(job.files(TRAIN))
+    assert not set(given) & set(order[:1000]), "what was read is not fetched"
+
+
+def test_files_in_the_order_of_the_snapshot_are_given_ahead_of_the_readers() -> None:
+    job = Job(rate=64)
+    rng = random.Random(3)
+    order = workers(list(job.files(TRAIN)), 4, 16, rng)
+    assert job.open(order) >= 0.9 * (len(order) - 200)
+    assert job.patterns == {"2": "sequential"}
+    assert set(job.given) <= set(job.files(TRAIN))
+
+
+def test_the_distance_grows_with_success_and_collapses_when_the_order_ends() -> None:
+    job = Job(rate=0)
+    files = list(job.files(TRAIN))
+    reach = []
+    for start in range(0, 1024, 64):
+        job.open(files[start : start + 64])
+        reach.append(job.foresight.report(counts_opens=True).streams[0].ahead)
+    assert reach[:8] == [0, 64, 128, 256, 512, 1024, 1024, 1024]
+    # The order continues at another place.
+    job.open(files[3000:3064])
+    assert job.foresight.report(counts_opens=True).streams[0].ahead == 64
+
+
+def test_a_strided_order_leaves_the_files_of_other_nodes_alone() -> None:
+    job = Job(rate=64)
+    mine = list(job.files(TRAIN))[3::4]
+    assert job.open(mine) >= 0.75 * len(mine)
+    assert job.patterns == {"2": "strided"}
+    assert set(job.given) <= set(mine)
+
+
+def test_the_second_epoch_of_a_fixed_order_is_foreseen() -> None:
+    job = Job(rate=0)
+    order = random.Random(4).sample(job.files(TRAIN), 4000)
+    job.open(order)
+    job.open(order[:256])
+    assert job.patterns == {"2": "same order"}
+    nothing = [ino for ino in job.foresight.next(1000) if ino in order]
+    assert nothing == [], "all of them were read in the first epoch"
+
+
+def test_a_fixed_order_of_half_the_files_is_followed_into_the_new_ones() -> None:
+    """Files that were not read in the last epoch are not in its order."""
+    job = Job(rate=8, is_filled=False)
+    order = random.Random(4).sample(job.files(TRAIN), 2000)
+    job.open(order)
+    job.open(order)
+    assert job.patterns == {"2": "same order"}
+    assert job.foresight.report(counts_opens=True).streams[0].epoch == 2
+
+
+def test_training_and_validation_are_streams_of_their_own() -> None:
+    job = Job(rate=0)
+    val = list(job.files(VAL))
+    for epoch in range(3):
+        job.open(shuffled(job.files(TRAIN), epoch))
+        job.open(val)
+    assert job.patterns == {"2": "shuffled", "3": "same order"}
+    assert [stream.epoch for stream in job.foresight.report(counts_opens=True).streams] == [3, 3]
+
+
+def test_two_jobs_are_recognised_apart_though_their_opens_alternate() -> None:
+    job = Job(rate=0)
+    mine, others = list(job.files(TRAIN)), shuffled(job.files(TRAIN), 5)
+    for ino, other in zip(mine[:600], others[:600], strict=True):
+        job.open([ino], JOB)
+        job.open([other], OTHER_JOB)
+    assert [stream.pattern for stream in job.foresight.report(counts_opens=True).streams] == [
+        "shuffled",
+        "sequential",
+    ]
+
+
+def test_epochs_are_unknown_if_the_kernel_does_not_send_all_opens() -> None:
+    job = Job(rate=0)
+    job.open(shuffled(job.files(TRAIN), 1))
+    (stream,) = job.foresight.report(counts_opens=False).streams
+    assert (stream.pattern, stream.epoch, stream.share) == ("shuffled", None, None)
+
+
+def test_each_job_gets_its_share_of_what_is_asked_for() -> None:
+    job = Job(rate=0)
+    job.open(list(job.files(TRAIN))[:512], JOB)
+    job.open(list(job.files(VAL))[:512], OTHER_JOB)
+    given = set(job.foresight.next(64))
+    assert len(given & set(job.files(TRAIN))) == len(given & set(job.files(VAL))) == 32
+
+
+@pytest.mark.parametrize("kind", ["ahead", "fill"])
+def test_each_action_can_be_switched_off(kind: str) -> None:
+    job = Job(rate=64, is_ahead=kind != "ahead", is_filled=kind != "fill")
+    order = list(job.files(TRAIN)) if kind == "ahead" else shuffled(job.files(TRAIN), 6)
+    job.open(order)
+    assert job.given == []
+    assert job.patterns == {"2": "sequential" if kind == "ahead" else "shuffled"}
+
+
+def test_files_that_come_again_and_again_are_skewed_and_not_filled() -> None:
+    job = Job()
+    rng = random.Random(8)
+    files = job.files(TRAIN)
+    job.open([files[int(len(files) * rng.random() ** 6)] for _ in range(8000)])
+    assert job.given == []
+    assert job.patterns == {"2": "skewed"}
+    # Afterwards all files are read once an epoch.
+    for epoch in range(5):
+        job.open(shuffled(job.files(TRAIN), epoch))
+    assert job.patterns == {"2": "shuffled"}
+
+
+def test_a_second_open_of_a_file_for_one_sample_is_not_a_repetition() -> None:
+    job = Job(rate=0)
+    job.open([ino for ino in shuffled(job.files(TRAIN), 9)[:640] for _ in range(2)])
+    assert job.patterns == {"2": "shuffled"}
+
+
+def test_noise_of_other_programs_changes_nothing() -> None:
+    job = Job(rate=0)
+    rng = random.Random(10)
+    everything = range(2, job.tree.entries)
+    job.open(with_noise(shuffled(job.files(TRAIN), 10), 0.05, everything, rng))
+    assert job.patterns["2"] == "shuffled"
+
+
+def test_a_sequential_job_reads_several_directories_as_one_stream() -> None:
+    job = Job(tree=Tree((20, 400), (2, 40)))
+    order = list(job.files(TRAIN))
+    hits = job.open(order)
+    assert job.patterns == {"2": "sequential"}
+    assert hits >= 0.8 * len(order)
+
+
+def test_hundreds_of_jobs_and_directories_use_bounded_memory() -> None:
+    job = Job(rate=0, tree=Tree(*[(1, 100)] * 80))
+    for number, files in enumerate(job.tree.files):
+        job.open(list(files), number)
+    assert len(job.foresight.report(counts_opens=True).streams) <= 16
+
+
+def test_files_that_are_no_part_of_the_snapshot_are_ignored() -> None:
+    job = Job()
+    job.open([1 << 32, (1 << 32) + 5] * 100)
+    assert job.patterns == {}
+    assert job.woken == 0
+
+
+def test_a_file_that_cannot_be_fetched_is_not_counted_as_unread() -> None:
+    job = Job(rate=0)
+    job.open(list(job.files(TRAIN))[:256])
+    for ino in job.foresight.next(10):
+        job.foresight.refused(ino)
+    assert job.foresight.report(counts_opens=True).unread_files == 0
+
+
+def test_a_file_that_is_opened_while_it_is_fetched_is_not_unread() -> None:
+    job = Job(rate=0)
+    job.open(list(job.files(TRAIN))[:256])
+    (ino,) = job.foresight.next(1)
+    job.open([ino])
+    job.foresight.fetched(ino, SIZE)
+    report = job.foresight.report(counts_opens=True)
+    assert (report.fetched_files, report.unread_files, report.unread_bytes) == (1, 0, 0)

@@ -1,0 +1,120 @@
+"""The tests of recognition against their distributions, and their error rate over 1,000 seeds."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from monarch.foresight import recognition
+from monarch.foresight.recognition import binomial_tail, poisson_tail
+from monarch.foresight.stream import Stream, Subtree
+from monarch.types import ROOT_INO, Ino
+from tests.foresight.streams import with_noise, workers
+
+FIRST, N = 100, 20_000
+FILES = range(FIRST, FIRST + N)
+SEEDS = 1_000
+# The stated share of streams that may be recognised as something else than they are.
+ERROR_RATE = 0.01
+# Opens before the verdict: three windows.
+OPENS = 3 * recognition.WINDOW
+
+Order = Callable[[random.Random], list[int]]
+
+
+def _sequential(rng: random.Random) -> list[int]:
+    start = rng.randrange(N - 4 * OPENS)
+    return list(FILES[start : start + 2 * OPENS])
+
+
+def _strided(rng: random.Random) -> list[int]:
+    step = rng.randrange(2, 9)
+    start = rng.randrange(N - 2 * step * OPENS)
+    return list(FILES[start : start + 2 * step * OPENS : step])
+
+
+def _shuffled(rng: random.Random) -> list[int]:
+    return rng.sample(FILES, 2 * OPENS)
+
+
+def _skewed(rng: random.Random) -> list[int]:
+    """Weights as of Zipf: a few hundred files get most of the opens."""
+    return [FILES[int(N * rng.random() ** 6)] for _ in range(5 * OPENS)]
+
+
+KINDS: dict[str, Order] = {
+    "sequential": _sequential,
+    "strided": _strided,
+    "shuffled": _shuffled,
+    "skewed": _skewed,
+}
+
+
+@pytest.mark.parametrize("readers", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_order_is_recognised_within_the_error_rate(kind: str, readers: int) -> None:
+    """Workers of a DataLoader open the files in turn, and a twentieth of all opens is noise."""
+    found: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        rng = random.Random(seed)
+        opened = with_noise(workers(KINDS[kind](rng), readers, 16, rng), 0.05, FILES, rng)
+        stream = Stream(Subtree(ROOT_INO, 1, FILES), keeps_order=False)
+        for ino in opened[: OPENS if kind != "skewed" else None]:
+            stream.opened(Ino(ino))
+        found[stream.pattern] += 1
+    wrong = sum(count for pattern, count in found.items() if pattern not in (kind, "unknown"))
+    assert wrong <= ERROR_RATE * SEEDS, found
+    assert found[kind] >= 0.97 * SEEDS, found
+
+
+def test_opens_without_an_order_stay_unknown() -> None:
+    """Half of the opens are of one directory, the other half of all: none of the patterns."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        stream = Stream(Subtree(ROOT_INO, 1, FILES), keeps_order=False)
+        for _ in range(OPENS):
+            part = FILES[:2000] if rng.random() < 0.5 else FILES
+            stream.opened(Ino(rng.choice(part)))
+        assert stream.pattern == "unknown"
+
+
+def test_the_tails_of_the_distributions_are_right() -> None:
+    assert binomial_tail(3, 2, 0.5) == pytest.approx(0.5)
+    assert binomial_tail(64, 64, 0.5) == pytest.approx(0.5**64)
+    assert (binomial_tail(5, 0, 0.1), binomial_tail(5, 6, 0.1)) == (1.0, 0.0)
+    assert poisson_tail(2.0, 3) == pytest.approx(0.3233, abs=1e-4)
+    assert poisson_tail(5000.0, 5000) == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("m", [16, 64])
+def test_random_windows_are_uniform_at_the_stated_rate(m: int) -> None:
+    """The rate is that of both tests together, a thousandth each."""
+    rng = random.Random(5)
+    refused = sum(
+        not recognition.is_uniform([rng.randrange(N) for _ in range(m)], N) for _ in range(10_000)
+    )
+    assert 1 <= refused <= 40
+
+
+def test_a_window_is_local_at_the_stated_rate() -> None:
+    """The share of an order that random windows stay within at 1e-9 cannot be counted; at the
+    median it can: the distance of the order statistics is Beta distributed."""
+    rng = random.Random(6)
+    share = 0.8
+    within = 0
+    for _ in range(4_000):
+        ordered = sorted(rng.random() for _ in range(64))
+        within += ordered[57] - ordered[6] <= share
+    assert within / 4_000 == pytest.approx(binomial_tail(64, 51, share), abs=0.03)
+
+
+def test_the_stride_of_a_window_needs_equal_gaps_and_one_remainder() -> None:
+    rng = random.Random(7)
+    assert recognition.stride(list(range(5, 320, 5))) == (5, 0)
+    assert recognition.stride(list(range(7, 300, 5))) == (5, 2)
+    assert recognition.stride(list(range(64))) == (1, 0)
+    assert recognition.stride([3, 3, 3]) == (1, 0)
+    assert recognition.stride(rng.sample(range(10_000), 64)) == (1, 0)
