@@ -12,7 +12,7 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
-from monarch.namespace.schema import ACL_SHIFT, ALIAS, MASK, RECORD, SHIFT, UNREADABLE
+from monarch.namespace.schema import ACL_SHIFT, ALIAS, MASK, RECORD, RECORD_BYTES, SHIFT, UNREADABLE
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.tables import KIND
 from monarch.posix.acl import allows
@@ -49,12 +49,16 @@ class ReadAccess:
 
     def _records(self, numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.void]:
         """The records of ascending inode numbers."""
-        found = np.empty(len(numbers), dtype=RECORD)
+        # As plain numbers: they are copied five times as fast as records.
+        found = np.empty((len(numbers), RECORD_BYTES // 4), dtype="<u4")
         index = numbers.astype(np.int64) - 1
-        for number in np.unique(index >> SHIFT).tolist():
-            start, end = np.searchsorted(index, (number << SHIFT, number + 1 << SHIFT)).tolist()
-            found[start:end] = self._snapshot.block_of_records(number)[index[start:end] & MASK]
-        return found
+        blocks, starts = np.unique(index >> SHIFT, return_index=True)
+        index &= MASK
+        ends = [*starts[1:].tolist(), len(index)]
+        for number, start, end in zip(blocks.tolist(), starts.tolist(), ends, strict=False):
+            block = self._snapshot.block_of_records(number).view("<u4").reshape(-1, found.shape[1])
+            block.take(index[start:end], axis=0, out=found[start:end])
+        return found.view(RECORD).reshape(-1)
 
     def _allowed(self, found: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Whether the user may read each of these entries, and search all directories above it."""
@@ -65,7 +69,9 @@ class ReadAccess:
         for place in np.flatnonzero(found["flags"] >> ACL_SHIFT).tolist():
             is_allowed[place] = self._allows(found[place], _READ)
         parents, places = np.unique(found["parent"], return_inverse=True)
-        is_reached = np.array([self._reaches(each) for each in parents.tolist()], dtype=np.bool_)
+        kept = self._directories
+        answers = [kept.get(each) or self._reaches(each) for each in parents.tolist()]
+        is_reached = np.array(answers, dtype=np.bool_)
         return is_allowed & is_reached[places] if len(found) else is_allowed
 
     def _reaches(self, directory: int) -> bool:
