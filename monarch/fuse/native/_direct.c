@@ -9,8 +9,9 @@
 /* The largest request that is taken: two names of 255 bytes, or an attribute's numbers. */
 enum { MOST_BYTES = 1024 };
 
-/* The largest request of a hint, and how many may be in the queue: 4 MiB at most. */
-enum { HINT_BYTES = 40 + 32 + (1 << 14), MOST_HINTS = 256 };
+/* The largest request of a hint, and how many may be in the queue: Python handles one in about a
+ * millisecond, and answers other requests after them. */
+enum { HINT_BYTES = 40 + 32 + (1 << 14), MOST_HINTS = 32 };
 
 bool direct_prepare(struct direct *direct) {
     direct->wake = -1;
