@@ -41,6 +41,8 @@ _STEP_S = 1.0
 _KEPT_LISTINGS = 8
 # The mount has no room now, and may have later.
 _LATER = frozenset((errno.ENOSPC, errno.EBUSY))
+# How often a message is sent while other processes send too many, and the interval in seconds.
+_TRIES, _RETRY_S = 5, 0.01
 _UNKNOWN = 0
 
 
@@ -108,8 +110,9 @@ class Announcement:
             self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             return
-        if self._send(encode_begin(Begin(self._order, self._fd, unit, len(inos)))):
-            self._extend(-(-_FIRST_ENTRIES // _PIECE))
+        if not self._send(encode_begin(Begin(self._order, self._fd, unit, len(inos)))):
+            self._abandon()
+        self._extend(-(-_FIRST_ENTRIES // _PIECE))
 
     @property
     def is_sent(self) -> bool:
@@ -155,13 +158,18 @@ class Announcement:
         if self._fd < 0 or os.getpid() != self._process:
             return False
         assert len(message) <= MOST_BYTES
-        try:
-            fcntl.ioctl(self._fd, request_number(len(message)), bytearray(message), True)
-        except OSError as error:
-            if error.errno not in _LATER:
-                self._abandon()
-            return False
-        return True
+        for _ in range(_TRIES):
+            try:
+                fcntl.ioctl(self._fd, request_number(len(message)), bytearray(message), True)
+            except OSError as error:
+                if error.errno not in _LATER:
+                    self._abandon()
+                if error.errno != errno.EBUSY:
+                    return False
+                time.sleep(_RETRY_S)
+            else:
+                return True
+        return False
 
     def _abandon(self) -> None:
         fd, self._fd = self._fd, -1

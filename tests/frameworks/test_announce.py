@@ -82,6 +82,28 @@ def test_after_a_refusal_nothing_more_is_sent(
     assert len(fake_mount.messages) == sent
 
 
+def test_without_room_for_an_order_nothing_is_announced(
+    fake_mount: FakeMount, files: list[Path]
+) -> None:
+    fake_mount.refuses = lambda message: errno.ENOSPC if isinstance(message, Begin) else 0
+    assert announce(files) is None
+    assert fake_mount.messages == []
+
+
+def test_a_message_is_sent_again_while_others_send_too_many(
+    fake_mount: FakeMount, files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STEP_ENTRIES", 1)
+    answers = [errno.EBUSY, errno.EBUSY, 0, errno.EBUSY, 0]
+    fake_mount.refuses = lambda message: answers.pop(0)
+    announcement = announce(files)
+    assert announcement is not None and len(fake_mount.orders[0].inos) == len(files)
+    answers += [errno.EBUSY] * 5
+    announcement.progress(20)
+    assert answers == [] and announcement.is_sent
+    answers += [0]
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EBUSY])
 def test_entries_without_room_in_the_mount_are_sent_later(
     fake_mount: FakeMount, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
