@@ -8,14 +8,9 @@ be named: ``Story`` compares the mount and the source with these changes.
 from __future__ import annotations
 
 import errno
-import os
 import random
-import re
-import shutil
-import stat
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +20,13 @@ import trio
 from monarch.errors import Refused, SourceError
 from monarch.namespace.build import build
 from monarch.posix import failpoints
-from tests.writeback.remounts import Ground, Life, Shown, Tree, tree_of
+from tests.equipment.remounts import KINDS, Ending, Judge, Others, Shown, Tree
+from tests.writeback.remounts import Ground, Life
 from tests.writeback.rig import Killed, World, is_killed
 
 FILES = [b"a", b"b", b"c", b"d/a", b"d/b", b"e/a", b"e/f/a", b"e/f/b", b"h/i/b", b"\xff\n"]
 FOLDERS = [b"d", b"e", b"e/f", b"g", b"h", b"h/i"]
 
-KINDS = (
-    *("same", "same", "refresh", "new", "never", "given", "lost state", "lost state"),
-    *("read-only", "elsewhere", "boot", "boot", "full"),
-)
-# A staged file at the source that alone has the bytes of an object, with the object's number.
-_WRITE_THROUGH = re.compile(rb"/?\.monarch-[0-9a-f]+-([0-9]+)-through\.part$")
 # How long the source is given at the end of a history for refused changes, in seconds.
 _PATIENCE_S = 1800
 
@@ -169,65 +159,6 @@ class Walk:
         self._open.clear()
 
 
-class Others:
-    """What others do to the source between two mounts."""
-
-    def __init__(self, chance: random.Random, source: Path) -> None:
-        self._chance = chance
-        self._source = source
-        self._count = 0
-
-    def act(self) -> None:
-        kind = self._chance.choice(["rename", "rename", "remove", "file", "link", "add", "rewrite"])
-        getattr(self, "_" + kind)()
-
-    def _new(self) -> Path:
-        self._count += 1
-        return self._source / f"others-{self._count}"
-
-    def _folder(self) -> Path | None:
-        found = sorted(path for path in self._source.rglob("[!.]*") if _is_folder(path))
-        return self._chance.choice(found) if found else None
-
-    def _away(self, path: Path) -> None:
-        if self._chance.random() < 0.5:
-            shutil.rmtree(path)
-        else:
-            path.rename(self._new())
-
-    def _rename(self) -> None:
-        if path := self._folder():
-            path.rename(self._new())
-
-    def _remove(self) -> None:
-        if path := self._folder():
-            shutil.rmtree(path)
-
-    def _file(self) -> None:
-        if path := self._folder():
-            self._away(path)
-            path.write_bytes(b"others' file")
-
-    def _link(self) -> None:
-        if path := self._folder():
-            self._away(path)
-            path.symlink_to("/nowhere" if self._chance.random() < 0.5 else self._source)
-
-    def _add(self) -> None:
-        self._new().write_bytes(b"others' own")
-
-    def _rewrite(self) -> None:
-        path = self._source / os.fsdecode(self._chance.choice(FILES))
-        # An open of a fifo would wait for a reader.
-        if path.is_file() or not path.exists():
-            with suppress(OSError):
-                path.write_bytes(b"others' version")
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
 def prepared(root: Path, monkeypatch: pytest.MonkeyPatch, *, disk: Path | None = None) -> Ground:
     ground = Ground(root, monkeypatch, disk)
     source = ground.source
@@ -239,120 +170,18 @@ def prepared(root: Path, monkeypatch: pytest.MonkeyPatch, *, disk: Path | None =
     return ground
 
 
-@dataclass
-class Ending:
-    """What a mount showed last, and how it ended: kill, abandon or clean. ``owed``: objects that
-    the source lacks under their names."""
-
-    tree: Tree
-    way: str
-    owed: set[int] = field(default_factory=set)
-
-    def is_owed(self, it: Shown | None, kind: str) -> bool:
-        """Whether it is a file that was acknowledged and is not all at the source: a machine that
-        stopped may have lost bytes that were not synced."""
-        if it is None or it.object not in self.owed:
-            return False
-        return it.safety == "local" if kind == "boot" and self.way == "kill" else True
-
-
-@dataclass
 class Story:
-    """What is known of one history. ``theirs``: paths that others have touched at the source, with
-    all beneath; ``gone``: contents that others have taken from it. ``left``: the paths, with these
-    contents, from which others have taken files that nothing waited for. ``taken``: objects whose
-    staged files others have taken away, with all the bytes that there were."""
+    """One history of mounts, and the judge of it."""
 
-    ground: Ground
-    chance: random.Random
-    theirs: set[bytes] = field(default_factory=set)
-    gone: set[bytes] = field(default_factory=set)
-    left: set[tuple[bytes, bytes]] = field(default_factory=set)
-    taken: set[int] = field(default_factory=set)
-    before: Ending = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.before = Ending(tree_of(self.ground.source), "clean")
-        self.others = Others(self.chance, self.ground.source)
-        self.walk = Walk(self.chance, self.moved)
-
-    def is_theirs(self, path: bytes) -> bool:
-        return any(path == at or path.startswith(at + b"/") for at in self.theirs)
-
-    def has_theirs(self, path: bytes, tree: Tree) -> bool:
-        """Whether a directory holds something of others, so that it cannot be removed."""
-        return any(at.startswith(path + b"/") and self.is_theirs(at) for at in tree)
-
-    def is_of_others(self, it: Shown) -> bool:
-        """Whether bytes are of others, or were replaced by theirs."""
-        return it.content.startswith(b"others'") or it.content in self.gone
-
-    def numbers_of_others(self, tree: Tree) -> set[int]:
-        """The objects with a name that others have changed."""
-        return {it.ino for path, it in tree.items() if self.is_theirs(path)}
-
-    def moved(self, path: bytes, to: bytes) -> None:
-        """What is another's goes with what is renamed."""
-        if self.is_theirs(path):
-            self.theirs.add(to)
-        self.theirs |= {to + at[len(path) :] for at in self.theirs if at.startswith(path + b"/")}
+    def __init__(self, ground: Ground, chance: random.Random) -> None:
+        self.ground = ground
+        self.chance = chance
+        self.judge = Judge(ground.source, ground.left)
+        self.walk = Walk(chance, self.judge.moved)
+        self._others = Others(chance, ground.source, FILES)
 
     def others_act(self, kind: str) -> None:
-        then, had = _marks(self.ground.source), tree_of(self.ground.source)
-        self.others.act()
-        now, has = _marks(self.ground.source), tree_of(self.ground.source)
-        self.theirs |= {
-            path for path in then.keys() | now.keys() if then.get(path) != now.get(path)
-        }
-        self.taken |= {
-            int(found[1]) for found in map(_WRITE_THROUGH.search, then.keys() - now.keys()) if found
-        }
-        self.before.owed -= self.taken
-        self.theirs |= {path for path, it in self.before.tree.items() if it.object in self.taken}
-        # A directory that others have taken away may have another name on the mount by now.
-        away = {then[path][0] for path in then.keys() - now.keys()}
-        self.theirs |= {path for path, it in self.before.tree.items() if it.source_ino in away}
-        # A file that others have touched under one name is theirs under its others.
-        numbers = self.numbers_of_others(self.before.tree)
-        self.theirs |= {path for path, it in self.before.tree.items() if it.ino in numbers}
-        # Names, links and special files that meet a conflict on their way go no further.
-        for op in self.ground.waiting():
-            if op.kind == "rename" and not op.object and self.is_theirs(op.path):
-                self.theirs.add(op.to)
-        owed = {it.content for it in self.before.tree.values() if self.before.is_owed(it, kind)}
-        self.gone |= _contents(had) - _contents(has) - owed
-        self.left |= {
-            (path, it.content)
-            for path, it in had.items()
-            if it.kind == "file" and path not in has and it.content not in owed
-        }
-        # A write into a file changes it under all names that it has or is to have.
-        self.gone |= {
-            had[path].content
-            for path in then.keys() & now.keys()
-            if then[path][0] == now[path][0] and then[path] != now[path]
-        }
-
-    def check_shown(self, life: Life, kind: str) -> None:
-        """The mount shows what the one before did."""
-        now, before = life.shown(), self.before
-        theirs = self.numbers_of_others(before.tree)
-        for path in sorted(now.keys() | before.tree.keys()):
-            was, it = before.tree.get(path), now.get(path)
-            is_owed = before.is_owed(was, kind)
-            if kind == "boot" and before.way == "kill" and not is_owed:
-                # A removal may be as new as that as well.
-                continue
-            if _is_beside(path) or (self.is_theirs(path) and not is_owed):
-                continue
-            if it is not None and it.kind == "dir" and self.has_theirs(path, now):
-                continue
-            if was is not None and was.ino in theirs and not is_owed:
-                continue
-            if not is_owed and any(self.is_of_others(each) for each in (was, it) if each):
-                continue
-            message = f"{path!r} is {it} after {before.way} and {kind}, and was {was}"
-            assert (it and it.bare) == (was and was.bare), message
+        self.judge.others_act(self._others.act, kind)
 
     async def lived(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """One life of random steps, ended somehow."""
@@ -381,14 +210,14 @@ class Story:
                 patched.setattr(failpoints, "failpoint", reached)
             try:
                 async with self.ground.mount(works=works, **more) as life:
-                    self.check_shown(life, kind)
+                    self.judge.check_shown(life.shown(), kind)
                     lives.append(life)
                     try:
                         for _ in range(steps):
                             await self.walk.step(life)
                             if chance.random() < 0.3:
                                 await trio.sleep(0.001)
-                        if way == "clean" and works and not self.theirs:
+                        if way == "clean" and works and not self.judge.theirs:
                             await life.end()
                         elif way in ("clean", "abandon"):
                             await life.end(abandoned=True)
@@ -401,53 +230,23 @@ class Story:
                 if not is_killed(error):
                     raise
         self.walk.all_closed()
-        ending.owed = self.ground.owed() - self.taken
-        self.before = ending
+        self.judge.ended(ending)
 
     async def ended(self, kind: str) -> None:
         """A last mount drains all that the source accepts, and reports the rest."""
         async with self.ground.mount(**how(kind, self.ground)) as life:
-            self.check_shown(life, kind)
-            self.before = Ending(life.shown(), "clean")
+            self.judge.check_shown(life.shown(), kind)
+            self.judge.before = Ending(life.shown(), "clean")
             with trio.move_on_after(_PATIENCE_S):
                 await life.drained()
-            now, there = life.shown(), tree_of(self.ground.source)
-            trouble = life.write_back.drain.backlog().trouble
-            self._check_losses_reported(now, there, trouble)
-            theirs = self.numbers_of_others(now)
-            for path in sorted(now.keys() | there.keys() | self.before.tree.keys()):
-                found = [tree[path] for tree in (now, there) if path in tree]
-                if trouble or _is_beside(path) or self.is_theirs(path):
-                    continue
-                if any(it.ino in theirs or self.is_of_others(it) for it in found):
-                    continue
-                _require_same(path, there, now, "at the source and here")
-                # What a reader would wait for, a rename that is to come, is not read here.
-                if (was := self.before.tree.get(path)) is None or was.content != b"ENOENT":
-                    _require_same(path, now, self.before.tree, "behind the drain and before it")
+            now, trouble = life.shown(), life.write_back.drain.backlog().trouble
+            self.judge.check_drained(now, trouble)
             await life.end(abandoned=trouble is not None)
-        self.before = Ending(now, "clean", self.ground.owed() - self.taken)
-        report = self.ground.survey()
-        assert report is not None and not report.lost, report
-        if trouble is None:
-            assert (report.operations, report.waiting) == (0, ()), report
+        self.judge.ended(Ending(now, "clean"))
+        self.judge.check_nothing_left(trouble)
         async with self.ground.mount(refreshed=True) as life:
             assert bool(self.ground.put_off) == (trouble is not None)
-            self.check_shown(life, "refresh")
-
-    def _check_losses_reported(self, now: Tree, there: Tree, trouble: str | None) -> None:
-        """Every byte that is shown is at the source, or waits for what the source refuses."""
-        contents = _contents(there)
-        for path, it in now.items():
-            if it.kind != "file" or it.content in contents | {b"", b"ENOENT"}:
-                continue
-            if self.is_of_others(it) or it.object in self.taken:
-                continue
-            if (path, it.content) in self.left and it.safety == "source":
-                # It is shown until its directory is compared with the source.
-                continue
-            waits = it.safety in ("local", "none") and trouble is not None
-            assert waits, f"{path!r} is nowhere but here, and that is not reported: {it}, {trouble}"
+            self.judge.check_shown(life.shown(), "refresh")
 
 
 def how(kind: str, ground: Ground) -> dict[str, Any]:
@@ -505,7 +304,7 @@ async def remounts_of(
     ground = Ground(world.source.parent, monkeypatch)
     (ground.root / "boot").write_text(f"{world.boot}\n")
     story = Story(ground, chance)
-    story.before = Ending(_as_shown(world), "kill", ground.owed())
+    story.judge.ended(Ending(_as_shown(world), "kill"))
     others = chance.random() < 0.5
     # What the machine's stop takes is judged by what the mount before it has shown.
     kinds = ["same" if number % 2 else "lost state", *chance.sample(sorted(set(KINDS)), count - 1)]
@@ -534,30 +333,3 @@ def _as_shown(world: World) -> Tree:
         )
         for path, node in world.tree.items()
     }
-
-
-def _is_beside(path: bytes) -> bool:
-    """Whether it is at the source what a conflict has left beside another's."""
-    return b".monarch-conflict-" in path
-
-
-def _require_same(path: bytes, one: Tree, other: Tree, message: str) -> None:
-    a, b = one.get(path), other.get(path)
-    assert (a and a.bare) == (b and b.bare), f"{path!r}, {message}: {a} and {b}"
-
-
-def _contents(tree: Tree) -> set[bytes]:
-    return {it.content for it in tree.values() if it.kind == "file"}
-
-
-def _marks(source: Path) -> dict[bytes, tuple[int, int, int]]:
-    """What of the source tells that others have been at it: of a directory not what is in it."""
-    found = {}
-    top = os.fsencode(source)
-    for above, folders, files in os.walk(top):
-        for name in [*folders, *files]:
-            path = os.path.join(above, name)
-            it = os.lstat(path)
-            time_ns = 0 if stat.S_ISDIR(it.st_mode) else it.st_mtime_ns
-            found[os.path.relpath(path, top)] = (it.st_ino, it.st_mode, time_ns)
-    return found

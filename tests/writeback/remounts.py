@@ -45,74 +45,13 @@ from monarch.vfs.promotions import Promotions
 from monarch.vfs.revalidation import Revalidation
 from monarch.writeback import journal_found
 from monarch.writeback import setup as absorbing_module
-from monarch.writeback.earlier import Inspection, inspect
 from monarch.writeback.front import Reading
-from monarch.writeback.op import Op
 from monarch.writeback.open_file import SourceBytes
 from monarch.writeback.setup import build_write_back
 from monarch.writeback.store import WriteStore, directory_of, make_room, open_write_store
+from tests.equipment.remounts import Left, Shown, Tree, kind_of
 
 ROOT = Credentials(os.geteuid(), os.getegid())
-
-
-@dataclass(frozen=True)
-class Shown:
-    """An entry of a tree. ``content`` of a file, ``target`` of a link; ``safety`` as
-    ``user.monarch.durable`` tells it, empty at the source; ``object`` has its bytes in the tier,
-    ``ino`` is its number there; ``source_ino`` that of a directory at the source, if known."""
-
-    kind: str
-    mode: int
-    content: bytes = b""
-    target: bytes = b""
-    xattrs: tuple[tuple[bytes, bytes], ...] = ()
-    safety: str = ""
-    object: int = 0
-    ino: int = 0
-    source_ino: int = 0
-
-    @property
-    def bare(self) -> tuple[object, ...]:
-        return self.kind, self.mode, self.content, self.target
-
-
-Tree = dict[bytes, Shown]
-
-_KINDS = {
-    stat.S_IFREG: "file",
-    stat.S_IFDIR: "dir",
-    stat.S_IFLNK: "link",
-    stat.S_IFIFO: "fifo",
-    stat.S_IFSOCK: "socket",
-}
-
-
-def kind_of(mode: int) -> str:
-    return _KINDS[stat.S_IFMT(mode)]
-
-
-def tree_of(root: Path) -> Tree:
-    """What is in a directory of the source, without what Monarch has there for itself."""
-    found: Tree = {}
-    top = os.fsencode(root)
-    for above, folders, files in os.walk(top):
-        folders[:] = [name for name in folders if not name.startswith(b".monarch-")]
-        for name in [*folders, *files]:
-            path = os.path.join(above, name)
-            if name.startswith(b".monarch-"):
-                continue
-            status = os.lstat(path)
-            kind, mode = kind_of(status.st_mode), stat.S_IMODE(status.st_mode)
-            content = target = b""
-            xattrs: tuple[tuple[bytes, bytes], ...] = ()
-            if kind == "file":
-                content = Path(os.fsdecode(path)).read_bytes()
-                names = sorted(map(os.fsencode, os.listxattr(path)))
-                xattrs = tuple((name, os.getxattr(path, name)) for name in names)
-            elif kind == "link":
-                target, mode = os.readlink(path), 0o777
-            found[os.path.relpath(path, top)] = Shown(kind, mode, content, target, xattrs)
-    return found
 
 
 @dataclass
@@ -204,20 +143,9 @@ class Ground:
         }
         return MountSettings.model_validate(settings | more)
 
-    def waiting(self) -> list[Op]:
-        """The changes that the source lacks, by what the journal tells, in their order."""
-        if not (self.directory / "journal").exists():
-            return []
-        found = journal_found.read_replay(self.directory)
-        return [op for seq, op in found.ops if seq not in found.done and not op.same]
-
-    def owed(self) -> set[int]:
-        """Objects whose bytes, or one of whose names, the source lacks."""
-        kinds = ("create", "content", "rename", "link")
-        return {op.object for op in self.waiting() if op.kind in kinds} - {0}
-
-    def survey(self) -> Inspection | None:
-        return inspect(self.directory) if (self.directory / "journal").exists() else None
+    @property
+    def left(self) -> Left:
+        return Left(self.directory)
 
     @asynccontextmanager
     async def mount(

@@ -12,9 +12,10 @@ import pytest
 import trio.testing
 
 from monarch.errors import Refused
+from tests.equipment.remounts import tree_of
 from tests.mount.command import needs_root
 from tests.writeback.remount_histories import prepared
-from tests.writeback.remounts import Ground, tree_of
+from tests.writeback.remounts import Ground
 
 
 @pytest.fixture

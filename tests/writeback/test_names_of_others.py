@@ -21,8 +21,10 @@ from monarch.errors import Refused, SourceError
 from monarch.types import Ino
 from monarch.writeback import others, write_gate
 from monarch.writeback.others import LOOK_S
+from tests.equipment import remounts
+from tests.equipment.remounts import tree_of
 from tests.writeback import remount_histories
-from tests.writeback.remounts import ROOT, Ground, Life, tree_of
+from tests.writeback.remounts import ROOT, Ground, Life
 
 pytestmark = [pytest.mark.promise(148), pytest.mark.fault("N5")]
 
@@ -445,7 +447,7 @@ async def test_a_mount_shows_what_the_source_has_when_all_rest(
         if seed % 2:
             await life.end()
     # A mount that never compares names does not see what others have changed.
-    kinds = sorted({*remount_histories.KINDS} - {"never"})
+    kinds = sorted({*remounts.KINDS} - {"never"})
     for kind in (kinds[seed % len(kinds)], "same"):
         async with ground.mount(**remount_histories.how(kind, ground)) as life:
             shown = {path: it.bare for path, it in life.shown().items()}

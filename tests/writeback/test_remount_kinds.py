@@ -14,8 +14,9 @@ import trio.testing
 
 from monarch.namespace.build import build
 from monarch.writeback.source_writer import SourceWriter
-from tests.writeback.remount_histories import KINDS, how, prepared
-from tests.writeback.remounts import Ground, Life, Tree, tree_of
+from tests.equipment.remounts import KINDS, Tree, tree_of
+from tests.writeback.remount_histories import how, prepared
+from tests.writeback.remounts import Ground, Life
 
 Clock = trio.testing.MockClock
 

@@ -22,8 +22,9 @@ from monarch.namespace.build import build
 from monarch.telemetry.report import LostReport
 from monarch.writeback import replay as replay_module
 from monarch.writeback.source_contents import StagedContents
+from tests.equipment.remounts import tree_of
 from tests.writeback.remount_histories import history, how, prepared
-from tests.writeback.remounts import Life, tree_of
+from tests.writeback.remounts import Life
 
 # The tests that share the histories. A history whose changes the source refuses for good waits
 # 1,800 virtual seconds, which take 18 real ones: few of them may meet in one test.
@@ -334,7 +335,7 @@ async def test_a_time_that_the_source_has_is_not_drained_again_over_another_snap
         await life.end()
     async with ground.mount(refreshed=True):
         assert not ground.put_off
-    survey = ground.survey()
+    survey = ground.left.survey()
     assert survey is not None and survey.operations == 0
 
 

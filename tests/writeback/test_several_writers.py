@@ -27,8 +27,9 @@ from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.drain import Drain
 from monarch.writeback.expected import Expected, is_shared
 from monarch.writeback.op import above
-from tests.writeback.remount_histories import KINDS, how
-from tests.writeback.remounts import Ground, tree_of
+from tests.equipment.remounts import KINDS, tree_of
+from tests.writeback.remount_histories import how
+from tests.writeback.remounts import Ground
 from tests.writeback.rig import World, draining, read_tree
 from tests.writeback.test_histories import Walk, seeds
 from tests.writeback.test_others import until
@@ -216,7 +217,7 @@ async def mounted_again(
             await life.at_rest()
             await life.end(abandoned=True)
     there = {it.content for it in tree_of(ground.source).values()}
-    owed = ground.owed()
+    owed = ground.left.owed()
     lost = {
         content
         for content, path in written(world).items()

@@ -1,0 +1,409 @@
+"""Mounting again: the kinds, what others do to the source meanwhile, and a judge of the results.
+
+Tests below the kernel and tests of real mounts share this module. ``Judge`` compares what a mount
+shows with what the mount before it showed: each acknowledged change must be shown, reach the
+source, or be reported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from monarch.writeback.earlier import Inspection, inspect
+from monarch.writeback.history import names_of
+from monarch.writeback.journal import read_replay
+from monarch.writeback.op import Op
+
+# How a mount is made again; a kind that occurs twice is drawn twice as often.
+KINDS = (
+    *("same", "same", "refresh", "new", "never", "given", "lost state", "lost state"),
+    *("read-only", "elsewhere", "boot", "boot", "full"),
+)
+# A staged file at the source that alone has the bytes of an object, with the object's number.
+_WRITE_THROUGH = re.compile(rb"/?\.monarch-[0-9a-f]+-([0-9]+)-through\.part$")
+_DURABLE = b"user.monarch.durable"
+# Contents above this size, in bytes, are compared by a digest.
+_LONG = 200
+# What others may do: to a directory the first four.
+ACTS = ("rename", "rename", "remove", "file", "link", "add", "rewrite")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An entry of a tree. ``content`` of a file, ``target`` of a link; ``safety`` as
+    ``user.monarch.durable`` tells it, empty at the source; ``object`` has its bytes in the tier,
+    ``ino`` is its number there; ``source_ino`` that of a directory at the source, if known.
+    ``more``: owner, times and other attributes, if they are compared as well."""
+
+    kind: str
+    mode: int
+    content: bytes = b""
+    target: bytes = b""
+    xattrs: tuple[tuple[bytes, bytes], ...] = ()
+    safety: str = ""
+    object: int = 0
+    ino: int = 0
+    source_ino: int = 0
+    more: tuple[Any, ...] = ()
+
+    @property
+    def bare(self) -> tuple[Any, ...]:
+        return self.kind, self.mode, self.content, self.target, self.more
+
+
+Tree = dict[bytes, Shown]
+
+_KINDS = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "dir",
+    stat.S_IFLNK: "link",
+    stat.S_IFIFO: "fifo",
+    stat.S_IFSOCK: "socket",
+}
+
+
+def kind_of(mode: int) -> str:
+    return _KINDS[stat.S_IFMT(mode)]
+
+
+def tree_of(root: Path, *, closely: bool = False) -> Tree:
+    """What is in a directory of the source, or on a mount, without what Monarch has there for
+    itself. ``closely``: with owners, times, links and extended attributes, to be compared, and with
+    a digest in place of the end of long contents."""
+    found: Tree = {}
+    top = os.fsencode(root)
+    for above, folders, files in os.walk(top):
+        folders[:] = [name for name in folders if not name.startswith(b".monarch-")]
+        for name in [*folders, *files]:
+            path = os.path.join(above, name)
+            if name.startswith(b".monarch-"):
+                continue
+            status = os.lstat(path)
+            kind, mode = kind_of(status.st_mode), stat.S_IMODE(status.st_mode)
+            it = Shown(kind, mode)
+            if kind == "file":
+                it = _file(path, mode)
+            elif kind == "link":
+                it = Shown(kind, 0o777, target=os.readlink(path))
+            if closely:
+                it = _with_more(it, status)
+            found[os.path.relpath(path, top)] = it
+    return found
+
+
+def _file(path: bytes, mode: int) -> Shown:
+    content = Path(os.fsdecode(path)).read_bytes()
+    names = sorted(map(os.fsencode, os.listxattr(path)))
+    ours = [name for name in names if not name.startswith(b"user.monarch.")]
+    xattrs = tuple((name, os.getxattr(path, name)) for name in ours)
+    safety = os.getxattr(path, _DURABLE).decode() if _DURABLE in names else ""
+    return Shown("file", mode, content, b"", xattrs, safety)
+
+
+def _with_more(it: Shown, status: os.stat_result) -> Shown:
+    more: tuple[object, ...] = (status.st_uid, status.st_gid)
+    if it.kind != "file":
+        return replace(it, more=more, ino=status.st_ino)
+    more = (*more, status.st_mtime_ns, status.st_nlink, it.xattrs)
+    content = it.content
+    if len(content) > _LONG:
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        content = content[:40] + f"... {len(content)} bytes, {digest}".encode()
+    return replace(it, content=content, more=more, ino=status.st_ino)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What mounts left in a tier, by the journal in ``directory``."""
+
+    directory: Path
+
+    def waiting(self) -> list[Op]:
+        """The changes that the source lacks, in their order."""
+        if not (self.directory / "journal").exists():
+            return []
+        found = read_replay(self.directory)
+        return [op for seq, op in found.ops if seq not in found.done and not op.same]
+
+    def owed(self) -> set[int]:
+        """Objects whose bytes, or one of whose names, the source lacks."""
+        kinds = ("create", "content", "rename", "link")
+        return {op.object for op in self.waiting() if op.kind in kinds} - {0}
+
+    def numbered(self, tree: Tree) -> Tree:
+        """``tree``, as the last mount showed it, with the objects of its files."""
+        if not (self.directory / "journal").exists():
+            return tree
+        ops = read_replay(self.directory).ops
+        names = names_of(ops, {op.object for _, op in ops} - {0})
+        numbers = {path: number for number, paths in names.items() for path in paths}
+        return {path: replace(it, object=numbers.get(path, 0)) for path, it in tree.items()}
+
+    def survey(self) -> Inspection | None:
+        return inspect(self.directory) if (self.directory / "journal").exists() else None
+
+
+class Others:
+    """What others do to the source between two mounts. ``files``: names that they write to."""
+
+    def __init__(self, chance: random.Random, source: Path, files: Sequence[bytes]) -> None:
+        self._chance = chance
+        self._source = source
+        self._files = files
+        self._count = 0
+
+    def act(self, kind: str = "") -> None:
+        """One of ``ACTS``, by default any."""
+        getattr(self, "_" + (kind or self._chance.choice(ACTS)))()
+
+    def _new(self) -> Path:
+        self._count += 1
+        return self._source / f"others-{self._count}"
+
+    def _folder(self) -> Path | None:
+        found = sorted(path for path in self._source.rglob("[!.]*") if _is_folder(path))
+        return self._chance.choice(found) if found else None
+
+    def _away(self, path: Path) -> None:
+        if self._chance.random() < 0.5:
+            shutil.rmtree(path)
+        else:
+            path.rename(self._new())
+
+    def _rename(self) -> None:
+        if path := self._folder():
+            path.rename(self._new())
+
+    def _remove(self) -> None:
+        if path := self._folder():
+            shutil.rmtree(path)
+
+    def _file(self) -> None:
+        if path := self._folder():
+            self._away(path)
+            path.write_bytes(b"others' file")
+
+    def _link(self) -> None:
+        if path := self._folder():
+            self._away(path)
+            path.symlink_to("/nowhere" if self._chance.random() < 0.5 else self._source)
+
+    def _add(self) -> None:
+        self._new().write_bytes(b"others' own")
+
+    def _rewrite(self) -> None:
+        path = self._source / os.fsdecode(self._chance.choice(self._files))
+        # An open of a fifo would wait for a reader.
+        if path.is_file() or not path.exists():
+            with suppress(OSError):
+                path.write_bytes(b"others' version")
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+@dataclass
+class Ending:
+    """What a mount showed last, and how it ended: kill, abandon or clean. ``owed``: objects that
+    the source lacks under their names."""
+
+    tree: Tree
+    way: str
+    owed: set[int] = field(default_factory=set)
+
+    def is_owed(self, it: Shown | None, kind: str) -> bool:
+        """Whether it is a file that was acknowledged and is not all at the source: a machine that
+        stopped may have lost bytes that were not synced."""
+        if it is None or it.object not in self.owed:
+            return False
+        return it.safety == "local" if kind == "boot" and self.way == "kill" else True
+
+
+@dataclass
+class Judge:
+    """What is known of one history of mounts of ``source``. ``in_tier``: what its mounts left in
+    the tier. ``closely``: whether trees have the owners, times and extended attributes of all
+    entries.
+
+    ``theirs``: paths that others have touched at the source, with all beneath; ``gone``: contents
+    that others have taken from it. ``left``: the paths, with these contents, from which others have
+    taken files that nothing waited for. ``taken``: objects whose staged files others have taken
+    away, with all the bytes that there were.
+    """
+
+    source: Path
+    in_tier: Left
+    closely: bool = False
+    theirs: set[bytes] = field(default_factory=set)
+    gone: set[bytes] = field(default_factory=set)
+    left: set[tuple[bytes, bytes]] = field(default_factory=set)
+    taken: set[int] = field(default_factory=set)
+    before: Ending = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.before = Ending(self.at_source(), "clean")
+
+    def at_source(self) -> Tree:
+        return tree_of(self.source, closely=self.closely)
+
+    def ended(self, ending: Ending) -> None:
+        """A mount has ended so; the next one is compared with it."""
+        ending.owed = self.in_tier.owed() - self.taken
+        self.before = ending
+
+    def is_theirs(self, path: bytes) -> bool:
+        return any(path == at or path.startswith(at + b"/") for at in self.theirs)
+
+    def has_theirs(self, path: bytes, tree: Tree) -> bool:
+        """Whether a directory holds something of others, so that it cannot be removed."""
+        return any(at.startswith(path + b"/") and self.is_theirs(at) for at in tree)
+
+    def is_of_others(self, it: Shown) -> bool:
+        """Whether bytes are of others, or were replaced by theirs."""
+        return it.content.startswith(b"others'") or it.content in self.gone
+
+    def numbers_of_others(self, tree: Tree) -> set[int]:
+        """The objects with a name that others have changed."""
+        return {it.ino for path, it in tree.items() if self.is_theirs(path)}
+
+    def moved(self, path: bytes, to: bytes) -> None:
+        """What is another's goes with what is renamed."""
+        if self.is_theirs(path):
+            self.theirs.add(to)
+        self.theirs |= {to + at[len(path) :] for at in self.theirs if at.startswith(path + b"/")}
+
+    def others_act(self, act: Callable[[], None], kind: str) -> None:
+        """Others do ``act`` at the source, before the next mount of this kind."""
+        then, had = _marks(self.source), self.at_source()
+        act()
+        now, has = _marks(self.source), self.at_source()
+        self.theirs |= {
+            path for path in then.keys() | now.keys() if then.get(path) != now.get(path)
+        }
+        self.taken |= {
+            int(found[1]) for found in map(_WRITE_THROUGH.search, then.keys() - now.keys()) if found
+        }
+        self.before.owed -= self.taken
+        self.theirs |= {path for path, it in self.before.tree.items() if it.object in self.taken}
+        # A directory that others have taken away may have another name on the mount by now.
+        away = {then[path][0] for path in then.keys() - now.keys()}
+        self.theirs |= {path for path, it in self.before.tree.items() if it.source_ino in away}
+        # A file that others have touched under one name is theirs under its others.
+        numbers = self.numbers_of_others(self.before.tree)
+        self.theirs |= {path for path, it in self.before.tree.items() if it.ino in numbers}
+        # Names, links and special files that meet a conflict on their way go no further.
+        for op in self.in_tier.waiting():
+            if op.kind == "rename" and not op.object and self.is_theirs(op.path):
+                self.theirs.add(op.to)
+        owed = {it.content for it in self.before.tree.values() if self.before.is_owed(it, kind)}
+        self.gone |= _contents(had) - _contents(has) - owed
+        self.left |= {
+            (path, it.content)
+            for path, it in had.items()
+            if it.kind == "file" and path not in has and it.content not in owed
+        }
+        # A write into a file changes it under all names that it has or is to have.
+        self.gone |= {
+            had[path].content
+            for path in then.keys() & now.keys()
+            if then[path][0] == now[path][0] and then[path] != now[path]
+        }
+
+    def check_shown(self, now: Tree, kind: str) -> None:
+        """A mount of this kind shows what the one before did."""
+        before = self.before
+        theirs = self.numbers_of_others(before.tree)
+        for path in sorted(now.keys() | before.tree.keys()):
+            was, it = before.tree.get(path), now.get(path)
+            is_owed = before.is_owed(was, kind)
+            if kind == "boot" and before.way == "kill" and not is_owed:
+                # A removal may be as new as that as well.
+                continue
+            if _is_beside(path) or (self.is_theirs(path) and not is_owed):
+                continue
+            if it is not None and it.kind == "dir" and self.has_theirs(path, now):
+                continue
+            if was is not None and was.ino in theirs and not is_owed:
+                continue
+            if not is_owed and any(self.is_of_others(each) for each in (was, it) if each):
+                continue
+            message = f"{path!r} is {it} after {before.way} and {kind}, and was {was}"
+            assert (it and it.bare) == (was and was.bare), message
+
+    def check_drained(self, now: Tree, trouble: str | None) -> None:
+        """A mount has drained all that the source accepts, and shows ``now``; ``trouble``: the
+        reason that it reports for what is left."""
+        there = self.at_source()
+        self._check_losses_reported(now, there, trouble)
+        theirs = self.numbers_of_others(now)
+        for path in sorted(now.keys() | there.keys() | self.before.tree.keys()):
+            found = [tree[path] for tree in (now, there) if path in tree]
+            if trouble or _is_beside(path) or self.is_theirs(path):
+                continue
+            if path in now and now[path].ino in theirs:
+                continue
+            if any(self.is_of_others(it) for it in found):
+                continue
+            _require_same(path, there, now, "at the source and here")
+            # What a reader would wait for, a rename that is to come, is not read here.
+            if (was := self.before.tree.get(path)) is None or was.content != b"ENOENT":
+                _require_same(path, now, self.before.tree, "behind the drain and before it")
+
+    def check_nothing_left(self, trouble: str | None) -> None:
+        """What the last mount left is reported, and nothing is lost."""
+        report = self.in_tier.survey()
+        assert report is not None and not report.lost, report
+        if trouble is None:
+            assert (report.operations, report.waiting) == (0, ()), report
+
+    def _check_losses_reported(self, now: Tree, there: Tree, trouble: str | None) -> None:
+        """Every byte that is shown is at the source, or waits for what the source refuses."""
+        contents = _contents(there)
+        for path, it in now.items():
+            if it.kind != "file" or it.content in contents | {b"", b"ENOENT"}:
+                continue
+            if self.is_of_others(it) or it.object in self.taken:
+                continue
+            if (path, it.content) in self.left and it.safety == "source":
+                # It is shown until its directory is compared with the source.
+                continue
+            waits = it.safety in ("local", "none") and trouble is not None
+            assert waits, f"{path!r} is nowhere but here, and that is not reported: {it}, {trouble}"
+
+
+def _is_beside(path: bytes) -> bool:
+    """Whether it is at the source what a conflict has left beside another's."""
+    return b".monarch-conflict-" in path
+
+
+def _require_same(path: bytes, one: Tree, other: Tree, message: str) -> None:
+    a, b = one.get(path), other.get(path)
+    assert (a and a.bare) == (b and b.bare), f"{path!r}, {message}: {a} and {b}"
+
+
+def _contents(tree: Tree) -> set[bytes]:
+    return {it.content for it in tree.values() if it.kind == "file"}
+
+
+def _marks(source: Path) -> dict[bytes, tuple[int, int, int]]:
+    """What of the source tells that others have been at it: of a directory not what is in it."""
+    found = {}
+    top = os.fsencode(source)
+    for above, folders, files in os.walk(top):
+        for name in [*folders, *files]:
+            path = os.path.join(above, name)
+            it = os.lstat(path)
+            time_ns = 0 if stat.S_ISDIR(it.st_mode) else it.st_mtime_ns
+            found[os.path.relpath(path, top)] = (it.st_ino, it.st_mode, time_ns)
+    return found
