@@ -51,7 +51,8 @@ class Node:
     is the source's number of it, 0 if it was made here.
 
     Fields marked by ``keeps_*`` were set through the mount; the others of a node without an object
-    follow the source when that changes.
+    follow the source when that changes. ``removed_xattrs``: names of extended attributes that an
+    earlier mount has removed, and that the source may have.
     """
 
     ino: Ino
@@ -76,6 +77,7 @@ class Node:
     keeps_mode: bool = False
     keeps_owner: bool = False
     keeps_times: bool = False
+    removed_xattrs: frozenset[bytes] = frozenset()
 
     @property
     def is_dir(self) -> bool:

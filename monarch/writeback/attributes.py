@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from monarch.errors import Refused, SourceChanged
@@ -181,7 +182,10 @@ class WrittenAttributes:
             found = await self._source_calls.call(ino, self._source_calls.source.xattrs, path)
         except SourceChanged:
             return None
-        return {name: value for name, value in found.items() if not name.startswith(_OURS)}
+        there = {name: value for name, value in found.items() if not name.startswith(_OURS)}
+        # The source may lack changes of a directory that were made through an earlier mount.
+        node = self._names.node(ino)
+        return there if node is None or node.is_file else _changed(there, node)
 
     async def set_xattr(
         self, ino: Ino, name: bytes, value: bytes | None, *, by: Credentials
@@ -232,4 +236,10 @@ class WrittenAttributes:
         self._gate.require_held(ino)
         node = self._names.copy_up(ino)
         if not node.has_source_xattrs:
-            self._names.have_xattrs(node, found | node.xattrs, with_source=True)
+            self._names.have_xattrs(node, _changed(found, node), with_source=True)
+
+
+def _changed(found: Mapping[bytes, bytes], node: Node) -> dict[bytes, bytes]:
+    """The source's extended attributes of a directory with the changes by mounts."""
+    kept = {name: value for name, value in found.items() if name not in node.removed_xattrs}
+    return kept | node.xattrs

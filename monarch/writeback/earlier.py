@@ -119,11 +119,13 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
             if (status.st_size, status.st_mtime_ns) != recorded[number]:
                 new.add(number)
     new |= {op.object for op in undone if op.kind == "content"}
-    # Another program may have removed the old name, at the source, of a file to be renamed.
-    renamed = {op.object for op in undone if op.kind in ("rename", "link")} - new
-    names = names_of([(seq, op) for seq, op in ops if seq in found.done], new | renamed)
+    # Another program may have removed the old name, at the source, of a file to be renamed. A file
+    # whose attributes are to be changed has others, which the new snapshot does not tell.
+    kinds = ("rename", "link", "attr", "xattr")
+    changed = {op.object for op in undone if op.kind in kinds} - new - {0}
+    names = names_of([(seq, op) for seq, op in ops if seq in found.done], new | changed)
     first: dict[int, tuple[int, Op]] = {}
-    # The last content of each file to be renamed, and the changes of attributes behind it.
+    # The last content of each of these files, and the changes of attributes behind it.
     published: dict[int, list[Numbered]] = {}
     for seq, op in ops:
         if seq not in found.done or op.object not in names:
@@ -141,7 +143,7 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
                 known = {**made_as.xattrs, **known}
             xattrs = {name: value for name, value in known.items() if value is not None}
             first[op.object] = at, replace(made_as, **now, xattrs=xattrs)
-        if op.kind == "content" and op.object in renamed:
+        if op.kind == "content" and op.object in changed:
             published[op.object] = []
         if op.object in published and op.kind in ("content", "attr", "xattr"):
             here = replace(op, path=paths[0], paths=tuple(paths))

@@ -90,16 +90,22 @@ class _Replayed:
                     now_ns=self._now_ns,
                 )
             case "xattr":
-                ino = self._require(op.path)
-                for name, value in op.xattrs.items():
-                    try:
-                        self._names.set_xattr(ino, name, value, now_ns=self._now_ns)
-                    except Refused:
-                        # A removed attribute of the source is not known here.
-                        if value is not None:
-                            raise
+                self._set_xattrs(self._require(op.path))
             case "gone":
                 pass
+
+    def _set_xattrs(self, ino: Ino) -> None:
+        for name, value in self._op.xattrs.items():
+            try:
+                node = self._names.set_xattr(ino, name, value, now_ns=self._now_ns)
+            except Refused:
+                # A removed attribute of the source is not known here.
+                if value is not None:
+                    raise
+                node = self._names.copy_up(ino)
+            if node.is_dir:
+                gone = {name} if value is None else set()
+                node.removed_xattrs = node.removed_xattrs - {name} | gone
 
     def _place(self, path: bytes) -> tuple[Ino, bytes]:
         """The directory of a path, made if it does not exist, and the name in it."""

@@ -339,6 +339,65 @@ async def test_a_time_that_the_source_has_is_not_drained_again_over_another_snap
     assert survey is not None and survey.operations == 0
 
 
+@pytest.mark.promise(31, 129)
+@pytest.mark.parametrize("change", ["chmod", "utime"])
+async def test_attributes_that_the_source_has_are_shown_while_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, change: str
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount() as life:
+        await life.write(b"d/new", b"written")
+        await life.setxattr(b"d/new", b"user.set", b"1")
+        await life.drained()
+        # The drain lets a task that makes changes continue for a while.
+        await getattr(life, change)(b"d/new", 0o600)
+    async with ground.mount(works=False, **how("lost state", ground)) as life:
+        assert await shown_xattrs(life, b"d/new") == {b"user.set": b"1"}
+    async with ground.mount() as life:
+        await life.drained()
+        assert await shown_xattrs(life, b"d/new") == {b"user.set": b"1"}
+        await life.end()
+    assert os.getxattr(ground.source / "d/new", "user.set") == b"1"
+
+
+@pytest.mark.promise(31, 128)
+@pytest.mark.parametrize("kind", ["same", "lost state"])
+async def test_attributes_of_directories_that_the_source_lacks_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    for name in ("user.theirs", "user.removed", "user.changed"):
+        os.setxattr(ground.source / "d", name, b"old")
+    async with ground.mount(works=False) as life:
+        await life.setxattr(b"d", b"user.set", b"new")
+        await life.setxattr(b"d", b"user.changed", b"new")
+        await life.setxattr(b"d", b"user.removed", None)
+    expected = {b"user.theirs": b"old", b"user.set": b"new", b"user.changed": b"new"}
+    async with ground.mount(works=False, **how(kind, ground)) as life:
+        assert await shown_xattrs(life, b"d") == expected
+        # A further change must not forget those of the earlier mount.
+        await life.setxattr(b"d", b"user.last", b"new")
+        expected[b"user.last"] = b"new"
+        assert await shown_xattrs(life, b"d") == expected
+    async with ground.mount() as life:
+        assert await shown_xattrs(life, b"d") == expected
+        await life.drained()
+        assert await shown_xattrs(life, b"d") == expected
+        await life.end()
+    names = map(os.fsencode, os.listxattr(ground.source / "d"))
+    assert {name: os.getxattr(ground.source / "d", name) for name in names} == expected
+
+
+async def shown_xattrs(life: Life, path: bytes) -> dict[bytes, bytes]:
+    """The extended attributes that a process finds, as ``ExtendedAttributes`` answers."""
+    attributes, ino = life.front.attributes, life.ino(path)
+    there = await attributes.xattrs_elsewhere(ino)
+    if there is not None:
+        return there
+    known = {name: attributes.xattr(ino, name) for name in attributes.xattrs(ino)}
+    return {name: value for name, value in known.items() if value is not None}
+
+
 @pytest.mark.promise(129)
 async def test_a_file_that_replaced_one_name_of_another_is_shown_under_that_name_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
