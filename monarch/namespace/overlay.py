@@ -123,8 +123,12 @@ class Node:
         drop = stat.S_ISUID
         if self.mode & stat.S_IXGRP:
             drop |= stat.S_ISGID
-        if self.mode & drop:
-            self.mode &= ~drop
+        self.drop_bits(drop)
+
+    def drop_bits(self, bits: int) -> None:
+        """Removes ``bits`` from the mode."""
+        if self.mode & bits:
+            self.mode &= ~bits
             self.keeps_mode = True
 
     def follow_all(self) -> None:

@@ -207,6 +207,9 @@ class _Replayed:
             self._have_xattrs(node)
         if op.kind == "content":
             node.set_content(op.size, mtime_ns=op.mtime_ns)
+            if op.mode is not None:
+                # A write removes these bits, and has no other record.
+                node.drop_bits((stat.S_ISUID | stat.S_ISGID) & ~op.mode)
         for other in op.paths:
             self._name_again(node.ino, other)
 

@@ -388,6 +388,27 @@ async def test_attributes_of_directories_that_the_source_lacks_are_shown(
     assert {name: os.getxattr(ground.source / "d", name) for name in names} == expected
 
 
+@pytest.mark.promise(67, 88)
+@pytest.mark.parametrize("kind", ["same", "lost state"])
+async def test_the_set_id_bits_that_a_write_has_removed_do_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount(works=False) as life:
+        for path in (b"d/a", b"d/new"):
+            await life.write(path, b"program")
+            await life.chmod(path, 0o6755)
+            await life.write(path, b"written", synced=True)
+            assert life.shown()[path].mode == 0o755
+    async with ground.mount(works=False, **how(kind, ground)) as life:
+        assert {life.shown()[path].mode for path in (b"d/a", b"d/new")} == {0o755}
+    async with ground.mount() as life:
+        await life.drained()
+        assert life.shown()[b"d/new"].mode == 0o755
+        await life.end()
+    assert {tree_of(ground.source)[path].mode for path in (b"d/a", b"d/new")} == {0o755}
+
+
 async def shown_xattrs(life: Life, path: bytes) -> dict[bytes, bytes]:
     """The extended attributes that a process finds, as ``ExtendedAttributes`` answers."""
     attributes, ino = life.front.attributes, life.ino(path)
