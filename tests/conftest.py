@@ -16,15 +16,16 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.equipment import modes
+from tests.equipment import forkserver, modes
 from tests.equipment.forkserver import ForkServer
 from tests.equipment.mounts import mounts
 from tests.equipment.processes import is_running
@@ -112,12 +113,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Lists the test files that took most time, in seconds of one worker."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid.partition("::")[0]] += report.duration
-    slow = [(file, taken) for file, taken in seconds.most_common(_SLOW_FILES) if taken >= 30]
+    slowest = sorted(seconds.items(), key=itemgetter(1), reverse=True)[:_SLOW_FILES]
+    slow = [(file, taken) for file, taken in slowest if taken >= 30]
     if slow:
         terminalreporter.section("slowest files")
         for file, taken in slow:
@@ -318,6 +320,8 @@ class MonarchCommand:
     # Whether commands are forked from a process that has imported Monarch, which is faster, but
     # takes them out of a control group or a namespace of the test.
     forked: bool = True
+    # A file with the number of the machine's start, in place of the kernel's; for forked commands.
+    boot: Path | None = None
     mounted: list[Mounted] = field(default_factory=list)
     _expected: list[str] = field(default_factory=list)
     _allowed: list[str] = field(default_factory=list)
@@ -360,6 +364,7 @@ class MonarchCommand:
             "NO_COLOR": "1",
             "COLUMNS": "200",
             _TEST_VARIABLE: self.case,
+            **({forkserver.BOOT: str(self.boot)} if self.boot is not None else {}),
         }
 
     def mount(

@@ -37,6 +37,8 @@ _LONGEST = 1 << 20
 # Its value is overwritten in the memory that /proc/PID/environ shows.
 _VARIABLE = "MONARCH_TEST_CASE"
 _UNSET = "-" * 32
+# A file that takes the place of the kernel's, with the number of the machine's start.
+BOOT = "MONARCH_TEST_BOOT"
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
 
 
@@ -207,6 +209,9 @@ def _become(request: dict[str, Any], output: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     _show_in_proc(request["environment"].get(_VARIABLE, _UNSET))
+    if BOOT in os.environ:
+        module = importlib.import_module("monarch.writeback.journal_found")
+        vars(module)["_BOOT"] = Path(os.environ[BOOT])
     sys.argv = [str(_ROOT / "monarch/__main__.py"), *request["arguments"]]
     code = 1
     try:

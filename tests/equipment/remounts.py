@@ -43,7 +43,7 @@ class Shown:
     """An entry of a tree. ``content`` of a file, ``target`` of a link; ``safety`` as
     ``user.monarch.durable`` tells it, empty at the source; ``object`` has its bytes in the tier,
     ``ino`` is its number there; ``source_ino`` that of a directory at the source, if known.
-    ``more``: owner, times and other attributes, if they are compared as well."""
+    ``more``: owner, time and links, if they and the extended attributes are compared as well."""
 
     kind: str
     mode: int
@@ -58,7 +58,8 @@ class Shown:
 
     @property
     def bare(self) -> tuple[Any, ...]:
-        return self.kind, self.mode, self.content, self.target, self.more
+        xattrs = self.xattrs if self.more else ()
+        return self.kind, self.mode, self.content, self.target, self.more, xattrs
 
 
 Tree = dict[bytes, Shown]
@@ -104,9 +105,11 @@ def tree_of(root: Path, *, closely: bool = False) -> Tree:
 def _file(path: bytes, mode: int) -> Shown:
     content = Path(os.fsdecode(path)).read_bytes()
     names = sorted(map(os.fsencode, os.listxattr(path)))
-    ours = [name for name in names if not name.startswith(b"user.monarch.")]
-    xattrs = tuple((name, os.getxattr(path, name)) for name in ours)
-    safety = os.getxattr(path, _DURABLE).decode() if _DURABLE in names else ""
+    xattrs = tuple((name, os.getxattr(path, name)) for name in names)
+    safety = ""
+    # A mount does not list it.
+    with suppress(OSError):
+        safety = os.getxattr(path, _DURABLE).decode()
     return Shown("file", mode, content, b"", xattrs, safety)
 
 
@@ -114,7 +117,7 @@ def _with_more(it: Shown, status: os.stat_result) -> Shown:
     more: tuple[object, ...] = (status.st_uid, status.st_gid)
     if it.kind != "file":
         return replace(it, more=more, ino=status.st_ino)
-    more = (*more, status.st_mtime_ns, status.st_nlink, it.xattrs)
+    more = (*more, status.st_mtime_ns, status.st_nlink)
     content = it.content
     if len(content) > _LONG:
         digest = hashlib.sha256(content).hexdigest()[:16]
@@ -140,13 +143,17 @@ class Left:
         kinds = ("create", "content", "rename", "link")
         return {op.object for op in self.waiting() if op.kind in kinds} - {0}
 
-    def numbered(self, tree: Tree) -> Tree:
-        """``tree``, as the last mount showed it, with the objects of its files."""
+    def names(self) -> dict[bytes, int]:
+        """The objects of all written files by the names that the last mount showed."""
         if not (self.directory / "journal").exists():
-            return tree
+            return {}
         ops = read_replay(self.directory).ops
         names = names_of(ops, {op.object for _, op in ops} - {0})
-        numbers = {path: number for number, paths in names.items() for path in paths}
+        return {path: number for number, paths in names.items() for path in paths}
+
+    def numbered(self, tree: Tree) -> Tree:
+        """``tree``, as the last mount showed it, with the objects of its files."""
+        numbers = self.names()
         return {path: replace(it, object=numbers.get(path, 0)) for path, it in tree.items()}
 
     def survey(self) -> Inspection | None:
@@ -204,13 +211,13 @@ class Others:
     def _rewrite(self) -> None:
         path = self._source / os.fsdecode(self._chance.choice(self._files))
         # An open of a fifo would wait for a reader.
-        if path.is_file() or not path.exists():
-            with suppress(OSError):
+        with suppress(OSError):
+            if path.is_file() or not path.exists():
                 path.write_bytes(b"others' version")
 
 
 def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
+    return stat.S_ISDIR(path.lstat().st_mode)
 
 
 @dataclass

@@ -7,14 +7,18 @@ import itertools
 import mmap
 import os
 import random
+import shutil
 import time
 import uuid
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import MonarchCommand
+from tests.equipment.remounted import WAYS, WRITABLE, Remounts, rotated, small_disk
+from tests.equipment.remounts import ACTS, Others
 from tests.posix.calls import (
     KEEP_SIZE,
     PUNCH_HOLE,
@@ -23,61 +27,120 @@ from tests.posix.calls import (
     opened,
     read_file,
 )
-from tests.posix.conftest import NATIVE, Place, drained_at_the_end, options
+from tests.posix.conftest import NATIVE, Place, options
 from tests.posix.sequence import Differs, content, lasting, make_tree, play
 from tests.posix.trees import differences
 
 # Each is played in a directory of its own; a soak makes a mount anew for each so many.
 SEQUENCES, CALLS = 5, 300
+# After each remount so many calls more. The kinds of remounts that a mount meets in turn.
+CALLS_BETWEEN, REMOUNTS = 40, 4
 ROUNDS = 400
 
 
+@pytest.mark.promise(66, 67, 99, 128, 129, 149)
 def test_random_calls_have_the_outcome_that_they_have_on_a_disk(
-    way: str, tmp_path: Path, pytestconfig: pytest.Config
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
     soak = pytestconfig.getoption("--soak")
     end = time.monotonic() + soak
-    begin = (1 + sorted(("python", "relay", "passthrough", NATIVE)).index(way)) * 1_000_000
+    number = sorted(("python", "relay", "passthrough", NATIVE)).index(way)
+    begin = (1 + number) * 1_000_000
     for turn in itertools.count():
-        _play(
-            way, tmp_path / f"{turn}", range(begin, begin + SEQUENCES), CALLS if not soak else 1000
-        )
-        begin += SEQUENCES
+        directory = tmp_path / f"{turn}"
+        played = Played(way, directory, range(begin, begin + SEQUENCES), number)
+        if way == NATIVE:
+            played.play(played.source, CALLS if not soak else 1000)
+            assert differences(lasting(played.expected), lasting(played.source)) == []
+        else:
+            played.on_mounts(monkeypatch, CALLS if not soak else 1000)
+        begin, number = begin + SEQUENCES, number + 1
         if time.monotonic() >= end:
             break
+        shutil.rmtree(directory)
 
 
-def _play(way: str, directory: Path, seeds: range, calls: int) -> None:
-    """Play sequences on one mount, and wait until everything has been drained."""
-    expected, source = directory / "expected", directory / "source"
-    for root in (expected, source):
-        root.mkdir(parents=True)
-        for seed in seeds:
-            make_tree(root / f"{seed}")
-    with ExitStack() as stack:
-        played = source
-        if way != NATIVE:
-            command = MonarchCommand(directory, uuid.uuid4().hex, way)
-            stack.callback(command.close)
-            # A user may close a file after its directory was made read-only. The drain then has to
-            # try again.
-            command.allows_log("the source refuses content .* Permission denied")
-            mounted = command.mount(source, tiers={"fast": "2GiB"}, options=options(way))
-            played = mounted.path
-            stack.enter_context(drained_at_the_end(mounted))
-        for seed in seeds:
+class Played:
+    """Sequences that are played in a directory and on mounts of another that is alike. ``number``
+    chooses the kinds of these mounts."""
+
+    def __init__(self, way: str, directory: Path, seeds: range, number: int) -> None:
+        self._way = way
+        self._directory = directory
+        self._seeds = seeds
+        self._number = number
+        self.expected, self.source = directory / "expected", directory / "source"
+        for root in (self.expected, self.source):
+            root.mkdir(parents=True)
+            for seed in seeds:
+                make_tree(root / f"{seed}")
+
+    def play(self, path: Path, calls: int, *, turn: int = 0) -> None:
+        """Play the sequences of all seeds, or others in another turn, below ``path``."""
+        for seed in self._seeds:
             try:
                 play(
-                    seed,
-                    expected / f"{seed}",
-                    played / f"{seed}",
+                    seed + turn * 100_000_000,
+                    self.expected / f"{seed}",
+                    path / f"{seed}",
                     calls=calls,
-                    native_datapath=way != "python",
+                    native_datapath=self._way != "python",
                     by_user=os.geteuid() == 0 and seed % 3 == 2,
                 )
             except Differs as difference:
                 pytest.fail(str(difference), pytrace=False)
-    assert differences(lasting(expected), lasting(source)) == []
+
+    def on_mounts(self, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+        """Play on mounts that end and are made again; at last others change the source."""
+        chance = random.Random(self._seeds[0])
+        with ExitStack() as stack:
+            is_small = stack.enter_context(small_disk(self._directory))
+            command = MonarchCommand(self._directory, uuid.uuid4().hex, self._way)
+            stack.callback(command.close)
+            # A user may close a file after its directory was made read-only. The drain then has to
+            # try again.
+            command.allows_log("the source refuses content .* Permission denied")
+            more = [each for each in options(self._way) if not each.startswith("write=")]
+            remounts = Remounts(
+                command,
+                self.source,
+                monkeypatch,
+                write=["write=absorb"],
+                options=more,
+                disk=is_small,
+            )
+            self.play(remounts.path, calls)
+            kinds = rotated(self._number, REMOUNTS)
+            for turn, kind in enumerate(kinds, start=1):
+                self._mount_again(remounts, kind, WAYS[(self._number + turn) % len(WAYS)])
+                if kind in WRITABLE:
+                    self.play(remounts.path, CALLS_BETWEEN, turn=turn)
+            self._mount_again(remounts, "same", "clean")
+            assert differences(lasting(self.expected), lasting(self.source)) == []
+            # Others meet changes that the source lacks.
+            remounts.end("kill")
+            remounts.mount("same", slow=True)
+            self.play(remounts.path, CALLS_BETWEEN, turn=REMOUNTS + 1)
+            remounts.end("kill" if kinds[0] != "boot" else "abandon")
+            others = Others(chance, self.source, [b"%d/a/a" % seed for seed in self._seeds])
+            for number in range(2):
+                act = ACTS[(2 * self._number + number) % len(ACTS)]
+                remounts.others_act(lambda act=act: others.act(act), act, kinds[0])
+            remounts.mount(kinds[0], slow=True)
+            remounts.end("abandon")
+            remounts.finish(kinds[1])
+
+    def _mount_again(self, remounts: Remounts, kind: str, way: str) -> None:
+        """The next mount shows all that the sequences have done."""
+        if kind == "boot" and way == "kill":
+            remounts.sync()
+        remounts.end(way)
+        path = remounts.mount(kind)
+        expected, shown = lasting(self.expected), lasting(path)
+        if kind == "elsewhere":
+            # It shows extended attributes in directories only that it absorbs.
+            expected = {name: replace(it, xattrs=()) for name, it in expected.items()}
+        assert differences(expected, shown) == [], remounts.steps
 
 
 def test_random_reads_and_writes_of_one_file_find_the_bytes_that_were_written_last(

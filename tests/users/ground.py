@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from monarch.control.client import call as ask
 from tests.conftest import MonarchCommand, Mounted
+from tests.equipment.remounted import drained_or_refused
 from tests.users.calls import Actors
 from tests.users.history import Allowed, History, Judge, Made, Round, Step, replay
 from tests.users.trees import Entry, Tree, build, look
@@ -21,9 +20,6 @@ from tests.users.trees import Entry, Tree, build, look
 _TOGETHER = 25
 _DIRECTORIES = ("source", "mnt", "view", "shadow", "plain")
 _IN_MEMORY = ("view", "shadow")
-# How long a drain of all of them may take, and how long one is watched, in seconds.
-_DRAINED_S = 60
-_LOOK_S = 0.4
 
 
 def play(
@@ -183,16 +179,7 @@ class Ground:
 
     def _drain(self) -> None:
         """Have all come to the source but what that refuses."""
-        socket, left = self.mounted.state / "control.sock", None
-        deadline = time.monotonic() + _DRAINED_S
-        while True:
-            answer = ask(socket, "drain", {"timeout": _LOOK_S})
-            now = (answer["trouble"], ask(socket, "status", {})["writing"]["operations"])
-            if answer["drained"] or (answer["trouble"] and now == left):
-                break
-            assert time.monotonic() < deadline, f"the drain does not come to rest: {answer}"
-            left = now
-        self._tell(f"-- drained, {now[1]} changes are left: {now[0] or 'no trouble'} --")
+        drained_or_refused(self.mounted, self._tell)
 
     def _steps(self, history: History, steps: Sequence[Step], origins: Mapping[int, int]) -> Round:
         """``origins``: for inodes of the view those of the source."""

@@ -49,6 +49,7 @@ from monarch.writeback.front import Reading
 from monarch.writeback.open_file import SourceBytes
 from monarch.writeback.setup import build_write_back
 from monarch.writeback.store import WriteStore, directory_of, make_room, open_write_store
+from tests.equipment.disks import fill
 from tests.equipment.remounts import Left, Shown, Tree, kind_of
 
 ROOT = Credentials(os.geteuid(), os.getegid())
@@ -107,14 +108,9 @@ class Ground:
 
     def fill(self, is_full: bool) -> None:
         """Have others fill the disk of the tier, or make room again."""
-        filler = self.tier / "filler"
-        filler.unlink(missing_ok=True)
+        (self.tier / "filler").unlink(missing_ok=True)
         if is_full:
-            with filler.open("wb", buffering=0) as file, suppress(OSError):
-                for size in (1 << 18, 4096):
-                    with suppress(OSError):
-                        while file.write(bytes(size)):
-                            pass
+            fill(self.tier)
 
     def _threads(self, limit: int, name: str, *, abandon: bool, **more: Any) -> ThreadPool:
         """The same for all mounts; also a cancelled caller waits for it."""
