@@ -192,9 +192,10 @@ class Source:
         """The access control lists of an entry, empty if its file system does not support them."""
         return self.at_root(acl.read_beneath, path)
 
-    def xattrs(self, path: bytes) -> dict[bytes, bytes]:
-        """The extended attributes in the namespace "user" of an entry. Raises OSError."""
-        return self.at_root(self._with_rights, _xattrs_beneath, path)
+    def xattrs(self, path: bytes, source_ino: int = 0) -> dict[bytes, bytes]:
+        """The extended attributes in the namespace "user" of an entry. Raises OSError, and
+        SourceChanged if the entry has another number than ``source_ino``, unless that is 0."""
+        return self.at_root(self._with_rights, _xattrs_beneath, path, source_ino)
 
     def open(self, path: bytes) -> SourceFile:
         """One open and one fstat. Raises OSError, or SourceChanged if it is no regular file."""
@@ -323,10 +324,12 @@ class Source:
             return not self._known or any((e.name, e.inode()) in self._known for e in entries)
 
 
-def _xattrs_beneath(root: int, path: bytes) -> dict[bytes, bytes]:
+def _xattrs_beneath(root: int, path: bytes, source_ino: int) -> dict[bytes, bytes]:
     fd = open_beneath(root, path, os.O_PATH | os.O_CLOEXEC)
     found: dict[bytes, bytes] = {}
     try:
+        if source_ino and os.fstat(fd).st_ino != source_ino:
+            raise SourceChanged(f"{os.fsdecode(path)!r} is another entry")
         # An O_PATH descriptor has extended attributes only by its path in /proc.
         where = b"/proc/self/fd/%d" % fd
         with suppress(OSError):

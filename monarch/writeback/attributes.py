@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from monarch.errors import Refused, SourceChanged
@@ -178,14 +179,27 @@ class WrittenAttributes:
         path = self._names.path(ino)
         if self._gate.patterns and not self._gate.patterns.covers(path):
             return None
-        try:
-            found = await self._source_calls.call(ino, self._source_calls.source.xattrs, path)
-        except SourceChanged:
+        found = await self._at_source(ino, path)
+        if found is None:
             return None
         there = {name: value for name, value in found.items() if not name.startswith(_OURS)}
         # The source may lack changes of a directory that were made through an earlier mount.
         node = self._names.node(ino)
         return there if node is None or node.is_file else _changed(there, node)
+
+    async def _at_source(self, ino: Ino, path: bytes) -> dict[bytes, bytes] | None:
+        """The source's extended attributes of an entry. The source may have another entry at its
+        ``path`` there, if it has lost this name. None if the source has no such entry."""
+        call, xattrs = self._source_calls.call, self._source_calls.source.xattrs
+        there, shown = self._names.at_source(ino), next(self._names.visible_paths(ino), path)
+        if there is not None:
+            for known in {path: None, shown: None}:
+                with suppress(SourceChanged):
+                    return await call(ino, xattrs, known, there.source_ino)
+        with suppress(SourceChanged):
+            # Others have put another entry there, as the next comparison will find.
+            return await call(ino, xattrs, shown, 0)
+        return None
 
     async def set_xattr(
         self, ino: Ino, name: bytes, value: bytes | None, *, by: Credentials

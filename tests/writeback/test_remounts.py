@@ -409,6 +409,30 @@ async def test_the_set_id_bits_that_a_write_has_removed_do_not_come_back(
     assert {tree_of(ground.source)[path].mode for path in (b"d/a", b"d/new")} == {0o755}
 
 
+@pytest.mark.promise(31, 128)
+@pytest.mark.parametrize("kind", ["same", "never", "refresh"])
+async def test_attributes_are_not_those_of_the_file_that_has_the_first_name_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount() as life:
+        await life.write(b"d/a", b"written")
+        await life.setxattr(b"d/a", b"user.set", b"1")
+        await life.link(b"d/a", b"h/x")
+        life.unlink(b"d/a")
+        await life.write(b"d/a", b"other")
+        await life.setxattr(b"d/a", b"user.other", b"2")
+        await life.drained()
+        node = life.names.node(life.ino(b"h/x"))
+        assert node is not None and life.front.drained.release_if_clean(node)
+        assert await shown_xattrs(life, b"h/x") == {b"user.set": b"1"}
+        await life.end()
+    async with ground.mount(**how(kind, ground)) as life:
+        assert await shown_xattrs(life, b"h/x") == {b"user.set": b"1"}
+        assert await shown_xattrs(life, b"d/a") == {b"user.other": b"2"}
+        await life.end()
+
+
 async def shown_xattrs(life: Life, path: bytes) -> dict[bytes, bytes]:
     """The extended attributes that a process finds, as ``ExtendedAttributes`` answers."""
     attributes, ino = life.front.attributes, life.ino(path)
