@@ -66,7 +66,7 @@ PURE = (
     "monarch.placement",
     "monarch.foresight",
     "monarch.tiers.doubts",
-    *("monarch.transfer.outages", "monarch.transfer.pace"),
+    *("monarch.transfer.concurrency", "monarch.transfer.outages", "monarch.transfer.pace"),
     *("monarch.frameworks.sampler", "monarch.frameworks.interval", "monarch.frameworks.format"),
     *("monarch.writeback.history", "monarch.writeback.op", "monarch.writeback.conflicts"),
     "monarch.writeback.journal_records",
