@@ -80,15 +80,19 @@ class Controller:
         return self._promote(item, forced=self._residency.is_forced(item.ino))
 
     def offered(self, item: Item) -> Promote | None:
-        """Offers an open item that the source still serves: what to copy, if anything. No copy is
-        evicted for it: that was decided at its open."""
-        if self._residency.tier_of(item.ino) != SOURCE or self._residency.is_copying(item.ino):
+        """Offers an item that the source serves, and that is open or will be opened: what to copy,
+        if anything. No copy is evicted for it: that is decided at its open."""
+        if self.is_placed(item.ino):
             return None
         forced = self._residency.is_forced(item.ino)
         placement = self._policy.choose(item, self._ledger, forced=forced)
         if placement is None or placement.evict:
             return None
         return self._promote(item, forced=forced)
+
+    def is_placed(self, ino: Ino) -> bool:
+        """Whether an item is resident or being copied."""
+        return self._residency.tier_of(ino) != SOURCE or self._residency.is_copying(ino)
 
     def accessed(self, ino: Ino, tier: int) -> None:
         """Records an open that the datapath served from a copy, which may be gone by now."""

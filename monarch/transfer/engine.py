@@ -32,7 +32,7 @@ from monarch.telemetry.log import Limiter
 from monarch.tiers.records import Record, Records
 from monarch.tiers.source import SourceFile
 from monarch.tiers.tier import Staged, Tier
-from monarch.transfer.queue import Flight, Flights, Removals
+from monarch.transfer.queue import Arrival, Flight, Flights, Removals
 from monarch.transfer.source_reader import Names, SourceReader
 from monarch.transfer.tier_monitor import TierMonitor, tier_error
 from monarch.types import Identity, Ino
@@ -141,6 +141,58 @@ class Engine:
             self._reader.expect()
         failpoints.failpoint("copy-reserved")
         return True
+
+    def may_fetch(self, size: int) -> bool:
+        """Whether a small file of ``size`` bytes may be fetched ahead now. Readers keep half of
+        the buffer and of the queue."""
+        buffer = self._reader.buffer
+        return (
+            trio.current_time() >= self._rest_until
+            and len(self._monitor.out_of_service()) < len(self._tiers)
+            and len(self._flights) < _QUEUE_LIMIT // 2
+            and (buffer.used + size <= buffer.most // 2 or not buffer.used)
+        )
+
+    def begin_fetch(self, promote: Promote, identity: Identity, arrival: Arrival) -> Flight:
+        """Begins a copy whose bytes the caller fetches ahead of readers, in the call of
+        ``arrival``. Must be followed by ``end_fetch``."""
+        flight = Flight(self.make_room(promote), identity, arrival=arrival)
+        self._flights.begin(flight, self._held(flight))
+        self.running += 1
+        return flight
+
+    def end_fetch(
+        self, flight: Flight, content: bytes | None = None, error: Exception | None = None
+    ) -> bool:
+        """Ends a fetch: with ``content`` or the open file of the flight the copy is made, with an
+        error, or without all of them, it is given up. Returns whether the copy is made."""
+        if not flight.is_abandoned:
+            self.running -= 1
+        if not self._flights.end(flight, self._held(flight), content):
+            return False
+        if error is not None:
+            self._failed(flight, error)
+            return False
+        has_bytes = content is not None or flight.file is not None
+        if not has_bytes or not self._controller.is_wanted(flight.ino):
+            self._flights.give_up(flight, retry=False)
+            return False
+        self._flights.queue(flight)
+        return True
+
+    def take_over(self, ino: Ino) -> bool:
+        """Gives up the fetch ahead of a file if its call at the source has not begun: a reader
+        makes it. Returns False if the call has begun, or there is none."""
+        flight = self._flights.get(ino)
+        if flight is None or flight.arrival is None or not flight.arrival.claim():
+            return False
+        self._flights.give_up(flight, retry=False)
+        return True
+
+    def _held(self, flight: Flight) -> int:
+        """The bytes in the buffer of a fetch ahead."""
+        size = flight.promote.size
+        return size if size <= self._limits.inline_max else 0
 
     def wake(self) -> None:
         """Call this when an item has become wanted without a promotion."""
@@ -376,12 +428,14 @@ class Engine:
             )
             self._flights.give_up(flight, retry=False)
             return
+        # What is fetched ahead is not worth another read of a source that fails.
+        retry = flight.arrival is None or isinstance(error, TierError)
         self._limiter.warning(
             log,
             f"copy {kind}",
-            "copy to tier %s given up, will be tried again: %s: %s (%s); the source serves its"
-            " readers",
+            "copy to tier %s given up, %s: %s: %s (%s); the source serves its readers",
             tier.name,
+            "will be tried again" if retry else "was made ahead of readers",
             self._names.path_text(flight.ino),
             error,
             kind,
@@ -390,7 +444,7 @@ class Engine:
             # Copies that ran at the same time fail for the same reason: they count as one failure.
             self._rest_until = trio.current_time() + self._rest_s
             self._rest_s = min(2 * self._rest_s, _BACKOFF_S[1])
-        self._flights.give_up(flight, retry=True)
+        self._flights.give_up(flight, retry=retry)
         if isinstance(error, TierError):
             self._monitor.failed(tier, error)
 

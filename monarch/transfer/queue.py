@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,11 +19,30 @@ _REMOVALS = 256
 _STEP_S = 0.005
 
 
+class Arrival:
+    """The only call at the source for a file that is fetched ahead. Readers wait for ``done``.
+
+    ``content`` are then the bytes of a small file; None if the call failed, or was not made. Either
+    the thread of the fetch or a reader that comes before it has begun makes the call.
+    """
+
+    __slots__ = ("_claimed", "content", "done")
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.content: bytes | None = None
+        self._claimed = threading.Lock()
+
+    def claim(self) -> bool:
+        """Whether the caller makes the call; True only once. In any thread."""
+        return self._claimed.acquire(blocking=False)
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     """One copy to be made. ``content`` was fetched by a reader, ``file`` is open for a reader.
     ``copied`` bytes are in the stage so far. ``young`` as in ``Records.put``. ``is_abandoned``: its
-    tier hangs."""
+    tier hangs. ``arrival``: the file is fetched ahead of its readers."""
 
     promote: Promote
     identity: Identity
@@ -31,6 +51,7 @@ class Flight:
     young: bool = False
     is_abandoned: bool = False
     copied: int = 0
+    arrival: Arrival | None = None
 
     @property
     def ino(self) -> Ino:
@@ -83,7 +104,7 @@ class _Line:
 class Flights:
     """All copies from submission to end, at most one for each item. A flight waits in ``copies`` to
     be read from the source, or in ``contents`` to be written, by the number of its tier, or a
-    worker has it."""
+    worker or a fetch ahead has it."""
 
     def __init__(self, tiers: Iterable[int], controller: Controller, buffer: Buffer) -> None:
         self.copies = {number: _Line() for number in tiers}
@@ -112,11 +133,29 @@ class Flights:
         return self._flights.get(ino)
 
     def put(self, flight: Flight) -> None:
-        lines = self.copies
         if flight.content is not None:
             self._buffer.used += len(flight.content)
-            lines = self.contents
         self._flights[flight.ino] = flight
+        self.queue(flight)
+
+    def begin(self, flight: Flight, held_bytes: int) -> None:
+        """Adds a flight that is fetched ahead, with its place in the buffer."""
+        self._buffer.used += held_bytes
+        self._flights[flight.ino] = flight
+
+    def end(self, flight: Flight, held_bytes: int, content: bytes | None) -> bool:
+        """Ends the fetch of a flight, which must then be queued or given up; its bytes keep their
+        place in the buffer. Returns False if it was given up meanwhile."""
+        flight.content = content
+        if content is None:
+            self._buffer.used -= held_bytes
+        if self._flights.get(flight.ino) is flight:
+            return True
+        self.free(flight)
+        return False
+
+    def queue(self, flight: Flight) -> None:
+        lines = self.copies if flight.content is None else self.contents
         lines[flight.promote.tier].put(flight)
 
     def give_up_copies(self) -> None:

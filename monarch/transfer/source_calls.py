@@ -147,6 +147,20 @@ class SourceCalls:
             del self._checks[scope]
         raise self.failed(ino, errno.ETIMEDOUT)
 
+    async def wait(self, ino: Ino, done: trio.Event) -> None:
+        """Waits for a call for ``ino`` that another task makes, as long as for one of its own.
+        Raises SourceError."""
+        scope = trio.CancelScope()
+        self._checks[scope] = 0
+        self._called.set()
+        try:
+            with scope:
+                await done.wait()
+                return
+        finally:
+            del self._checks[scope]
+        raise self.failed(ino, errno.ETIMEDOUT)
+
     async def run(self) -> None:
         """Gives up the calls that have waited longer than the timeout, until cancelled. The time is
         counted in checks: that in which the daemon was stopped does not count."""

@@ -32,6 +32,16 @@ class CallTotals:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class ReaderTotals:
+    """The reads of the source by readers so far, the sum of their durations, and the reads that
+    run now. A fetch of a whole file is one read."""
+
+    reads: int
+    waited_s: float
+    running: int
+
+
 class DatapathView(Protocol):
     """The datapath as the copies see it: it opens and reads files outside the event loop.
 
@@ -87,6 +97,22 @@ class SourceLoad:
         self._waited_elsewhere = 0.0
         self._asked = 0.0
         self._counted_ns = 0
+        # The reads and fetches of Python that have ended, and the sum of their durations.
+        self._ended = 0
+        self._ended_s = 0.0
+
+    def ended(self, seconds: float) -> None:
+        """Counts a read, or a fetch of a whole file, that took ``seconds``."""
+        self._ended += 1
+        self._ended_s += seconds
+
+    def totals(self) -> ReaderTotals:
+        traffic = self._datapath.source_traffic()
+        return ReaderTotals(
+            reads=self._ended + traffic.reads,
+            waited_s=self._ended_s + traffic.waited_ns / 1e9,
+            running=self._in_flight + traffic.waiting,
+        )
 
     def begin(self, now: float) -> None:
         if self._in_flight == 0:

@@ -6,13 +6,14 @@ import errno
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import outcome
 import trio
+from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.config.settings import LimitSettings
 from monarch.errors import SourceChanged
@@ -30,9 +31,12 @@ from monarch.tiers.source import (
     read_whole,
 )
 from monarch.transfer.pace import Pace, TokenBucket
-from monarch.transfer.queue import Buffer, Flight
+from monarch.transfer.queue import Arrival, Buffer, Flight
 from monarch.transfer.source_load import SourceLoad
 from monarch.types import Attributes, Identity, Ino
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
 
 # Pieces of one file that are read at once while no reader waits for the source.
 _AHEAD = 8
@@ -124,9 +128,7 @@ class SourceReader:
         """Opens the flight's version of a file. Raises SourceChanged, OSError."""
         if flight.file is None:
             path = self.names.path(flight.ino)
-            flight.file = await self._threads.run(
-                _open_version, self._source, path, flight.identity
-            )
+            flight.file = await self._threads.run(self._open_version, path, flight.identity)
             self.metrics.source_opened(copy=True)
         self.doubts.fetched(flight.ino, flight.identity, since_ns=time.monotonic_ns())
         return flight.file
@@ -160,6 +162,36 @@ class SourceReader:
         self.metrics.source_bytes[1] += size
         flight.content = fetched.data
         self.doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
+
+    def spend(self, size: int) -> float:
+        """Takes ``size`` bytes of ``limits.source_bandwidth``; returns the seconds until the limit
+        allows more."""
+        return self._bucket.take(size, trio.current_time())
+
+    async def fetch_ahead(self, flight: Flight, arrival: Arrival) -> bytes | None:
+        """Reads a whole small file in the only call at the source; None if a reader makes that
+        call. Raises SourceChanged, OSError."""
+        path, since_ns = self.names.path(flight.ino), time.monotonic_ns()
+        fetched = await self._threads.run(
+            _claimed, arrival, self._source.fetch, path, flight.identity
+        )
+        if fetched is None:
+            return None
+        self.metrics.source_opened(copy=True)
+        self.metrics.source_reads[1] += fetched.reads
+        self.metrics.source_bytes[1] += len(fetched.data)
+        self.doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
+        return fetched.data
+
+    async def open_ahead(self, flight: Flight, arrival: Arrival) -> None:
+        """Opens a large file for its copy and for readers that come meanwhile; does nothing if a
+        reader has come first. Raises SourceChanged, OSError."""
+        path = self.names.path(flight.ino)
+        flight.file = await self._threads.run(
+            _claimed, arrival, self._open_version, path, flight.identity
+        )
+        if flight.file is not None:
+            self.metrics.source_opened(copy=True)
 
     async def turns(self, ino: Ino, file: SourceFile, size: int) -> AsyncGenerator[Turn, None]:
         """The bytes of a file in order, read ahead while no reader waits. Each turn stays in the
@@ -236,6 +268,15 @@ class SourceReader:
         finally:
             self._pace.ended(trio.current_time() - began)
 
+    def _open_version(self, path: bytes, identity: Identity) -> SourceFile:
+        """In a thread: opens a file that must be the version ``identity``. Raises SourceChanged,
+        OSError."""
+        file = self._source.open(path)
+        if identity_of(file.status) != identity:
+            os.close(file.fd)
+            raise SourceChanged(f"{os.fsdecode(path)!r} differs from the snapshot")
+        return file
+
     def _may_read(self) -> bool:
         now = trio.current_time()
         self._pace.look(self._source_load.waited(now), now)
@@ -245,13 +286,9 @@ class SourceReader:
 # -- in a thread -----------------------------------------------------------------------------------
 
 
-def _open_version(source: Source, path: bytes, identity: Identity) -> SourceFile:
-    """Opens a file that must be the version ``identity``. Raises SourceChanged, OSError."""
-    file = source.open(path)
-    if identity_of(file.status) != identity:
-        os.close(file.fd)
-        raise SourceChanged(f"{os.fsdecode(path)!r} differs from the snapshot")
-    return file
+def _claimed(arrival: Arrival, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T | None:
+    """Returns ``call(*args)``; None, without the call, if a reader makes it."""
+    return call(*args) if arrival.claim() else None
 
 
 def read_turn(file: SourceFile, offset: int, count: int) -> Turn:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import trio
 from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.placement.controller import Promote
@@ -61,6 +62,14 @@ class FastPath(Protocol):
     def is_passed(self, ino: Ino) -> bool: ...
 
 
+class Arrival(Protocol):
+    """The call at the source of a copy that is fetched ahead of readers. ``content`` are its bytes
+    when it is ``done``; None if it failed, or if the file is large."""
+
+    done: trio.Event
+    content: bytes | None
+
+
 class Flight(Protocol):
     """A copy that is being made. A reader may share its bytes or its open file."""
 
@@ -68,6 +77,9 @@ class Flight(Protocol):
     content: bytes | memoryview | None
     file: SourceFile | None
     copied: int
+
+    @property
+    def arrival(self) -> Arrival | None: ...
 
 
 class CopyEngine(Protocol):
@@ -83,6 +95,7 @@ class CopyEngine(Protocol):
         file: SourceFile | None = None,
     ) -> bool: ...
     def flight(self, ino: Ino) -> Flight | None: ...
+    def take_over(self, ino: Ino) -> bool: ...
     def wake(self) -> None: ...
     def remove_copy(self, ino: Ino, tier: int) -> None: ...
     async def removed(self) -> None: ...

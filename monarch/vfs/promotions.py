@@ -41,6 +41,7 @@ class Promotions:
         self.accessed = self._controller.accessed
         self.submit = self._engine.submit
         self.flight = self._engine.flight
+        self.take_over = self._engine.take_over
         self.wake = self._engine.wake
         # Waits until removed copies are deleted from the disks of all responsive tiers.
         self.removed = self._engine.removed

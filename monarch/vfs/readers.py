@@ -148,13 +148,20 @@ class Readers:
         raise self._revalidation.changed_while_read(ino)
 
     async def _bind_flight(self, attributes: Attributes) -> Binding | None:
-        """Binds to a copy that is being made, so that the source is not asked twice."""
+        """Binds to a copy that is being made, so that the source is not asked twice. Waits for one
+        that is fetched ahead. Raises SourceError."""
         ino, size = attributes.ino, attributes.size
         flight = self._promotions.flight(ino)
         if flight is None or flight.identity != attributes.identity:
             return None
-        if flight.content is not None:
-            return Binding(ino, size, content=flight.content)
+        content = flight.content
+        if content is None and flight.arrival is not None:
+            if self._promotions.take_over(ino):
+                return None
+            await self._source_files.wait(ino, flight.arrival.done)
+            content = flight.arrival.content
+        if content is not None:
+            return Binding(ino, size, content=content)
         if flight.file is None:
             return None
         binding = Binding(ino, size, file=flight.file.retain())

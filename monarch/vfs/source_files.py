@@ -43,6 +43,10 @@ class SourceFiles:
     _doubts: Doubts
     _metrics: Metrics
 
+    def __post_init__(self) -> None:
+        # Waits for a call that another task makes. Raises SourceError.
+        self.wait = self._calls.wait
+
     async def open(self, attributes: Attributes) -> SourceFile:
         """Raises SourceError; SourceChanged if the source has another version."""
         path = self._names.path(attributes.ino)
@@ -72,6 +76,7 @@ class SourceFiles:
                 # The file was opened, and is another version.
                 self._metrics.source_opened()
             raise
+        self._load.ended((time.monotonic_ns() - since_ns) / 1e9)
         self._metrics.source_opened()
         self._doubts.fetched(attributes.ino, attributes.identity, since_ns=since_ns)
         return result
@@ -120,7 +125,8 @@ class SourceFiles:
         if file is None:
             raise SourceError(f"{self._names.path_text(ino)}: not open")
         file.retain()
-        self._load.begin(trio.current_time())
+        began = trio.current_time()
+        self._load.begin(began)
         try:
             path = self._names.path(ino)
             data = await self._calls.call(
@@ -133,6 +139,7 @@ class SourceFiles:
         finally:
             self._load.end(trio.current_time())
             file.release()
+        self._load.ended(trio.current_time() - began)
         self._metrics.source_read(len(data))
         file.note_read(offset, offset + len(data))
         return data

@@ -25,7 +25,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
-from monarch.placement.policy import Lru
+from monarch.placement.policy import Item, Lru
 from monarch.placement.residency import Residency
 from monarch.posix.credentials import Credentials
 from monarch.posix.thread_pool import ThreadPool
@@ -95,12 +95,22 @@ class FakeTierCalls:
 
 
 @dataclass
+class FakeArrival:
+    """A fetch ahead of readers; a reader may take it over until it ``began``."""
+
+    began: bool = False
+    content: bytes | None = None
+    done: trio.Event = field(default_factory=trio.Event)
+
+
+@dataclass
 class FakeFlight:
     promote: Promote
     identity: Identity
     content: bytes | memoryview | None
     file: SourceFile | None
     copied: int = 0
+    arrival: FakeArrival | None = None
 
 
 class FakeEngine:
@@ -137,6 +147,21 @@ class FakeEngine:
 
     def flight(self, ino: Ino) -> FakeFlight | None:
         return self.flights.get(ino)
+
+    def take_over(self, ino: Ino) -> bool:
+        arrival = self.flights[ino].arrival
+        if arrival is None or arrival.began:
+            return False
+        self.fail(ino)
+        return True
+
+    def fetch_ahead(self, ino: Ino, size: int, identity: Identity, *, began: bool) -> FakeArrival:
+        """Begins a fetch ahead of readers."""
+        promote = self._controller.offered(Item(ino, size, identity.source_ino))
+        assert promote is not None
+        arrival = FakeArrival(began)
+        self.flights[ino] = FakeFlight(promote, identity, None, None, arrival=arrival)
+        return arrival
 
     def remove_copy(self, ino: Ino, tier: int) -> None:
         self._records.clear(ino)

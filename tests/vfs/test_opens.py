@@ -73,6 +73,49 @@ async def test_an_open_of_a_copy_under_way_shares_its_bytes(rig: Rig) -> None:
     assert rig.threads.calls == calls
 
 
+@pytest.mark.parametrize("sends_opens", [True, False])
+async def test_an_open_waits_for_a_fetch_ahead_that_has_begun(
+    rigs: Rigs, sends_opens: bool
+) -> None:
+    rig = rigs(sends_opens=sends_opens)
+    ino = rig.ino("small")
+    identity = rig.names.attributes(ino).identity
+    arrival = rig.engine.fetch_ahead(ino, 1000, identity, began=True)
+    got = []
+
+    async def reader() -> None:
+        got.append(await rig.content("small") if sends_opens else await rig.read(ino))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reader)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not got
+        arrival.content = FILES["small"]
+        arrival.done.set()
+    assert got == [FILES["small"]]
+    assert rig.metrics.source_opens[0] == 0 and rig.threads.calls == 0
+    rig.engine.fail(ino)
+
+
+async def test_an_open_takes_over_a_fetch_ahead_that_has_not_begun(rig: Rig) -> None:
+    ino = rig.ino("small")
+    rig.engine.fetch_ahead(ino, 1000, rig.names.attributes(ino).identity, began=False)
+    assert await rig.content("small") == FILES["small"]
+    assert rig.metrics.source_opens[0] == 1
+    # Its bytes become the copy.
+    rig.engine.arrive(ino)
+    assert rig.residency.tier_of(ino) == 1
+
+
+async def test_an_open_asks_the_source_when_a_fetch_ahead_has_failed(rig: Rig) -> None:
+    ino = rig.ino("small")
+    arrival = rig.engine.fetch_ahead(ino, 1000, rig.names.attributes(ino).identity, began=True)
+    arrival.done.set()
+    assert await rig.content("small") == FILES["small"]
+    assert rig.metrics.source_opens[0] == 1
+    rig.engine.fail(ino)
+
+
 async def test_an_open_of_a_large_copy_under_way_shares_its_file(rig: Rig) -> None:
     ino = await rig.open("large")
     rig.filesystem.release(ino)
