@@ -45,6 +45,7 @@ from monarch.fuse.session import MountCaches, Session, wait_until_answered
 from monarch.namespace.namespace import Namespace
 from monarch.posix import failpoints, signals
 from monarch.telemetry.metrics import Metrics
+from monarch.transfer.ahead import FetchAhead
 from monarch.types import WRITTEN_INO, Ino
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.read_side import ReadSide, build_read_side
@@ -136,6 +137,9 @@ def open_mount(parts: subsystems.Parts) -> Mount:
         write_back=write_back,
         upkeep=upkeep,
         hints=hints,
+        ahead=subsystems.build_fetch_ahead(
+            subsystems.NothingForeseen(), tiers, names, transfer, read
+        ),
         status=status,
         session=_session(settings, operations, datapath, caches),
         written_verbs=WrittenVerbs(names=names, write_back=write_back, loss_alarm=loss_alarm),
@@ -227,6 +231,7 @@ class Mount:
     write_back: WriteBack | None
     upkeep: subsystems.Upkeep
     hints: Hints
+    ahead: FetchAhead
     status: Status
     session: Session
     written_verbs: WrittenVerbs
@@ -314,6 +319,7 @@ class Mount:
         tasks: dict[str, Callable[[], Awaitable[None]]] = {
             "signals": self._signals,
             "engine": partial(transfer.engine.run, on_return=self._sweep.returned),
+            "ahead": self.ahead.run,
             "changes": partial(transfer.changed.run, self.read.revalidation.look_again),
             "inquiry": transfer.source_calls.run,
             "offers": self.read.promotions.run,

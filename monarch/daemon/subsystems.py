@@ -28,11 +28,13 @@ from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.source import Source
+from monarch.transfer.ahead import FetchAhead, Foreseen
 from monarch.transfer.engine import Engine
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import DatapathView, NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
+from monarch.types import Ino
 from monarch.vfs.read_side import ReadSide
 from monarch.writeback.setup import WriteBack
 from monarch.writeback.store import make_room
@@ -73,6 +75,7 @@ class Transfer:
 
     monitor: TierMonitor
     engine: Engine
+    reader: SourceReader
     source_calls: SourceCalls
     source_load: SourceLoad
     doubts: Doubts
@@ -193,7 +196,31 @@ def build_transfer(
         datapath=view,
         as_caller=settings.source_identity == "caller",
     )
-    return Transfer(monitor, engine, source_calls, source_load, doubts, changed)
+    return Transfer(monitor, engine, reader, source_calls, source_load, doubts, changed)
+
+
+class NothingForeseen:
+    """Foresees no file."""
+
+    def next(self, most: int) -> list[Ino]:
+        return []
+
+    def fetched(self, ino: Ino, nbytes: int) -> None: ...
+    def refused(self, ino: Ino) -> None: ...
+
+
+def build_fetch_ahead(
+    foreseen: Foreseen, tiers: Tiers, names: Namespace, transfer: Transfer, read: ReadSide
+) -> FetchAhead:
+    return FetchAhead(
+        foreseen,
+        names,
+        tiers.controller,
+        transfer.engine,
+        transfer.reader,
+        transfer.source_load,
+        is_open=read.bindings.is_open,
+    )
 
 
 def build_upkeep(

@@ -1,0 +1,221 @@
+"""Fetches files before a reader opens them, as far as the source allows beside its readers.
+
+A ``Foreseen`` knows which files will be read next. Placement decides which of it gets a copy; no
+copy is evicted for it. A small file is read whole, and the engine's commit worker writes it to the
+tier. A large file is opened, and is then copied as if a reader had opened it, a few at a time.
+
+A file is opened at the source once. If a reader opens it meanwhile, the reader waits for the call
+under way, or makes the call itself if it has not begun. A file that is open already is left to its
+reader. ``concurrency.py`` decides how many calls run beside the readers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from monarch.errors import MonarchError
+from monarch.placement.controller import Controller
+from monarch.placement.policy import Item
+from monarch.transfer.concurrency import Call, Concurrency
+from monarch.transfer.engine import Engine
+from monarch.transfer.queue import Arrival, Flight
+from monarch.transfer.source_load import SourceLoad
+from monarch.transfer.source_reader import Names, SourceReader
+from monarch.types import Attributes, Ino
+
+# Large files that are copied ahead at the same time, and those that wait for that.
+_LARGE = 2
+_LARGE_WAITING = 64
+# Questions that only bring large files, or files that have copies, before other tasks run.
+_TURNS = 64
+# The interval in which a limit is checked again while files wait for it.
+_STEP_S = 0.01
+
+
+class Foreseen(Protocol):
+    """Knows which files will be read. ``next`` returns up to ``most`` files to fetch now, the most
+    urgent first; each is returned once. It is called again after ``FetchAhead.wake``."""
+
+    def next(self, most: int) -> list[Ino]: ...
+
+    def fetched(self, ino: Ino, nbytes: int) -> None:
+        """The file was fetched ahead, or its copy begins, and has ``nbytes``."""
+
+    def refused(self, ino: Ino) -> None:
+        """The file is not fetched: it has a copy, a reader fetches it, no tier has a place for it,
+        or it cannot be read."""
+
+
+class Files(Names, Protocol):
+    """The functions of the namespace that fetches ahead use. Files of the source have the numbers 1
+    to ``entries``."""
+
+    @property
+    def entries(self) -> int: ...
+    def is_gone(self, ino: Ino) -> bool: ...
+    def is_written(self, ino: Ino) -> bool: ...
+
+
+@dataclass(eq=False, repr=False)
+class FetchAhead:
+    """Belongs to the event loop. ``run`` is its task. ``is_open`` returns whether a process has a
+    file open or is opening it."""
+
+    _foreseen: Foreseen
+    _names: Files
+    _controller: Controller
+    _engine: Engine
+    _reader: SourceReader
+    _load: SourceLoad
+    is_open: Callable[[Ino], bool]
+
+    def __post_init__(self) -> None:
+        limits = self._reader.limits
+        self._inline_max = limits.inline_max
+        self._concurrency = Concurrency(limits.source_concurrency)
+        # Files that wait for a place: small ones, and large ones.
+        self._small: deque[Ino] = deque()
+        self._large: deque[Ino] = deque()
+        self._copying: list[Flight] = []
+        # Set when a fetch has ended, or more files are foreseen.
+        self._woken = trio.Event()
+
+    def wake(self) -> None:
+        """Call this when ``Foreseen.next`` may return files again."""
+        self._woken.set()
+
+    @property
+    def running(self) -> int:
+        """The number of small files that are being fetched."""
+        return self._concurrency.running
+
+    async def run(self) -> None:
+        """Fetches what is foreseen, until cancelled."""
+        try:
+            async with trio.open_nursery() as nursery:
+                while True:
+                    self._woken = trio.Event()
+                    self._begin_all(nursery)
+                    is_idle = not (self._small or self._large or self._concurrency.running)
+                    if is_idle and not self._foresees():
+                        await self._woken.wait()
+                    else:
+                        with trio.move_on_after(_STEP_S):
+                            await self._woken.wait()
+        finally:
+            self._small.clear()
+            self._large.clear()
+            self._copying.clear()
+
+    def _foresees(self) -> bool:
+        """Whether there is a next file, which then waits for its turn."""
+        return self._take(1) or bool(self._small or self._large)
+
+    def _take(self, most: int) -> bool:
+        """Asks for up to ``most`` files and sorts them by size. Returns whether there may be
+        more."""
+        inos = self._foreseen.next(most)
+        for ino in inos:
+            attributes = self._fetchable(ino)
+            if attributes is not None:
+                is_small = attributes.size <= self._inline_max
+                (self._small if is_small else self._large).append(ino)
+        return bool(inos)
+
+    def _fetchable(self, ino: Ino) -> Attributes | None:
+        """The attributes of a file that is to be fetched; None, after the answer, if it is not."""
+        names = self._names
+        if not 1 <= ino <= names.entries or names.is_written(ino) or names.is_gone(ino):
+            self._foreseen.refused(ino)
+            return None
+        attributes = names.attributes(ino)
+        if not attributes.is_file:
+            self._foreseen.refused(ino)
+            return None
+        if self._controller.is_placed(ino) or self.is_open(ino):
+            self._foreseen.refused(ino)
+            return None
+        return attributes
+
+    def _begin_all(self, nursery: trio.Nursery) -> None:
+        """Begins the fetches that may begin now."""
+        now, load = trio.current_time(), self._load.totals()
+        self._concurrency.look(load.reads, load.waited_s, load.running, now)
+        while self._concurrency.may_begin(now) and self._may_read(0) and self._has_small():
+            if not self._may_read(self._names.attributes(self._small[0]).size):
+                break
+            self._begin(self._small.popleft(), nursery)
+        self._copying = [
+            flight for flight in self._copying if self._engine.flight(flight.ino) is flight
+        ]
+        while self._large and len(self._copying) < _LARGE and self._may_read(0):
+            flight = self._begin(self._large.popleft(), nursery)
+            if flight is not None:
+                self._copying.append(flight)
+
+    def _has_small(self) -> bool:
+        """Whether there is a next small file."""
+        for _ in range(_TURNS):
+            if self._small or len(self._large) >= _LARGE_WAITING:
+                break
+            if not self._take(max(1, self._concurrency.limit - self._concurrency.running)):
+                break
+        return bool(self._small)
+
+    def _may_read(self, size: int) -> bool:
+        return self._engine.may_fetch(size) and self._reader.spend(0) <= 0
+
+    def _begin(self, ino: Ino, nursery: trio.Nursery) -> Flight | None:
+        """Begins the flight of a file; None if it is not fetched."""
+        attributes = self._fetchable(ino)
+        if attributes is None:
+            return None
+        was_wanted = self._controller.is_wanted(ino)
+        promote = self._controller.offered(Item.of(attributes))
+        if promote is None:
+            self._foreseen.refused(ino)
+            return None
+        # From now on the datapath passes opens of the file to Python, where its flight is found.
+        # An open may have begun just before.
+        if self.is_open(ino):
+            self._controller.abandoned(promote.item, promote.tier, retry=was_wanted)
+            self._foreseen.refused(ino)
+            return None
+        arrival, call = Arrival(), None
+        flight = self._engine.begin_fetch(promote, attributes.identity, arrival)
+        if attributes.size <= self._inline_max:
+            self._reader.spend(attributes.size)
+            call = self._concurrency.began(trio.current_time())
+        nursery.start_soon(self._fetch, flight, arrival, call)
+        return flight
+
+    async def _fetch(self, flight: Flight, arrival: Arrival, call: Call | None) -> None:
+        """Makes the call of a flight; ``call`` is None for a large file."""
+        ino, size = flight.ino, flight.promote.size
+        error: Exception | None = None
+        try:
+            if call is None:
+                await self._reader.open_ahead(flight, arrival)
+            else:
+                arrival.content = await self._reader.fetch_ahead(flight, arrival)
+        except (OSError, MonarchError) as caught:
+            error = caught
+        finally:
+            arrival.done.set()
+            is_made = self._engine.end_fetch(flight, arrival.content, error)
+            if call is not None:
+                now = trio.current_time()
+                if arrival.content is not None:
+                    self._concurrency.ended(call, size, now)
+                else:
+                    self._concurrency.failed(call, now)
+            self._woken.set()
+        if is_made:
+            self._foreseen.fetched(ino, size)
+        else:
+            self._foreseen.refused(ino)
