@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -30,6 +31,9 @@ from monarch.types import Ino
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+# Pieces of orders that are handled for one user between two looks. A piece takes about a
+# millisecond, in which no other request is answered.
+_MOST_PIECES = 128
 # After this time without a message or an open, an order of a process that cannot be seen ends.
 _IDLE_S = 600.0
 
@@ -60,22 +64,24 @@ class Hints:
         self._wake = wake
         self._watched: dict[OrderKey, _Watched] = {}
         self._limiter = Limiter(60.0)
+        self._pieces: Counter[int] = Counter()
 
     def receive(self, ino: Ino, message: bytes, caller: Caller) -> int:
         """Answers a message that was sent on a descriptor of ``ino``: of a piece of an order, the
-        number of entries that were kept, else 0. Raises Refused."""
+        number of entries that were kept, else 0. Raises Refused; EBUSY for too many pieces."""
         try:
             return self._receive(ino, message, caller)
         except MonarchError as error:
             self._announcements.refused()
-            self._limiter.warning(
-                log,
-                (caller.uid, error.errno),
-                "a hint of user %d, process %d, was refused: %s",
-                caller.uid,
-                caller.pid,
-                errno_words(error.errno),
-            )
+            if error.errno != errno.EBUSY:
+                self._limiter.warning(
+                    log,
+                    (caller.uid, error.errno),
+                    "a hint of user %d, process %d, was refused: %s",
+                    caller.uid,
+                    caller.pid,
+                    errno_words(error.errno),
+                )
             raise
 
     def _receive(self, ino: Ino, message: bytes, caller: Caller) -> int:
@@ -88,6 +94,9 @@ class Hints:
             self._begin(announcer, ino, said, caller)
         elif isinstance(said, Piece):
             watched = self._watched[announcements.key_of(announcer, said.order)]
+            if self._pieces[caller.uid] >= _MOST_PIECES:
+                raise Refused(errno.EBUSY)
+            self._pieces[caller.uid] += 1
             kept = announcements.extend(
                 announcer, Piece(said.order, said.position, watched.access.readable(said.inos))
             )
@@ -122,6 +131,7 @@ class Hints:
         """Ends orders once a second: see the module's description."""
         while True:
             await trio.sleep(_LOOK_S)
+            self._pieces.clear()
             for key, watched in list(self._watched.items()):
                 if key not in self._announcements or self._is_over(key, watched):
                     self._end(key)

@@ -118,6 +118,24 @@ async def test_refusals_are_counted_and_logged_once_a_minute(
     assert rig.announcements.report().refused == 5
 
 
+async def test_the_pieces_of_a_user_in_a_second_are_limited(
+    rig: Rig, caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
+) -> None:
+    rig.begin()
+    async with running(rig):
+        for second in range(2):
+            for position in range(128):
+                rig.send(encode_piece(1, 128 * second + position, [rig.inos[0]]))
+            with caplog.at_level(logging.WARNING):
+                number = rig.refused(encode_piece(1, 128 * (second + 1), [rig.inos[0]]))
+            assert number == errno.EBUSY and caplog.records == []
+            # All other messages, and the pieces of other users, are handled.
+            assert rig.send(encode_progress(1, 128 * second)) == 0
+            rig.send(encode_begin(Begin(7, NO_DESCRIPTOR, SAMPLES, 0)), uid=ALICE + 1)
+            assert rig.send(encode_piece(7, 0, [rig.inos[0]]), uid=ALICE + 1) == 1
+            await trio.sleep(1.1)
+
+
 async def test_an_order_ends_when_its_descriptor_is_closed(
     rig: Rig, source: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
