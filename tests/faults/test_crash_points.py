@@ -168,8 +168,8 @@ def test_a_daemon_killed_there_loses_nothing_that_was_committed(
 ) -> None:
     place = PLACES[point]
     monkeypatch.setenv("MONARCH_POINT", f"{point}:{place.turn}")
-    died = _Death(monarch, prepared)
-    warm = getattr(died, place.during)()
+    scenario = _Scenario(monarch, prepared)
+    warm = getattr(scenario, place.during)()
     monkeypatch.delenv("MONARCH_POINT")
     again = monarch.mount(prepared.source, tiers=TIERS, options=OPTIONS)
     assert set(resident(again, prepared.content)) == warm
@@ -190,7 +190,7 @@ def test_a_daemon_killed_there_loses_nothing_that_was_committed(
     assert not list((monarch.directory / "home/state/monarch/mounts").iterdir())
 
 
-class _Death:
+class _Scenario:
     """What a daemon was at when it died. Each answers the names of the files that must be warm."""
 
     def __init__(self, monarch: MonarchCommand, prepared: Prepared) -> None:

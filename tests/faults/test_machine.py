@@ -524,7 +524,7 @@ MOST_THREADS = 4 + 2 * (8 + 4 + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Belongings:
+class OpenResources:
     """What a daemon has open, by what it is, and how many threads."""
 
     open: Counter[str]
@@ -561,7 +561,7 @@ def storm(mounted: Mounted, sizes: dict[str, int]) -> None:
     call(mounted.state / "control.sock", "evict", {"paths": []})
 
 
-def at_rest(mounted: Mounted) -> Belongings:
+def at_rest(mounted: Mounted) -> OpenResources:
     """The resources that the daemon holds while it has no requests."""
 
     def nothing_open() -> bool:
@@ -577,7 +577,7 @@ def at_rest(mounted: Mounted) -> Belongings:
             open_now[re.sub(r"\[\d+\]|\d+", "N", os.readlink(fd))] += 1
     # The datapath clones the device for its threads, of which there may be more by now.
     del open_now["/dev/fuse"]
-    return Belongings(open_now, len(os.listdir(f"/proc/{mounted.pid}/task")))
+    return OpenResources(open_now, len(os.listdir(f"/proc/{mounted.pid}/task")))
 
 
 @pytest.mark.modes("python", "relay")

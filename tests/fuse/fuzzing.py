@@ -22,7 +22,7 @@ from monarch.fuse.datapath import split_handle
 from monarch.types import WRITTEN_INO, Ino
 from tests.conftest import contents
 from tests.fuse import wire
-from tests.fuse.rig import Nothing, Rig, rig
+from tests.fuse.rig import NoMessage, Rig, rig
 from tests.fuse.wire import Op
 
 _ROUND_S = 1.0
@@ -80,7 +80,7 @@ class Fuzz:
         while wanted:
             try:
                 found = self._rig.any_answer(20)
-            except Nothing:
+            except NoMessage:
                 raise AssertionError(f"{len(wanted)} requests were not answered") from None
             if found.unique in (0, _MANGLED):
                 continue  # a notification; what was mangled to something whole
@@ -210,7 +210,7 @@ class Fuzz:
                 waiting.append(self._rig.passed(0.002))
                 if len(waiting) < 8 and dice.random() < 0.6:
                     continue
-            except Nothing:
+            except NoMessage:
                 if self._stopping and not waiting:
                     return
             if waiting:

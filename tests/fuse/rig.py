@@ -29,7 +29,7 @@ _SOCKET_BYTES = 4 << 20
 _SO_SNDBUFFORCE = 32
 
 
-class Nothing(Exception):
+class NoMessage(Exception):
     """No message came."""
 
 
@@ -80,7 +80,7 @@ class Rig:
         return self._unique
 
     def answer(self, unique: int, *, within_s: float = PATIENCE_S) -> Answer:
-        """The answer to a request, whatever comes before it. Raises Nothing."""
+        """The answer to a request, whatever comes before it. Raises NoMessage."""
         deadline = time.monotonic() + within_s
         while unique not in self._early:
             found = self.any_answer(max(0.0, deadline - time.monotonic()))
@@ -161,7 +161,7 @@ class Rig:
     # -- pyfuse3's side --------------------------------------------------------------------------
 
     def passed(self, within_s: float = PATIENCE_S) -> Request:
-        """The next request that was passed on. Raises Nothing."""
+        """The next request that was passed on. Raises NoMessage."""
         return wire.parse_request(_received(self.python, self._requests, within_s))
 
     def reply(self, to: Request, body: bytes = b"", *, error: int = 0) -> None:
@@ -177,7 +177,7 @@ class Rig:
         """Whether nothing more is passed on."""
         try:
             self.passed(within_s)
-        except Nothing:
+        except NoMessage:
             return True
         return False
 
@@ -231,9 +231,9 @@ def _received(end: socket.socket, buffer: bytearray, within_s: float) -> bytes:
     try:
         size = end.recv_into(buffer)
     except TimeoutError:
-        raise Nothing from None
+        raise NoMessage from None
     if not size:
-        raise Nothing
+        raise NoMessage
     return bytes(memoryview(buffer)[:size])
 
 

@@ -30,7 +30,7 @@ from monarch.types import ROOT_INO, Attributes
 from monarch.vfs.interfaces import ABANDONED
 from tests.conftest import Tree, contents
 from tests.fuse import wire
-from tests.fuse.rig import Nothing, Rig, eventually, kill, rig
+from tests.fuse.rig import NoMessage, Rig, eventually, kill, rig
 from tests.fuse.wire import Op
 from tests.mount.command import needs_root
 
@@ -794,7 +794,7 @@ def test_an_open_waits_for_python_rather_than_go_uncounted(made: Rig) -> None:
     answer = made.ask_often(ring, Op.OPEN, ino, wire.OPEN_IN.pack(0, 0))
     handle = wire.OPEN_OUT.unpack(answer.body)[0]
     unique = made.send_open(ino)
-    with pytest.raises(Nothing):
+    with pytest.raises(NoMessage):
         made.answer(unique, within_s=0.2)
     served = made.datapath.served()
     assert made.answer(unique).error == 0
@@ -827,7 +827,7 @@ def test_a_process_killed_while_python_opens_its_file_is_released(made: Rig, kil
     made.reply_open(passed)
     eventually(lambda: made.datapath.open_files() == 0, "it is closed")
     assert made.datapath.served() == [(ino, ABANDONED, None, 0)]
-    with pytest.raises(Nothing):
+    with pytest.raises(NoMessage):
         made.any_answer(0.1)
 
 
@@ -844,7 +844,7 @@ def test_a_process_killed_while_python_reads_is_released(made: Rig, killed: int)
             _, token = split_handle(wire.READ_IN.unpack(passed.body)[0])
             made.datapath.answer(token, b"late")
         made.reply(passed, b"late")
-    with pytest.raises(Nothing):
+    with pytest.raises(NoMessage):
         made.any_answer(0.1)
 
 
@@ -870,7 +870,7 @@ def test_a_process_killed_after_a_signal_that_it_survived_is_released(
         made.answer(other)
         try:
             return made.answer(unique, within_s=0.1).error == errno.EINTR
-        except Nothing:
+        except NoMessage:
             return False
 
     for _ in range(12):

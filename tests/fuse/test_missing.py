@@ -18,7 +18,7 @@ import pytest
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 from tests.conftest import Tree
 from tests.fuse import wire
-from tests.fuse.rig import PATIENCE_S, Nothing, Rig, rig
+from tests.fuse.rig import PATIENCE_S, NoMessage, Rig, rig
 from tests.fuse.wire import Op
 
 MADE = Ino(WRITTEN_INO + 3)
@@ -166,7 +166,7 @@ def test_a_name_is_pythons_from_when_it_was_given(made: Rig) -> None:
 
     def python() -> None:
         while not done.is_set():
-            with suppress(Nothing):
+            with suppress(NoMessage):
                 made.reply(made.passed(0.05), wire.entry(77))
 
     def changing() -> None:

@@ -25,7 +25,7 @@ from monarch.vfs.interfaces import RELEASED
 from tests.conftest import Tree
 from tests.equipment.slowfs import SlowSource
 from tests.fuse import wire
-from tests.fuse.rig import Nothing, Rig, eventually, kill, rig
+from tests.fuse.rig import NoMessage, Rig, eventually, kill, rig
 from tests.fuse.wire import Op
 
 # More than the threads that the datapath may have.
@@ -194,7 +194,7 @@ def test_a_process_killed_while_its_request_has_no_slot_is_released(
 
     # Those whose entry was settled because the first was killed may have gone to Python.
     def closed() -> bool:
-        with suppress(Nothing):
+        with suppress(NoMessage):
             made.reply(made.passed(0.05), error=errno.EIO)
         return made.datapath.open_files() == 1
 
@@ -264,7 +264,7 @@ def test_a_process_killed_while_it_waits_elsewhere_than_at_its_signal_is_release
     for unique in opens:
         # A signal that ends nothing. The kernel reports no signal that comes after it.
         made.interrupt(unique)
-    with pytest.raises(Nothing):
+    with pytest.raises(NoMessage):
         made.answer(opens[0], within_s=0.3)
     # Nothing is known of the file by now, so Python is asked.
     slow.rules("err open EIO ^/small")
@@ -478,7 +478,7 @@ def test_nothing_is_answered_twice_under_interrupts(made: Rig, slow: SlowSource)
     eventually(lambda: made.datapath.state().waiting == 40, "they wait")
     for unique in waiting:
         made.interrupt(unique)
-    with pytest.raises(Nothing):
+    with pytest.raises(NoMessage):
         made.any_answer(0.3)
     slow.rules()
     assert {made.answer(unique).error for unique in waiting} == {0}

@@ -25,7 +25,7 @@ from tests.conftest import Tree, contents
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
 from tests.fuse import wire
-from tests.fuse.rig import Nothing, Rig, eventually, rig
+from tests.fuse.rig import NoMessage, Rig, eventually, rig
 from tests.fuse.test_messages import SIZE
 from tests.fuse.wire import Op, Request
 
@@ -728,7 +728,7 @@ def test_opens_while_the_object_is_taken_back_are_pythons_or_read_its_bytes(
 
     def python() -> None:
         while not done.is_set():
-            with suppress(Nothing):
+            with suppress(NoMessage):
                 passed = made.passed(0.05)
                 made.reply(passed, error=-errno.EIO)
 

@@ -19,7 +19,7 @@ from tests.model.rig import Workers
 from tests.model.shrink import shrink
 
 
-class Season:
+class SeedRunner:
     """Plays seeds in several threads, each with workers and a directory of its own."""
 
     def __init__(self, directory: Path, *, mode: str, shrink_s: float) -> None:
@@ -29,7 +29,7 @@ class Season:
         self._own = threading.local()
         self._cleanup = ExitStack()
 
-    def __enter__(self) -> Season:
+    def __enter__(self) -> SeedRunner:
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -71,9 +71,9 @@ def main(arguments: list[str]) -> int:
     living = sys.stderr.isatty()
     with (
         tempfile.TemporaryDirectory(prefix="model-", dir=options.directory) as directory,
-        Season(Path(directory), mode=options.mode, shrink_s=options.shrink) as season,
+        SeedRunner(Path(directory), mode=options.mode, shrink_s=options.shrink) as runner,
     ):
-        for done, (seed, took, failure_text) in enumerate(season.all(seeds, options.jobs), start=1):
+        for done, (seed, took, failure_text) in enumerate(runner.all(seeds, options.jobs), start=1):
             slowest = max(slowest, (took, seed))
             if failure_text:
                 failed.append(seed)

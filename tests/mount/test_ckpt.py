@@ -62,7 +62,7 @@ def run(
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class WritableMount:
     """What a person can ask about one mount."""
 
     run: Run
@@ -85,16 +85,16 @@ class Desk:
         return [problem["kind"] for problem in self.status()["health"]["problems"]]
 
 
-Absorb = Callable[[Path], Desk]
+Absorb = Callable[[Path], WritableMount]
 
 
 @pytest.fixture
 def absorb(monarch: MonarchCommand, run: Run) -> Absorb:
     """Mounts a source so that ``ckpt`` there can be written; again, if it was before."""
 
-    def make(source: Path) -> Desk:
+    def make(source: Path) -> WritableMount:
         (source / "ckpt").mkdir(exist_ok=True)
-        return Desk(run, monarch.mount(source, tiers={"fast": "64MiB"}, options=WRITES))
+        return WritableMount(run, monarch.mount(source, tiers={"fast": "64MiB"}, options=WRITES))
 
     return make
 
@@ -102,56 +102,56 @@ def absorb(monarch: MonarchCommand, run: Run) -> Absorb:
 @pytest.fixture
 def refusing(
     slow: SlowSource, monarch: MonarchCommand, absorb: Absorb
-) -> Iterator[tuple[Desk, SlowSource]]:
+) -> Iterator[tuple[WritableMount, SlowSource]]:
     """A mount whose source takes nothing, and a file of 3,000 bytes that waits for it."""
     monarch.expects_log("draining to the source has stopped")
-    desk = absorb(slow.path)
+    mount = absorb(slow.path)
     slow.rules(*REFUSES)
     before = slow.counters()["create"]
-    (desk.mounted.path / "ckpt/a").write_bytes(contents("a", 3000))
+    (mount.mounted.path / "ckpt/a").write_bytes(contents("a", 3000))
     wait_until(lambda: slow.counters()["create"] > before, "nothing is tried")
-    yield desk, slow
+    yield mount, slow
     slow.rules()
 
 
 def test_wait_comes_back_when_what_was_closed_is_at_the_source(absorb: Absorb, tree: Tree) -> None:
     source = tree({"data": 10, "ckpt/old": 10})
-    desk = absorb(source)
+    mount = absorb(source)
     for number in range(20):
-        (desk.mounted.path / f"ckpt/{number}").write_bytes(contents(str(number), 100_000))
-    report = desk.ckpt("wait")
+        (mount.mounted.path / f"ckpt/{number}").write_bytes(contents(str(number), 100_000))
+    report = mount.ckpt("wait")
     assert {n: (source / f"ckpt/{n}").read_bytes() for n in range(20)} == {
         n: contents(str(n), 100_000) for n in range(20)
     }
     assert (report["drained"], report["files"], report["trouble"]) == (True, 0, "")
-    listed = desk.files()
+    listed = mount.files()
     assert {row["durable"] for row in listed.values()} == {"source"}
     assert listed.keys() == {f"ckpt/{n}" for n in range(20)}
     # A path may be named in either way.
-    assert desk.files("ckpt/7").keys() == {"ckpt/7"}
-    shown = desk.run("ckpt", "ls", desk.mounted.path / "ckpt/7").out
+    assert mount.files("ckpt/7").keys() == {"ckpt/7"}
+    shown = mount.run("ckpt", "ls", mount.mounted.path / "ckpt/7").out
     assert "97.7 KiB" in shown and "ckpt/8" not in shown
-    missing = desk.run("ckpt", "wait", desk.mounted.path, "none")
+    missing = mount.run("ckpt", "wait", mount.mounted.path, "none")
     assert missing.code == 2 and "no such file in the mount" in missing.err
-    assert desk.run("ckpt", "lost", desk.mounted.path).out == "nothing is lost\n"
+    assert mount.run("ckpt", "lost", mount.mounted.path).out == "nothing is lost\n"
 
 
 def test_a_file_that_is_open_and_written_without_a_pause_does_not_delay_waiting_processes(
     absorb: Absorb, source: Path
 ) -> None:
-    desk = absorb(source)
+    mount = absorb(source)
     ended = threading.Event()
 
     def log_lines() -> None:
-        with open(desk.mounted.path / "ckpt/log", "ab", buffering=0) as file:
+        with open(mount.mounted.path / "ckpt/log", "ab", buffering=0) as file:
             while not ended.wait(0.005):
                 file.write(b"line\n")
 
     writer = threading.Thread(target=log_lines)
     writer.start()
     try:
-        (desk.mounted.path / "ckpt/a").write_bytes(b"content")
-        desk.ckpt("wait", "--timeout", "30s")
+        (mount.mounted.path / "ckpt/a").write_bytes(b"content")
+        mount.ckpt("wait", "--timeout", "30s")
         assert (source / "ckpt/a").read_bytes() == b"content"
     finally:
         ended.set()
@@ -161,8 +161,8 @@ def test_a_file_that_is_open_and_written_without_a_pause_does_not_delay_waiting_
 def test_checkpoints_are_listed_verified_and_thinned_out_by_their_manifest(
     absorb: Absorb, source: Path
 ) -> None:
-    desk = absorb(source)
-    at = desk.mounted.path
+    mount = absorb(source)
+    at = mount.mounted.path
     names = []
     with Checkpointer(at / "ckpt/run", keep_last=9) as checkpointer:
         for step in range(4):
@@ -170,24 +170,24 @@ def test_checkpoints_are_listed_verified_and_thinned_out_by_their_manifest(
             saved = checkpointer.save({"weights": np.arange(1000) + step})
             names.append(f"ckpt/run/{saved.name}")
     (at / "ckpt/notes").write_bytes(b"plain")
-    desk.ckpt("wait", "--newest")
+    mount.ckpt("wait", "--newest")
     assert all((source / name).exists() for name in names)
-    listed = desk.files()
+    listed = mount.files()
     # Not what the checkpointer keeps beside them.
     assert listed.keys() == {*names, "ckpt/notes"}
     newest = listed[names[3]]
     assert (newest["complete"], newest["step"], newest["durable"]) == (True, 3, "source")
     assert listed["ckpt/notes"]["complete"] is None
-    desk.ckpt("wait")
+    mount.ckpt("wait")
 
-    report = desk.ckpt("verify")
+    report = mount.ckpt("verify")
     assert {row["verdict"] for row in report["files"]} == {"same"} and len(report["files"]) == 5
     # Another program changes one at the source, and removes one.
     with (source / names[1]).open("r+b") as file:
         file.seek(5000)
         file.write(b"?")
     (source / "ckpt/notes").unlink()
-    report = desk.ckpt("verify", code=1)
+    report = mount.ckpt("verify", code=1)
     wrong = {r["path"]: r["verdict"] for r in report["files"] if r["verdict"] != "same"}
     assert wrong == {names[1]: "different", "ckpt/notes": "missing"}
 
@@ -195,63 +195,63 @@ def test_checkpoints_are_listed_verified_and_thinned_out_by_their_manifest(
     with (at / names[3]).open("r+b") as file:
         file.seek(5000)
         file.write(b"?")
-    report = desk.ckpt("verify", "ckpt/run", code=1)
+    report = mount.ckpt("verify", "ckpt/run", code=1)
     assert {r["path"]: r["verdict"] for r in report["files"]}[names[3]] == "damaged"
-    report = desk.ckpt("gc", "--keep-last", "1", "--durable", "local", "--dry-run")
+    report = mount.ckpt("gc", "--keep-last", "1", "--durable", "local", "--dry-run")
     assert [row["path"] for row in report["files"]] == names[:2] and not report["removed"]
     assert len(list((at / "ckpt/run").glob("*.ckpt"))) == 4
-    desk.mounted.cli.expects_log("was changed there by others, and stays")
-    desk.ckpt("gc", "--keep-last", "1", "--durable", "local")
+    mount.mounted.cli.expects_log("was changed there by others, and stays")
+    mount.ckpt("gc", "--keep-last", "1", "--durable", "local")
     assert sorted((at / "ckpt/run").glob("*.ckpt")) == [at / name for name in names[2:]]
-    desk.ckpt("wait")
+    mount.ckpt("wait")
     # What was changed at the source is not removed there.
     assert [(source / name).exists() for name in names] == [False, True, True, True]
 
 
 def test_a_source_that_refuses_is_reported_everywhere_and_nothing_is_given_up(
-    refusing: tuple[Desk, SlowSource],
+    refusing: tuple[WritableMount, SlowSource],
 ) -> None:
-    desk, slow = refusing
-    at = desk.mounted.path
-    report = desk.ckpt("wait", "--timeout", "500ms", code=13)
+    mount, slow = refusing
+    at = mount.mounted.path
+    report = mount.ckpt("wait", "--timeout", "500ms", code=13)
     assert (report["drained"], report["files"], report["bytes"]) == (False, 1, 3000)
     assert "(ENOSPC)" in report["trouble"]
-    line = desk.run("ckpt", "wait", at, "--timeout", "10ms").err.splitlines()[-1]
+    line = mount.run("ckpt", "wait", at, "--timeout", "10ms").err.splitlines()[-1]
     assert "1 file, 2.93 KiB, the oldest written " in line and "(ENOSPC)" in line
-    status = desk.status()
+    status = mount.status()
     writing = status["writing"]
     assert (writing["files"], writing["bytes"], writing["drained_files"]) == (1, 3000, 0)
     assert writing["errors"] > 0 and "(ENOSPC)" in writing["trouble"]
-    assert status["health"]["state"] == "degraded" and desk.alarm() == ["drain-refused"]
-    assert desk.run("status", at, "--check").code == 11
-    shown = desk.run("status", at).out
+    assert status["health"]["state"] == "degraded" and mount.alarm() == ["drain-refused"]
+    assert mount.run("status", at, "--check").code == 11
+    shown = mount.run("status", at).out
     assert "1 file, 2.93 KiB not at the source yet" in shown and "it waits because: " in shown
-    assert [row["verdict"] for row in desk.ckpt("verify")["files"]] == ["waiting"]
+    assert [row["verdict"] for row in mount.ckpt("verify")["files"]] == ["waiting"]
     slow.rules()
-    desk.ckpt("wait", "--timeout", "30s")
+    mount.ckpt("wait", "--timeout", "30s")
     assert (slow.root / "ckpt/a").read_bytes() == contents("a", 3000)
-    assert desk.alarm() == []
+    assert mount.alarm() == []
 
 
 def test_a_loss_is_reported_until_a_person_acknowledges_it(
-    refusing: tuple[Desk, SlowSource], absorb: Absorb
+    refusing: tuple[WritableMount, SlowSource], absorb: Absorb
 ) -> None:
-    desk, slow = refusing
-    desk.mounted.cli.expects_log("lost|gone|bytes")
-    desk.ckpt("wait", "--timeout", "100ms", code=13)
-    (held,) = objects_in(desk.mounted.tiers["fast"])
+    mount, slow = refusing
+    mount.mounted.cli.expects_log("lost|gone|bytes")
+    mount.ckpt("wait", "--timeout", "100ms", code=13)
+    (held,) = objects_in(mount.mounted.tiers["fast"])
     held.unlink()
     slow.rules()
-    desk.ckpt("wait", "--timeout", "30s")
+    mount.ckpt("wait", "--timeout", "30s")
     assert not (slow.root / "ckpt/a").exists()
-    assert desk.alarm() == ["written-lost"]
-    desk.mounted.umount()
-    desk = absorb(slow.path)
-    assert desk.alarm() == ["written-lost"]
-    assert desk.ckpt("lost", code=1)["files"] == ["ckpt/a"]
-    desk.ckpt("lost", "--acknowledge")
-    assert desk.alarm() == []
-    desk.mounted.umount()
+    assert mount.alarm() == ["written-lost"]
+    mount.mounted.umount()
+    mount = absorb(slow.path)
+    assert mount.alarm() == ["written-lost"]
+    assert mount.ckpt("lost", code=1)["files"] == ["ckpt/a"]
+    mount.ckpt("lost", "--acknowledge")
+    assert mount.alarm() == []
+    mount.mounted.umount()
     assert absorb(slow.path).alarm() == []
 
 
@@ -268,20 +268,20 @@ def disk(tmp_path: Path) -> Iterator[SlowSource]:
 def test_a_tier_that_refuses_what_is_written_is_failing(
     disk: SlowSource, absorb: Absorb, source: Path
 ) -> None:
-    desk = absorb(source)
+    mount = absorb(source)
     disk.rules("err write EIO /absorbed-[0-9a-f]+/[0-9a-f][0-9a-f]/")
-    fd = os.open(desk.mounted.path / "ckpt/a", os.O_WRONLY | os.O_CREAT)
+    fd = os.open(mount.mounted.path / "ckpt/a", os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError) as raised:
         os.write(fd, b"x") and os.fsync(fd)
     os.close(fd)
     assert raised.value.errno == errno.EIO
-    (problem,) = desk.status()["health"]["problems"]
+    (problem,) = mount.status()["health"]["problems"]
     assert problem["kind"] == "writes-refused"
     assert problem["what"] == "writes are refused: Input/output error (EIO)"
-    assert desk.run("status", desk.mounted.path, "--check").code == 12
+    assert mount.run("status", mount.mounted.path, "--check").code == 12
     disk.rules()
-    (desk.mounted.path / "ckpt/b").write_bytes(b"content")
-    desk.ckpt("wait", "--timeout", "30s")
+    (mount.mounted.path / "ckpt/b").write_bytes(b"content")
+    mount.ckpt("wait", "--timeout", "30s")
     assert (source / "ckpt/b").read_bytes() == b"content"
 
 
@@ -315,26 +315,26 @@ def test_umount_drains_first_and_what_is_written_meanwhile_as_well(
 
 @pytest.mark.promise(72)
 def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
-    refusing: tuple[Desk, SlowSource], absorb: Absorb
+    refusing: tuple[WritableMount, SlowSource], absorb: Absorb
 ) -> None:
-    desk, slow = refusing
-    at = desk.mounted.path
-    refused = desk.run("umount", at, "--timeout", "500ms")
+    mount, slow = refusing
+    at = mount.mounted.path
+    refused = mount.run("umount", at, "--timeout", "500ms")
     assert refused.code == 13
     line = refused.err.splitlines()[-1]
     assert "stays mounted: after 0.5 s, 1 file, 2.93 KiB, the oldest written" in line
     assert "(ENOSPC)" in line and "--abandon" in line
     assert (at / "ckpt/a").read_bytes() == contents("a", 3000)
 
-    interrupted = start(desk.mounted.cli, "umount", str(at))
+    interrupted = start(mount.mounted.cli, "umount", str(at))
     wait_until(lambda: asks(interrupted.pid), "it does not ask its daemon")
     interrupted.send_signal(signal.SIGINT)
     _, output = interrupted.communicate(timeout=30)
     assert interrupted.returncode == 130 and "stays mounted and continues to drain" in output
     assert (at / "ckpt/a").read_bytes() == contents("a", 3000)
 
-    left = desk.run("umount", at, "--abandon").err.splitlines()
-    (directory,) = desk.mounted.tiers["fast"].glob("monarch/absorbed-*")
+    left = mount.run("umount", at, "--abandon").err.splitlines()
+    (directory,) = mount.mounted.tiers["fast"].glob("monarch/absorbed-*")
     assert left == [
         f"monarch: {at} is unmounted",
         f"monarch: 1 file, 2.93 KiB, not at the source yet, stays in {directory}: mount again to"
@@ -349,15 +349,15 @@ def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
 @pytest.mark.finding("W3")
 @pytest.mark.promise(136)
 def test_files_that_were_never_fsynced_survive_a_reboot_after_a_clean_end(
-    refusing: tuple[Desk, SlowSource],
+    refusing: tuple[WritableMount, SlowSource],
 ) -> None:
-    desk, _ = refusing
+    mount, _ = refusing
     # The drain does not even read it.
-    (desk.mounted.path / "ckpt/b").write_bytes(b"never fsynced")
-    (desk.mounted.path / "ckpt/empty").touch()
-    assert desk.run("umount", desk.mounted.path, "--abandon").code == 0
-    (directory,) = desk.mounted.tiers["fast"].glob("monarch/absorbed-*")
-    source = os.fsencode(desk.mounted.source)
+    (mount.mounted.path / "ckpt/b").write_bytes(b"never fsynced")
+    (mount.mounted.path / "ckpt/empty").touch()
+    assert mount.run("umount", mount.mounted.path, "--abandon").code == 0
+    (directory,) = mount.mounted.tiers["fast"].glob("monarch/absorbed-*")
+    source = os.fsencode(mount.mounted.source)
     with closing(Journal.open(directory, source=source, boot="another")) as journal:
         assert journal.replay().lost == ()
 
@@ -385,24 +385,24 @@ def test_a_file_that_a_power_cut_may_have_damaged_can_be_recovered_or_given_up(
     monarch.expects_log("draining to the source has stopped")
     (slow.path / "ckpt").mkdir()
     tiers, options = {"fast": "64MiB"}, (*WRITES, "writeback.commit=0")
-    desk = Desk(run, monarch.mount(slow.path, tiers=tiers, options=options))
+    mount = WritableMount(run, monarch.mount(slow.path, tiers=tiers, options=options))
     slow.rules(*REFUSES)
-    (desk.mounted.path / "ckpt/first").write_bytes(b"tried")
-    wait_until(lambda: desk.alarm() == ["drain-refused"], "nothing is tried")
+    (mount.mounted.path / "ckpt/first").write_bytes(b"tried")
+    wait_until(lambda: mount.alarm() == ["drain-refused"], "nothing is tried")
     for name in ("a", "b"):
-        (desk.mounted.path / "ckpt" / name).write_bytes(contents(name, 9 << 20))
-    desk.mounted.kill()
-    (directory,) = desk.mounted.tiers["fast"].glob("monarch/absorbed-*")
+        (mount.mounted.path / "ckpt" / name).write_bytes(contents(name, 9 << 20))
+    mount.mounted.kill()
+    (directory,) = mount.mounted.tiers["fast"].glob("monarch/absorbed-*")
     of_another_start(directory / "journal")
     slow.rules()
-    desk = Desk(run, monarch.mount(slow.path, tiers=tiers, options=options))
-    assert desk.alarm() == ["written-lost"]
-    report = desk.ckpt("lost", code=1)
+    mount = WritableMount(run, monarch.mount(slow.path, tiers=tiers, options=options))
+    assert mount.alarm() == ["written-lost"]
+    report = mount.ckpt("lost", code=1)
     assert report["files"] == [kept["path"] for kept in report["kept"]] == ["ckpt/a", "ckpt/b"]
-    assert desk.status()["writing"]["held"] >= 18 << 20
-    assert not (desk.mounted.path / "ckpt/a").exists()
+    assert mount.status()["writing"]["held"] >= 18 << 20
+    assert not (mount.mounted.path / "ckpt/a").exists()
 
-    at = desk.mounted.path
+    at = mount.mounted.path
     to = tmp_path / "recovered"
     assert run("ckpt", "lost", at, "--recover", "ckpt/a", "--to", to).code == 1
     assert to.read_bytes() == contents("a", 9 << 20)
@@ -410,22 +410,22 @@ def test_a_file_that_a_power_cut_may_have_damaged_can_be_recovered_or_given_up(
     assert again.code == 2 and "File exists" in again.err
     unknown = run("ckpt", "lost", at, "--discard", "ckpt/c")
     assert unknown.code == 2 and "nothing is kept of ckpt/c" in unknown.err
-    left = desk.ckpt("lost", "--discard", "ckpt/a", "--acknowledge")["kept"]
+    left = mount.ckpt("lost", "--discard", "ckpt/a", "--acknowledge")["kept"]
     assert [kept["path"] for kept in left] == ["ckpt/b"]
     assert "ckpt/b  9 MiB, written" in run("ckpt", "lost", at).out
-    assert desk.ckpt("lost", "--discard-all")["kept"] == []
+    assert mount.ckpt("lost", "--discard-all")["kept"] == []
     assert not list((directory / "doubtful").iterdir())
 
 
 def test_umount_of_a_dead_mount_says_what_waits_for_the_next(
-    refusing: tuple[Desk, SlowSource], absorb: Absorb
+    refusing: tuple[WritableMount, SlowSource], absorb: Absorb
 ) -> None:
-    desk, slow = refusing
-    desk.ckpt("wait", "--timeout", "10ms", code=13)
-    desk.mounted.kill()
-    report = desk.run("umount", desk.mounted.path)
+    mount, slow = refusing
+    mount.ckpt("wait", "--timeout", "10ms", code=13)
+    mount.mounted.kill()
+    report = mount.run("umount", mount.mounted.path)
     assert "1 file, 2.93 KiB, not at the source yet, stays in " in report.err
-    assert str(desk.mounted.path) not in mounts()
+    assert str(mount.mounted.path) not in mounts()
     slow.rules()
     absorb(slow.path).ckpt("wait", "--timeout", "30s")
     assert (slow.root / "ckpt/a").read_bytes() == contents("a", 3000)
@@ -434,16 +434,16 @@ def test_umount_of_a_dead_mount_says_what_waits_for_the_next(
 def test_a_busy_mount_is_refused_and_after_a_lazy_unmount_all_is_drained_at_the_last_close(
     absorb: Absorb, source: Path
 ) -> None:
-    desk = absorb(source)
-    with open(desk.mounted.path / "ckpt/a", "wb") as file:
+    mount = absorb(source)
+    with open(mount.mounted.path / "ckpt/a", "wb") as file:
         file.write(b"before")
         file.flush()
         # All is drained that can be, and it is in use all the same.
-        busy = desk.run("umount", desk.mounted.path)
+        busy = mount.run("umount", mount.mounted.path)
         assert busy.code == 10 and f"by pid {os.getpid()}" in busy.err
-        assert desk.run("umount", "--lazy", desk.mounted.path).code == 0
+        assert mount.run("umount", "--lazy", mount.mounted.path).code == 0
         file.write(b" and after")
-    pid = Path(f"/proc/{desk.mounted.pid}")
+    pid = Path(f"/proc/{mount.mounted.pid}")
     wait_until(lambda: not pid.exists(), "the daemon has not ended")
     assert (source / "ckpt/a").read_bytes() == b"before and after"
 
@@ -451,19 +451,19 @@ def test_a_busy_mount_is_refused_and_after_a_lazy_unmount_all_is_drained_at_the_
 def test_a_mount_that_is_read_only_is_asked_for_nothing(
     monarch: MonarchCommand, tree: Tree, run: Run
 ) -> None:
-    desk = Desk(run, monarch.mount(tree({"a": 10})))
-    assert desk.status()["writing"] is None
-    assert desk.files() == {}
-    assert desk.ckpt("wait")["drained"]
+    mount = WritableMount(run, monarch.mount(tree({"a": 10})))
+    assert mount.status()["writing"] is None
+    assert mount.files() == {}
+    assert mount.ckpt("wait")["drained"]
     # Not even for an answer: its daemon is stopped.
-    os.kill(desk.mounted.pid, signal.SIGSTOP)
-    ending = start(monarch, "umount", str(desk.mounted.path))
+    os.kill(mount.mounted.pid, signal.SIGSTOP)
+    ending = start(monarch, "umount", str(mount.mounted.path))
     try:
         wait_until(
-            lambda: str(desk.mounted.path) not in mounts(), "it is not unmounted", timeout_s=40
+            lambda: str(mount.mounted.path) not in mounts(), "it is not unmounted", timeout_s=40
         )
     finally:
-        os.kill(desk.mounted.pid, signal.SIGCONT)
+        os.kill(mount.mounted.pid, signal.SIGCONT)
     ending.communicate(timeout=30)
     assert ending.returncode == 0
 
@@ -524,48 +524,48 @@ def test_files_written_before_are_read_by_a_mount_that_absorbs_nothing(
 @pytest.mark.promise(147)
 def test_a_refused_change_is_set_aside_retried_and_given_up(absorb: Absorb, tree: Tree) -> None:
     source = tree({"data": 10})
-    desk = absorb(source)
-    desk.mounted.cli.expects_log("the source refuses|set aside|draining to the source continues")
-    at = desk.mounted.path / "ckpt"
+    mount = absorb(source)
+    mount.mounted.cli.expects_log("the source refuses|set aside|draining to the source continues")
+    at = mount.mounted.path / "ckpt"
     for name in ("x", "y"):
         (source / "ckpt" / name).write_bytes(b"theirs")
         (at / name).mkdir()
         (at / name / "file").write_bytes(b"beneath")
     (at / "weights").write_bytes(b"weights")
-    wait_until(lambda: desk.alarm() == ["drain-refused"], "nothing is refused")
+    wait_until(lambda: mount.alarm() == ["drain-refused"], "nothing is refused")
     assert "ckpt/x: mkdir: File exists (EEXIST) (holds up its user" in (
-        desk.run("ckpt", "set-aside", desk.mounted.path).out
+        mount.run("ckpt", "set-aside", mount.mounted.path).out
     )
-    desk.ckpt("set-aside", "ckpt/x", code=1)
+    mount.ckpt("set-aside", "ckpt/x", code=1)
     wait_until(
-        lambda: "ckpt/y: mkdir" in desk.run("ckpt", "set-aside", desk.mounted.path).out,
+        lambda: "ckpt/y: mkdir" in mount.run("ckpt", "set-aside", mount.mounted.path).out,
         "the drain does not come to the second directory",
     )
-    desk.ckpt("set-aside", os.fspath(at / "y"), code=1)
-    desk.ckpt("wait", "ckpt/weights", "--timeout", "30s")
-    report = desk.status()
-    assert desk.alarm() == ["written-set-aside"]
+    mount.ckpt("set-aside", os.fspath(at / "y"), code=1)
+    mount.ckpt("wait", "ckpt/weights", "--timeout", "30s")
+    report = mount.status()
+    assert mount.alarm() == ["written-set-aside"]
     assert "2 changes are set aside" in report["health"]["why"]
     assert report["writing"]["aside"] == ["ckpt/x", "ckpt/y"]
     assert report["writing"]["aside_operations"] >= 4
     # The next mount knows it.
-    desk.run("umount", desk.mounted.path, "--abandon")
-    desk = absorb(source)
-    wait_until(lambda: desk.alarm() == ["written-set-aside"], "it is forgotten")
-    assert desk.ckpt("retry", "ckpt/x", code=1)["refused"][0]["path"] == "ckpt/x"
+    mount.run("umount", mount.mounted.path, "--abandon")
+    mount = absorb(source)
+    wait_until(lambda: mount.alarm() == ["written-set-aside"], "it is forgotten")
+    assert mount.ckpt("retry", "ckpt/x", code=1)["refused"][0]["path"] == "ckpt/x"
     (source / "ckpt/x").unlink()
-    assert desk.run("ckpt", "retry", desk.mounted.path, "ckpt/x").out == (
+    assert mount.run("ckpt", "retry", mount.mounted.path, "ckpt/x").out == (
         "the source refuses nothing\n"
     )
-    again = desk.run("ckpt", "retry", desk.mounted.path, "ckpt/x")
+    again = mount.run("ckpt", "retry", mount.mounted.path, "ckpt/x")
     assert again.code == 2 and "the source refuses nothing at 'ckpt/x'" in again.err
-    at = desk.mounted.path / "ckpt"
+    at = mount.mounted.path / "ckpt"
     assert (at / "y/file").read_bytes() == b"beneath"
     assert "removed on the mount: ckpt/y\n" in (
-        desk.run("ckpt", "discard", desk.mounted.path, "ckpt/y").out
+        mount.run("ckpt", "discard", mount.mounted.path, "ckpt/y").out
     )
-    desk.ckpt("wait", "--timeout", "30s")
-    assert desk.alarm() == []
+    mount.ckpt("wait", "--timeout", "30s")
+    assert mount.alarm() == []
     assert not (at / "y/file").exists() and "y" not in os.listdir(at)
     assert (source / "ckpt/x/file").read_bytes() == b"beneath"
     assert (source / "ckpt/y").read_bytes() == b"theirs"

@@ -1053,7 +1053,7 @@ def fill_both(*tops: Path) -> None:
         os.mkfifo(top / "e" / "a")
 
 
-class Twin:
+class Comparison:
     """The same done to a namespace and to a real directory that began alike.
 
     ``done`` is what succeeded, by paths, to be done again elsewhere. ``places`` are the directories
@@ -1410,17 +1410,17 @@ def test_every_sequence_of_changes_has_the_result_that_it_has_in_a_real_director
     given = Given(shown.names)
     snapshot = shown.names.snapshot
     until = time.monotonic() + request.config.getoption("--soak") / 6
-    twin = Twin(shown, top, random.Random(seed))
+    comparison = Comparison(shown, top, random.Random(seed))
     try:
-        while len(twin.done) < 600 or time.monotonic() < until:
+        while len(comparison.done) < 600 or time.monotonic() < until:
             for _ in range(20):
-                twin.step()
+                comparison.step()
                 given.compare_attributes()
-            assert tree_of(shown.names) == real_tree_of(twin.top), twin.done[-20:]
+            assert tree_of(shown.names) == real_tree_of(comparison.top), comparison.done[-20:]
             assert given.shown() == given
     finally:
-        twin.close()
-    assert {kind for kind, _, _ in twin.done} == {
+        comparison.close()
+    assert {kind for kind, _, _ in comparison.done} == {
         *("make", "link", "unlink", "rmdir", "rename", "change", "set_xattr"),
     }
     for ino in map(Ino, range(1, snapshot.entries + 1)):
@@ -1429,7 +1429,7 @@ def test_every_sequence_of_changes_has_the_result_that_it_has_in_a_real_director
             assert [name for _, name, _ in shown.names.list_from(ino, 0)] == snapshot.names(ino)
 
     again = Shown(Namespace(snapshot, lambda _: None), Reported())
-    for done in twin.done:
+    for done in comparison.done:
         do_again(again, *done)
     assert tree_of(again.names) == tree_of(shown.names)
     for path in tree_of(shown.names):

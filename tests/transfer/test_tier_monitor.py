@@ -44,7 +44,7 @@ class Rig:
     served: dict[int, CallTotals] = field(default_factory=dict)
 
 
-class Elsewhere(NoDatapath):
+class FakeDatapath(NoDatapath):
     """A datapath that was sent to Python for some tiers, and has served copies of others."""
 
     def __init__(self, rig: Rig) -> None:
@@ -89,7 +89,7 @@ async def watching(memory: Path, *, keep_free: int = 0) -> AsyncIterator[Rig]:
         metrics=Metrics(["t1", "t2"]),
         # Few looks in much time: threads that do work need real time for it.
         limits=LimitSettings(tier_timeout=50),
-        datapath=Elsewhere(rig),
+        datapath=FakeDatapath(rig),
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(rig.monitor.run, on_outage=rig.out.append, on_return=returned))

@@ -23,7 +23,7 @@ from tests.writeback.files_in_use import FilesInUse
 Clock = trio.testing.MockClock
 
 
-class Line:
+class Rig:
     """A queue whose changes are made or refused by hand."""
 
     def __init__(self) -> None:
@@ -65,93 +65,93 @@ class Line:
 
 
 @pytest.fixture
-def line() -> Line:
-    return Line()
+def rig() -> Rig:
+    return Rig()
 
 
 async def test_dependents_of_a_refused_change_wait_and_other_users_overtake_them(
-    line: Line,
+    rig: Rig,
 ) -> None:
-    line.put(b"d", by=1)
-    line.put(b"e", by=2)
-    line.put(b"d/x", by=2)
-    line.put(b"f", by=1)
-    line.put(b"g", by=3)
-    assert line.front() == 1
-    line.refuse()
-    assert line.front() == 2
-    line.make()
-    assert line.front() == 5
-    line.make()
-    assert line.front() == 0
-    assert [entry.seq for entry in line.queue.entries()] == [1, 3, 4]
-    assert [refusal.seq for refusal in line.queue.refusals()] == [1]
-    assert line.progress.is_done(2)
-    assert line.progress.is_done(5)
-    assert not line.progress.is_done(3)
-    assert not line.progress.has_all(2)
+    rig.put(b"d", by=1)
+    rig.put(b"e", by=2)
+    rig.put(b"d/x", by=2)
+    rig.put(b"f", by=1)
+    rig.put(b"g", by=3)
+    assert rig.front() == 1
+    rig.refuse()
+    assert rig.front() == 2
+    rig.make()
+    assert rig.front() == 5
+    rig.make()
+    assert rig.front() == 0
+    assert [entry.seq for entry in rig.queue.entries()] == [1, 3, 4]
+    assert [refusal.seq for refusal in rig.queue.refusals()] == [1]
+    assert rig.progress.is_done(2)
+    assert rig.progress.is_done(5)
+    assert not rig.progress.is_done(3)
+    assert not rig.progress.has_all(2)
 
 
 async def test_held_changes_are_retried_in_their_order_after_pauses_that_double(
-    line: Line, clock: Clock
+    rig: Rig, clock: Clock
 ) -> None:
-    line.put(b"d", by=1)
-    line.put(b"e", by=1)
+    rig.put(b"d", by=1)
+    rig.put(b"e", by=1)
     times = []
     for _ in range(4):
-        assert line.front() == 1
+        assert rig.front() == 1
         times.append(trio.current_time())
-        line.refuse()
-        assert line.front() == 0
-        await trio.sleep(line.queue.retry_in_s())
+        rig.refuse()
+        assert rig.front() == 0
+        await trio.sleep(rig.queue.retry_in_s())
     assert times == pytest.approx([0, 1, 3, 7])
-    assert line.front() == 1
-    line.make()
-    assert line.front() == 2
-    line.make()
-    assert line.progress.has_all(2)
+    assert rig.front() == 1
+    rig.make()
+    assert rig.front() == 2
+    rig.make()
+    assert rig.progress.has_all(2)
 
 
 async def test_a_change_that_is_refused_for_ten_minutes_does_not_hold_up_its_user(
-    line: Line, clock: Clock
+    rig: Rig, clock: Clock
 ) -> None:
-    line.put(b"d", by=1)
-    line.put(b"e", by=1)
-    line.put(b"d/x", by=1)
-    while not line.queue.entries().__next__().is_aside:
-        assert line.front() == 1
-        line.refuse()
-        await trio.sleep(line.queue.retry_in_s())
+    rig.put(b"d", by=1)
+    rig.put(b"e", by=1)
+    rig.put(b"d/x", by=1)
+    while not rig.queue.entries().__next__().is_aside:
+        assert rig.front() == 1
+        rig.refuse()
+        await trio.sleep(rig.queue.retry_in_s())
     assert 600 <= trio.current_time() < 700
-    assert line.aside == [{1}]
-    assert line.front() == 1
-    line.refuse()
+    assert rig.aside == [{1}]
+    assert rig.front() == 1
+    rig.refuse()
     # The change beneath it waits with it; the other one does not.
-    assert line.front() == 2
-    line.make()
-    assert line.front() == 0
-    assert [entry.is_aside for entry in line.queue.entries()] == [True, True]
+    assert rig.front() == 2
+    rig.make()
+    assert rig.front() == 0
+    assert [entry.is_aside for entry in rig.queue.entries()] == [True, True]
 
 
-async def test_a_source_without_links_is_asked_for_one_only_once(line: Line) -> None:
-    line.put(b"l", kind="symlink")
-    line.refuse(errno.EOPNOTSUPP)
-    assert line.aside == [{1}]
+async def test_a_source_without_links_is_asked_for_one_only_once(rig: Rig) -> None:
+    rig.put(b"l", kind="symlink")
+    rig.refuse(errno.EOPNOTSUPP)
+    assert rig.aside == [{1}]
 
 
-async def test_discarded_changes_block_nothing(line: Line) -> None:
-    line.put(b"d", by=1)
-    line.put(b"d/x", by=1).is_moot = True
-    line.refuse()
-    assert line.front() == 2
+async def test_discarded_changes_block_nothing(rig: Rig) -> None:
+    rig.put(b"d", by=1)
+    rig.put(b"d/x", by=1).is_moot = True
+    rig.refuse()
+    assert rig.front() == 2
 
 
-async def test_an_earlier_mount_has_made_a_change_behind_one_that_was_refused(line: Line) -> None:
+async def test_an_earlier_mount_has_made_a_change_behind_one_that_was_refused(rig: Rig) -> None:
     ops = tuple((seq, Op(kind="mkdir", path=b"%d" % seq)) for seq in range(1, 5))
-    line.progress.load(Replay(ops, {1: None, 3: None}, 1, 1, (), {}))
-    assert [line.progress.is_done(seq) for seq in range(1, 5)] == [True, False, True, False]
-    assert line.progress.has_all(1)
-    assert not line.progress.has_all(2)
+    rig.progress.load(Replay(ops, {1: None, 3: None}, 1, 1, (), {}))
+    assert [rig.progress.is_done(seq) for seq in range(1, 5)] == [True, False, True, False]
+    assert rig.progress.has_all(1)
+    assert not rig.progress.has_all(2)
 
 
 async def waited(call: Callable[[], Awaitable[None]], done: list[str]) -> None:
@@ -159,77 +159,77 @@ async def waited(call: Callable[[], Awaitable[None]], done: list[str]) -> None:
     done.append("")
 
 
-async def test_callers_wait_for_what_concerns_them(line: Line, clock: Clock) -> None:
-    line.put(b"d", by=1)
-    line.put(b"e", by=2)
-    line.put(b"f", by=2)
-    line.refuse()
-    line.front()
+async def test_callers_wait_for_what_concerns_them(rig: Rig, clock: Clock) -> None:
+    rig.put(b"d", by=1)
+    rig.put(b"e", by=2)
+    rig.put(b"f", by=2)
+    rig.refuse()
+    rig.front()
     all_, own, other = list[str](), list[str](), list[str]()
-    progress = line.progress
+    progress = rig.progress
     async with trio.open_nursery() as nursery:
         nursery.start_soon(waited, progress.settle, all_)
         nursery.start_soon(waited, lambda: progress.wait_for(b"f", object=0, user=2), own)
         nursery.start_soon(waited, lambda: progress.wait_for(b"f", object=0, user=1), other)
         await trio.testing.wait_all_tasks_blocked()
-        line.make()
+        rig.make()
         await trio.testing.wait_all_tasks_blocked()
         assert (all_, own, other) == ([], [], [])
-        line.make()
+        rig.make()
         await trio.testing.wait_all_tasks_blocked()
         assert (all_, own, other) == ([], [""], [])
         # The callers have ended the pause.
-        assert line.wakeups.waiters == 2
-        assert line.front() == 1
-        line.make()
+        assert rig.wakeups.waiters == 2
+        assert rig.front() == 1
+        rig.make()
     assert (all_, other) == ([""], [""])
-    assert line.wakeups.waiters == 0
+    assert rig.wakeups.waiters == 0
 
 
 async def test_a_caller_that_does_not_wait_longer_gets_the_answer_of_the_source(
-    line: Line, clock: Clock
+    rig: Rig, clock: Clock
 ) -> None:
-    line.put(b"d")
+    rig.put(b"d")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(fails_with, line, errno.EACCES)
+        nursery.start_soon(fails_with, rig, errno.EACCES)
         await trio.testing.wait_all_tasks_blocked()
-        line.refuse(errno.EACCES)
+        rig.refuse(errno.EACCES)
 
 
-async def fails_with(line: Line, number: int) -> None:
+async def fails_with(rig: Rig, number: int) -> None:
     with pytest.raises(OSError, match=os.strerror(number)):
-        await line.progress.wait_or_fail(1)
+        await rig.progress.wait_or_fail(1)
 
 
 async def test_a_pause_after_a_failure_is_short_while_a_caller_waits(
-    line: Line, clock: Clock
+    rig: Rig, clock: Clock
 ) -> None:
     async def paused_s() -> float:
         begun = trio.current_time()
         error = OSError(errno.EIO, "")
-        await line.trouble.rest(error, "broken", what="mkdir 'd'", waiting=1)
+        await rig.trouble.rest(error, "broken", what="mkdir 'd'", waiting=1)
         return trio.current_time() - begun
 
     assert [await paused_s() for _ in range(5)] == pytest.approx([1, 2, 4, 8, 16])
-    assert (line.trouble.reason, line.trouble.stops) == ("mkdir 'd': broken", 5)
-    line.put(b"d")
+    assert (rig.trouble.reason, rig.trouble.stops) == ("mkdir 'd': broken", 5)
+    rig.put(b"d")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(fails_with, line, errno.EIO)
-        nursery.start_soon(line.progress.settle)
+        nursery.start_soon(fails_with, rig, errno.EIO)
+        nursery.start_soon(rig.progress.settle)
         await trio.testing.wait_all_tasks_blocked()
         assert await paused_s() == pytest.approx(5)
-        line.make()
-    line.trouble.end()
-    assert line.trouble.reason is None
+        rig.make()
+    rig.trouble.end()
+    assert rig.trouble.reason is None
     assert await paused_s() == pytest.approx(1)
 
 
-async def test_a_pause_ends_when_a_caller_comes(line: Line, clock: Clock) -> None:
-    line.put(b"d")
+async def test_a_pause_ends_when_a_caller_comes(rig: Rig, clock: Clock) -> None:
+    rig.put(b"d")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(line.wakeups.pause, 60.0)
+        nursery.start_soon(rig.wakeups.pause, 60.0)
         await trio.sleep(1)
-        nursery.start_soon(line.progress.settle)
+        nursery.start_soon(rig.progress.settle)
         await trio.testing.wait_all_tasks_blocked()
-        line.make()
+        rig.make()
     assert trio.current_time() == pytest.approx(1)

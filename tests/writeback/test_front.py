@@ -136,7 +136,7 @@ class Disk(Objects):
         super().rewrite(number)
 
 
-class Front:
+class Rig:
     """The rooms that know the objects, wired as in ``WriteFront``."""
 
     def __init__(self, directory: Path) -> None:
@@ -173,7 +173,7 @@ class Front:
         self.failures = FsyncFailures(names, self.table, self.objects, self.opens, self.drained)
 
     @property
-    def progress(self) -> Front:
+    def progress(self) -> Rig:
         return self
 
     def is_done(self, seq: int) -> bool:
@@ -215,84 +215,84 @@ class Front:
 
 
 @pytest.fixture
-def front(tmp_path: Path) -> Iterator[Front]:
-    front = Front(tmp_path)
-    yield front
-    for file in front.table.open.values():
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    for file in rig.table.open.values():
         file.place.close()
 
 
 # -- the change log --------------------------------------------------------------------------------
 
 
-async def test_a_change_that_did_not_fit_is_recorded_before_all_later_ones(front: Front) -> None:
-    front.journal.error = errno.ENOSPC
+async def test_a_change_that_did_not_fit_is_recorded_before_all_later_ones(rig: Rig) -> None:
+    rig.journal.error = errno.ENOSPC
     for kind in ("mkdir", "unlink"):
         with pytest.raises(Refused):
-            front.recorder.note(Op(kind=cast(Any, kind), path=b"a"))
+            rig.recorder.note(Op(kind=cast(Any, kind), path=b"a"))
     with pytest.raises(Refused):
-        front.recorder.note(Op(kind="content", path=b"a"))
-    assert not front.recorder.has_room() and not front.recorder.is_broken
-    assert (front.objects.failures, front.put) == (3, [])
-    front.journal.error = 0
-    assert front.recorder.note(Op(kind="rmdir", path=b"b")) == 3
+        rig.recorder.note(Op(kind="content", path=b"a"))
+    assert not rig.recorder.has_room() and not rig.recorder.is_broken
+    assert (rig.objects.failures, rig.put) == (3, [])
+    rig.journal.error = 0
+    assert rig.recorder.note(Op(kind="rmdir", path=b"b")) == 3
     # A content is recorded anew: its bytes may be others by now.
-    assert front.kinds() == ["mkdir", "unlink", "rmdir"] and front.put == [1, 2, 3]
-    assert all(op.strict for op in front.journal.ops) and front.recorder.has_room()
+    assert rig.kinds() == ["mkdir", "unlink", "rmdir"] and rig.put == [1, 2, 3]
+    assert all(op.strict for op in rig.journal.ops) and rig.recorder.has_room()
 
 
-async def test_after_another_failure_of_the_journal_nothing_is_changed(front: Front) -> None:
-    front.journal.error = errno.EIO
+async def test_after_another_failure_of_the_journal_nothing_is_changed(rig: Rig) -> None:
+    rig.journal.error = errno.EIO
     with pytest.raises(Refused) as raised:
-        front.recorder.note(Op(kind="mkdir", path=b"a"))
-    assert raised.value.errno == errno.EIO and front.recorder.is_broken
-    assert "EIO" in front.objects.failure
+        rig.recorder.note(Op(kind="mkdir", path=b"a"))
+    assert raised.value.errno == errno.EIO and rig.recorder.is_broken
+    assert "EIO" in rig.objects.failure
 
 
 # -- contents --------------------------------------------------------------------------------------
 
 
 async def test_an_open_file_is_recorded_when_it_was_not_written_for_two_seconds(
-    front: Front,
+    rig: Rig,
 ) -> None:
-    file = front.create()
+    file = rig.create()
     for step in range(8):
         if step < 3:
             file.touch(step)
-        front.recorder.record_if_quiet(file, 0.5)
-    assert front.kinds() == ["content"] and front.journal.ops[0].size == 3
-    assert front.recorder.is_recorded(file.node)
+        rig.recorder.record_if_quiet(file, 0.5)
+    assert rig.kinds() == ["content"] and rig.journal.ops[0].size == 3
+    assert rig.recorder.is_recorded(file.node)
     for _ in range(8):
-        front.recorder.record_if_quiet(file, 0.5)
-    assert front.kinds() == ["content"], "nothing was written since"
+        rig.recorder.record_if_quiet(file, 0.5)
+    assert rig.kinds() == ["content"], "nothing was written since"
     file.touch(1)
-    front.recorder.record(file.node)
-    assert [op.intact for op in front.journal.ops] == [0, 1]
+    rig.recorder.record(file.node)
+    assert [op.intact for op in rig.journal.ops] == [0, 1]
 
 
-async def test_a_content_that_did_not_fit_is_recorded_as_the_file_is_by_then(front: Front) -> None:
-    file = front.create()
-    front.journal.error = errno.ENOSPC
+async def test_a_content_that_did_not_fit_is_recorded_as_the_file_is_by_then(rig: Rig) -> None:
+    file = rig.create()
+    rig.journal.error = errno.ENOSPC
     with pytest.raises(Refused):
-        front.recorder.record(file.node)
+        rig.recorder.record(file.node)
     os.pwrite(file.place.fd, b"defg", 3)
-    front.recorder.record_delayed()
-    assert front.journal.ops == []
-    front.journal.error = 0
-    front.recorder.record_delayed()
-    front.recorder.record_delayed()
-    assert [op.size for op in front.journal.ops] == [7]
+    rig.recorder.record_delayed()
+    assert rig.journal.ops == []
+    rig.journal.error = 0
+    rig.recorder.record_delayed()
+    rig.recorder.record_delayed()
+    assert [op.size for op in rig.journal.ops] == [7]
 
 
-async def test_the_last_user_with_the_file_open_for_writing_makes_its_content(front: Front) -> None:
-    file = front.create()
-    front.recorder.copied_up(file.object, BOB)
-    front.recorder.record(file.node)
+async def test_the_last_user_with_the_file_open_for_writing_makes_its_content(rig: Rig) -> None:
+    file = rig.create()
+    rig.recorder.copied_up(file.object, BOB)
+    rig.recorder.record(file.node)
     file.touch(0)
     for user in (ALICE, BOB):
-        front.recorder.may_write(file, user)
-    front.recorder.record(file.node)
-    first, second = front.journal.ops
+        rig.recorder.may_write(file, user)
+    rig.recorder.record(file.node)
+    first, second = rig.journal.ops
     assert first.same and not second.same
     if os.geteuid() == 0:
         assert (first.by, second.by, second.also) == (BOB, BOB, (ALICE,))
@@ -301,123 +301,121 @@ async def test_the_last_user_with_the_file_open_for_writing_makes_its_content(fr
 # -- open files ------------------------------------------------------------------------------------
 
 
-async def test_a_file_that_no_process_has_open_is_not_opened_without_python(front: Front) -> None:
+async def test_a_file_that_no_process_has_open_is_not_opened_without_python(rig: Rig) -> None:
     ino = Ino(WRITTEN_INO)
-    front.datapath.known.add(ino)
-    assert not front.opens.is_in_use(ino) and not front.datapath.known
-    front.datapath.read.add(ino)
-    assert front.opens.is_in_use(ino) and not front.opens.is_open(ino)
+    rig.datapath.known.add(ino)
+    assert not rig.opens.is_in_use(ino) and not rig.datapath.known
+    rig.datapath.read.add(ino)
+    assert rig.opens.is_in_use(ino) and not rig.opens.is_open(ino)
 
 
-async def test_an_open_waits_until_another_task_has_opened_the_file(
-    front: Front, clock: Clock
-) -> None:
-    file = front.create()
+async def test_an_open_waits_until_another_task_has_opened_the_file(rig: Rig, clock: Clock) -> None:
+    file = rig.create()
     found: list[OpenFile | None] = []
-    del front.opens.files[file.ino]
+    del rig.opens.files[file.ino]
 
     async def opened() -> None:
-        found.append(await front.opens.get(file.ino))
+        found.append(await rig.opens.get(file.ino))
 
     async with trio.open_nursery() as nursery:
-        with front.opens.opening(file.ino):
+        with rig.opens.opening(file.ino):
             nursery.start_soon(opened)
             await trio.sleep(1)
-            assert front.opens.busy() == {file.ino} and not found
-            front.opens.files[file.ino] = file
+            assert rig.opens.busy() == {file.ino} and not found
+            rig.opens.files[file.ino] = file
     assert found == [file]
 
 
-async def test_staged_bytes_tell_their_size_and_close_the_object_too(front: Front) -> None:
-    file = front.create()
+async def test_staged_bytes_tell_their_size_and_close_the_object_too(rig: Rig) -> None:
+    file = rig.create()
     before, staged = file.place.fd, os.memfd_create("staged")
-    place = StagedBytes(staged, file.ino, file.object, front.objects, cast(Any, None), before)
+    place = StagedBytes(staged, file.ino, file.object, rig.objects, cast(Any, None), before)
     file.node.grow(10, 1)
     file.node.grow(5, 2)
     assert file.node.size == 10 and not place.keep_status(file.node)
-    front.disk.note_failure(file.object, errno.EIO)
+    rig.disk.note_failure(file.object, errno.EIO)
     with pytest.raises(Refused):
         await place.sync(file.node)
     closed: list[int] = []
-    cast(Any, front.objects).close_soon = closed.append
+    cast(Any, rig.objects).close_soon = closed.append
     place.close()
     assert closed == [staged, before]
     os.close(staged)
-    cast(Any, front.objects).close_soon = os.close
+    cast(Any, rig.objects).close_soon = os.close
 
 
 # -- files that leave ------------------------------------------------------------------------------
 
 
 async def test_an_unlinked_file_is_kept_for_a_second_and_while_it_is_read(
-    front: Front, clock: Clock
+    rig: Rig, clock: Clock
 ) -> None:
-    nodes = [front.closed(name=b"") for _ in range(3)]
+    nodes = [rig.closed(name=b"") for _ in range(3)]
     numbers = [node.object for node in nodes]
-    front.datapath.read.add(nodes[1].ino)
+    rig.datapath.read.add(nodes[1].ino)
     for node in nodes:
-        front.unlinked.leave(node)
-    with front.opens.opening(nodes[2].ino):
-        front.unlinked.forget_old()
-        assert len(front.names.nodes_) == 3
+        rig.unlinked.leave(node)
+    with rig.opens.opening(nodes[2].ino):
+        rig.unlinked.forget_old()
+        assert len(rig.names.nodes_) == 3
         await trio.sleep(1.1)
-        front.unlinked.forget_old()
-    await front.removed(numbers[0])
-    assert set(front.names.nodes_) == {nodes[1].ino, nodes[2].ino}
-    front.unlinked.closed_by_readers(nodes[1].ino)
+        rig.unlinked.forget_old()
+    await rig.removed(numbers[0])
+    assert set(rig.names.nodes_) == {nodes[1].ino, nodes[2].ino}
+    rig.unlinked.closed_by_readers(nodes[1].ino)
     await trio.sleep(1.1)
-    front.unlinked.forget_old()
-    assert not front.names.nodes_ and front.kinds() == 3 * ["gone"]
+    rig.unlinked.forget_old()
+    assert not rig.names.nodes_ and rig.kinds() == 3 * ["gone"]
     for number in numbers:
-        await front.removed(number)
+        await rig.removed(number)
 
 
 async def test_drained_objects_leave_oldest_first_unless_they_are_open(
-    front: Front, clock: Clock
+    rig: Rig, clock: Clock
 ) -> None:
-    nodes = [front.closed(drained=True) for _ in range(4)]
+    nodes = [rig.closed(drained=True) for _ in range(4)]
     numbers = [node.object for node in nodes]
-    assert [front.drained.durable(node) for node in nodes] == 4 * [b"source"]
-    with front.opens.opening(nodes[0].ino):
-        assert front.drained.release_oldest(1) > 0
+    assert [rig.drained.durable(node) for node in nodes] == 4 * [b"source"]
+    with rig.opens.opening(nodes[0].ino):
+        assert rig.drained.release_oldest(1) > 0
     assert [node.object for node in nodes] == [numbers[0], 0, numbers[2], numbers[3]]
-    front.datapath.read.add(nodes[2].ino)
-    assert not front.drained.release_if_clean(nodes[2])
-    front.done = 0
-    assert front.drained.release_oldest(1 << 30) == 0, "the source lacks their last change"
-    assert front.drained.durable(nodes[3]) == b"none"
-    await front.removed(numbers[1])
+    rig.datapath.read.add(nodes[2].ino)
+    assert not rig.drained.release_if_clean(nodes[2])
+    rig.done = 0
+    assert rig.drained.release_oldest(1 << 30) == 0, "the source lacks their last change"
+    assert rig.drained.durable(nodes[3]) == b"none"
+    await rig.removed(numbers[1])
 
 
 # -- fsync that fails ------------------------------------------------------------------------------
 
 
 async def test_a_file_whose_fsync_failed_is_written_anew_with_growing_pauses(
-    front: Front, clock: Clock
+    rig: Rig, clock: Clock
 ) -> None:
-    node = front.closed()
-    fd = front.disk.open(node.object)
-    file = OpenFile(node, ObjectBytes(fd, node.object, front.objects), NO_FAST_WRITES)
-    front.disk.error = errno.EIO
+    node = rig.closed()
+    fd = rig.disk.open(node.object)
+    file = OpenFile(node, ObjectBytes(fd, node.object, rig.objects), NO_FAST_WRITES)
+    rig.disk.error = errno.EIO
     with pytest.raises(Refused):
         await file.place.sync(node)
-    front.failures.note(file, errno.EIO)
-    assert front.failures.paths() == [front.names.visible_path(node.ino)]
-    assert front.drained.durable(node) == b"none" and front.objects.failures == 1
+    rig.failures.note(file, errno.EIO)
+    assert rig.failures.paths() == [rig.names.visible_path(node.ino)]
+    assert rig.drained.durable(node) == b"none" and rig.objects.failures == 1
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(front.failures.run)
+        nursery.start_soon(rig.failures.run)
         tried_s: list[float] = []
         with trio.fail_after(1000):
             while len(tried_s) < 6:
                 await trio.sleep(0.1)
-                if front.objects.failures - 1 > len(tried_s):
+                if rig.objects.failures - 1 > len(tried_s):
                     tried_s.append(trio.current_time())
         # At 0, 1, 3, 7, 15 and 31 s, with half a second between two looks; later on a busy machine,
         # where the clock of the test runs while a thread works.
         gaps_s = [later - earlier for earlier, later in itertools.pairwise(tried_s)]
         assert all(gap_s >= 0.4 * 2**turn for turn, gap_s in enumerate(gaps_s)), tried_s
-        front.disk.error = 0
+        rig.disk.error = 0
         await trio.sleep(61)
         nursery.cancel_scope.cancel()
-    assert front.failures.paths() == []
+    assert rig.failures.paths() == []
     file.place.close()

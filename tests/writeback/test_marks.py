@@ -18,7 +18,7 @@ from monarch.writeback.source_state import SourceState
 VERSION = Identity(5, 50, 6, 7)
 
 
-class Book:
+class Rig:
     """A journal with the content of one file, and the marks in it."""
 
     def __init__(self, directory: Path) -> None:
@@ -35,48 +35,48 @@ class Book:
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Book:
-    return Book(tmp_path / "absorbed")
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path / "absorbed")
 
 
-async def test_a_staged_file_is_known_in_the_journal_and_to_the_drain(book: Book) -> None:
-    before = book.entry.record
-    book.entry.place = Place(source_ino=9)
-    book.marks.staged({book.entry: VERSION})
-    assert book.entry.record > before
+async def test_a_staged_file_is_known_in_the_journal_and_to_the_drain(rig: Rig) -> None:
+    before = rig.entry.record
+    rig.entry.place = Place(source_ino=9)
+    rig.marks.staged({rig.entry: VERSION})
+    assert rig.entry.record > before
     # With the number that the source gave it, and without a time of change.
     staged = Identity(5, 50, 0, 9)
-    assert book.state.expected(2, book.op).ours == {staged}
-    book.journal.close()
-    assert book.opened().replay().staged == {1: {staged}}
+    assert rig.state.expected(2, rig.op).ours == {staged}
+    rig.journal.close()
+    assert rig.opened().replay().staged == {1: {staged}}
 
 
 async def test_a_change_waits_until_the_mark_of_another_of_its_paths_is_on_the_disk(
-    book: Book,
+    rig: Rig,
 ) -> None:
-    book.marks.done({book.entry.seq: VERSION}, upto=book.entry.seq)
-    assert not book.marks.unsynced
-    book.marks.unsynced.add(book.op)
-    assert book.marks.unsynced
-    assert book.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"a"))
-    assert not book.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"b"))
-    await book.marks.sync_done()
-    assert book.journal.file.synced == book.journal.file.written
-    assert not book.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"a"))
+    rig.marks.done({rig.entry.seq: VERSION}, upto=rig.entry.seq)
+    assert not rig.marks.unsynced
+    rig.marks.unsynced.add(rig.op)
+    assert rig.marks.unsynced
+    assert rig.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"a"))
+    assert not rig.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"b"))
+    await rig.marks.sync_done()
+    assert rig.journal.file.synced == rig.journal.file.written
+    assert not rig.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"a"))
 
 
-async def test_the_journal_is_synced_only_up_to_the_record_that_is_needed(book: Book) -> None:
-    await book.marks.sync(book.entry.record)
-    synced = book.journal.file.synced
-    assert synced >= book.entry.record
-    book.journal.append(Op(kind="mkdir", path=b"d"))
-    await book.marks.sync(book.entry.record)
-    assert book.journal.file.synced == synced
+async def test_the_journal_is_synced_only_up_to_the_record_that_is_needed(rig: Rig) -> None:
+    await rig.marks.sync(rig.entry.record)
+    synced = rig.journal.file.synced
+    assert synced >= rig.entry.record
+    rig.journal.append(Op(kind="mkdir", path=b"d"))
+    await rig.marks.sync(rig.entry.record)
+    assert rig.journal.file.synced == synced
 
 
-async def test_a_content_that_was_synced_later_has_a_later_record(book: Book) -> None:
-    before = book.journal.file.written
-    book.marks.durable()
-    assert book.journal.file.written == before
-    book.marks.durable(book.entry)
-    assert book.entry.record == book.journal.file.written > before
+async def test_a_content_that_was_synced_later_has_a_later_record(rig: Rig) -> None:
+    before = rig.journal.file.written
+    rig.marks.durable()
+    assert rig.journal.file.written == before
+    rig.marks.durable(rig.entry)
+    assert rig.entry.record == rig.journal.file.written > before

@@ -13,7 +13,7 @@ from monarch.writeback.mover import TURN_BYTES, Courtesy, Mover
 VERSION = Identity(1, 2, 3, 4)
 
 
-class Trip:
+class StagedFile:
     """A staged file of ``size`` bytes. ``done`` are the calls and waits, in their order."""
 
     def __init__(self, size: int, *, verify: bool = True) -> None:
@@ -54,26 +54,26 @@ class Trip:
 
 
 async def test_a_small_file_moves_in_one_turn() -> None:
-    trip = Trip(10)
-    await trip.move()
-    assert trip.done == ["wait 10", "hop", "attributes"]
-    assert (trip.moved, trip.read, trip.mover.moved_bytes) == (10, 10, 0)
+    staged = StagedFile(10)
+    await staged.move()
+    assert staged.done == ["wait 10", "hop", "attributes"]
+    assert (staged.moved, staged.read, staged.mover.moved_bytes) == (10, 10, 0)
 
 
 @pytest.mark.parametrize("verify", [False, True])
 async def test_a_large_file_lets_readers_go_first_before_each_turn(verify: bool) -> None:
-    trip = Trip(2 * TURN_BYTES + 5, verify=verify)
-    await trip.move()
-    waits = [each for each in trip.done if each.startswith("wait")]
+    staged = StagedFile(2 * TURN_BYTES + 5, verify=verify)
+    await staged.move()
+    waits = [each for each in staged.done if each.startswith("wait")]
     assert waits == [f"wait {TURN_BYTES}"] * 4 + ["wait 0"] * (3 * verify)
-    assert trip.moving[:4] == [0, TURN_BYTES, 2 * TURN_BYTES, trip.size]
-    assert trip.read == trip.size * verify
-    assert trip.mover.moved_bytes == 0
+    assert staged.moving[:4] == [0, TURN_BYTES, 2 * TURN_BYTES, staged.size]
+    assert staged.read == staged.size * verify
+    assert staged.mover.moved_bytes == 0
 
 
 async def test_a_file_that_fails_is_not_moving_any_more() -> None:
-    trip = Trip(10)
-    trip.trouble, trip.moved = OSError(28, "full"), 4
+    staged = StagedFile(10)
+    staged.trouble, staged.moved = OSError(28, "full"), 4
     with pytest.raises(OSError, match="full"):
-        await trip.move()
-    assert trip.mover.moved_bytes == 0
+        await staged.move()
+    assert staged.mover.moved_bytes == 0

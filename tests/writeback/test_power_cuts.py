@@ -26,7 +26,7 @@ T = TypeVar("T")
 Clock = trio.testing.MockClock
 
 
-class Least(random.Random):
+class WorstCase(random.Random):
     """A power cut that leaves nothing but what was synced."""
 
     def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
@@ -64,7 +64,7 @@ async def test_no_staged_file_is_left_of_a_file_that_a_power_cut_takes(
         except BaseException as error:
             if not is_killed(error):
                 raise
-    await drained(world, world.cut_power(Least()))
+    await drained(world, world.cut_power(WorstCase()))
 
 
 async def test_a_file_that_replaces_a_name_of_one_lost_by_a_power_cut_is_no_conflict(
@@ -75,7 +75,7 @@ async def test_a_file_that_replaces_a_name_of_one_lost_by_a_power_cut_is_no_conf
     world.write(b"new", b"synced", synced=True)
     world.rename(b"new", b"b")
     world.journal.sync()
-    replay = world.cut_power(Least())
+    replay = world.cut_power(WorstCase())
     assert world.tree[b"c"].content == b"old b" and not world.tree[b"c"].object
     await drained(world, replay)
     assert (world.source / "b").read_bytes() == b"synced"
@@ -159,7 +159,7 @@ async def test_a_power_cut_takes_an_object_whichever_of_its_names_is_left(
     # The file that was taken has its other name still.
     world.rename(b"new", b"c")
     world.journal.sync()
-    replay = world.cut_power(Least())
+    replay = world.cut_power(WorstCase())
     assert world.tree[b"b"].content == b"old b" and not world.tree[b"b"].object
     await drained(world, replay)
 

@@ -32,7 +32,7 @@ class NamedCalls:
         return partial(lambda name: None, name)
 
 
-class Desk:
+class Rig:
     """Changes of object 1 at ``a``, and the calls that make them."""
 
     def __init__(self) -> None:
@@ -60,83 +60,83 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def rig() -> Rig:
+    return Rig()
 
 
-def test_names_of_a_file_that_the_source_does_not_have_come_with_its_content(desk: Desk) -> None:
-    assert desk.call(desk.put("create")) is None
-    assert desk.call(desk.put("link")) is None
-    assert desk.call(desk.put("attr")) is None
+def test_names_of_a_file_that_the_source_does_not_have_come_with_its_content(rig: Rig) -> None:
+    assert rig.call(rig.put("create")) is None
+    assert rig.call(rig.put("link")) is None
+    assert rig.call(rig.put("attr")) is None
     # What the source has under the new name is replaced by the content only.
-    assert desk.call(desk.put("rename")) == "unlink"
-    desk.order.lost[1] = b"a"
-    assert desk.call(desk.put("rename")) is None
+    assert rig.call(rig.put("rename")) == "unlink"
+    rig.order.lost[1] = b"a"
+    assert rig.call(rig.put("rename")) is None
 
 
-def test_names_and_attributes_of_a_file_that_the_source_has_are_changed_there(desk: Desk) -> None:
-    desk.state.foresee(Op(kind="take", path=b"a", object=1))
-    assert desk.call(desk.put("take")) is None
-    assert desk.call(desk.put("rename")) == "rename"
-    assert desk.call(desk.put("link")) == "link"
-    assert desk.call(desk.put("unlink")) == "unlink"
+def test_names_and_attributes_of_a_file_that_the_source_has_are_changed_there(rig: Rig) -> None:
+    rig.state.foresee(Op(kind="take", path=b"a", object=1))
+    assert rig.call(rig.put("take")) is None
+    assert rig.call(rig.put("rename")) == "rename"
+    assert rig.call(rig.put("link")) == "link"
+    assert rig.call(rig.put("unlink")) == "unlink"
 
 
-def test_attributes_of_an_older_version_are_changed(desk: Desk) -> None:
-    desk.is_there()
-    desk.state.note(Op(kind="content", path=b"a", object=1), None)
-    assert desk.call(desk.put("attr")) == "change_attributes"
+def test_attributes_of_an_older_version_are_changed(rig: Rig) -> None:
+    rig.is_there()
+    rig.state.note(Op(kind="content", path=b"a", object=1), None)
+    assert rig.call(rig.put("attr")) == "change_attributes"
 
 
 @pytest.mark.parametrize("was_tried", [False, True])
 def test_of_a_content_that_is_left_out_the_staged_file_is_removed(
-    desk: Desk, was_tried: bool
+    rig: Rig, was_tried: bool
 ) -> None:
-    entry = desk.put("content")
+    entry = rig.put("content")
     entry.skipped, entry.was_tried = True, was_tried
-    assert desk.call(entry) == ("discard" if was_tried else None)
+    assert rig.call(entry) == ("discard" if was_tried else None)
 
 
-def test_a_content_is_published_or_found_there(desk: Desk) -> None:
-    entry = desk.put("content")
+def test_a_content_is_published_or_found_there(rig: Rig) -> None:
+    entry = rig.put("content")
     entry.published = True
-    assert desk.call(entry) == "look_at_same"
+    assert rig.call(entry) == "look_at_same"
     entry.is_grown = True
-    assert desk.call(entry) == "grown"
+    assert rig.call(entry) == "grown"
     entry.staged, entry.place = OLD, Place()
-    assert desk.call(entry) == "publish"
+    assert rig.call(entry) == "publish"
 
 
-def test_of_what_is_given_up_only_a_staged_file_is_removed(desk: Desk) -> None:
-    desk.is_there()
-    desk.state.give_up([], [1])
-    assert desk.call(desk.put("unlink")) is None
-    content = desk.put("content")
+def test_of_what_is_given_up_only_a_staged_file_is_removed(rig: Rig) -> None:
+    rig.is_there()
+    rig.state.give_up([], [1])
+    assert rig.call(rig.put("unlink")) is None
+    content = rig.put("content")
     content.is_moot = content.was_tried = True
-    assert desk.call(content) == "discard"
+    assert rig.call(content) == "discard"
 
 
-def test_a_program_does_not_get_the_bits_that_a_later_change_takes(desk: Desk) -> None:
-    desk.is_there()
+def test_a_program_does_not_get_the_bits_that_a_later_change_takes(rig: Rig) -> None:
+    rig.is_there()
 
     def given(entry: Entry) -> int | None:
-        step = desk.steps.of(entry)
+        step = rig.steps.of(entry)
         assert isinstance(step, partial)
         return cast(Op, step.keywords["op"]).mode
 
-    entry = desk.put("attr", mode=PROGRAM)
+    entry = rig.put("attr", mode=PROGRAM)
     assert given(entry) == PROGRAM
-    desk.files.written.add(1)
+    rig.files.written.add(1)
     assert given(entry) == 0o755
-    desk.files.written.clear()
-    desk.put("content", mode=0o755)
+    rig.files.written.clear()
+    rig.put("content", mode=0o755)
     assert given(entry) == 0o755
 
 
-def test_newer_bytes_than_the_recorded_ones_do_not_get_the_bits_either(desk: Desk) -> None:
-    entry = desk.put("content", mode=PROGRAM)
+def test_newer_bytes_than_the_recorded_ones_do_not_get_the_bits_either(rig: Rig) -> None:
+    entry = rig.put("content", mode=PROGRAM)
     entry.place = Place()
-    apply = desk.steps.applying(entry, Identity(4, 40, 0, 0))
+    apply = rig.steps.applying(entry, Identity(4, 40, 0, 0))
     assert isinstance(apply, partial)
     op = cast(Op, apply.keywords["op"])
     assert (op.mode, op.mtime_ns) == (0o755, 40)
@@ -144,23 +144,23 @@ def test_newer_bytes_than_the_recorded_ones_do_not_get_the_bits_either(desk: Des
 
 @pytest.mark.parametrize("why", ["", "moot", "given up", "lost", "a content waits", "written"])
 def test_a_file_that_others_have_removed_is_published_again_under_its_new_name(
-    desk: Desk, why: str
+    rig: Rig, why: str
 ) -> None:
-    entry = desk.put("rename")
-    step = desk.steps.of(entry)
+    entry = rig.put("rename")
+    step = rig.steps.of(entry)
     match why:
         case "moot":
             entry.is_moot = True
         case "given up":
-            desk.state.give_up([], [1])
+            rig.state.give_up([], [1])
         case "lost":
-            desk.order.lost[1] = b"a"
+            rig.order.lost[1] = b"a"
         case "a content waits":
-            desk.put("content")
+            rig.put("content")
         case "written":
-            desk.files.written.add(1)
-    assert desk.steps.lacks_its_file(entry, step) is (why == "")
-    assert not desk.steps.lacks_its_file(desk.put("attr"), step)
+            rig.files.written.add(1)
+    assert rig.steps.lacks_its_file(entry, step) is (why == "")
+    assert not rig.steps.lacks_its_file(rig.put("attr"), step)
 
 
 @pytest.mark.parametrize(("by", "reader"), [(0, 0), (5, 5), (6, 5)])
