@@ -210,12 +210,12 @@ def test_the_log_counts_the_exceptions_that_it_wrote(tmp_path: Path) -> None:
 @pytest.mark.fault("M6")
 def test_exceptions_that_are_held_back_are_counted_all_the_same(tmp_path: Path) -> None:
     logbook = log.setup(LogSettings(level="error"), path=tmp_path / "daemon.log", foreground=False)
-    limiter = log.Limiter(60.0)
+    limiter = log.Limiter(LOGGER)
     for _ in range(5):
         try:
             raise IndexError("a bug")
         except IndexError:
-            limiter.exception(LOGGER, "read", "internal error")
+            limiter.exception("read", "internal error")
     assert logbook.exceptions == 5
     assert (tmp_path / "daemon.log").read_text().count("Traceback") == 1
 
@@ -262,14 +262,14 @@ def test_a_repeating_fault_is_logged_once_an_interval_with_its_count(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 100.0
-    limiter = log.Limiter(60.0, clock=lambda: now)
+    limiter = log.Limiter(LOGGER, clock=lambda: now)
     for _ in range(5):
-        limiter.warning(LOGGER, "tier1", "tier %s fails", "tier1")
-    limiter.warning(LOGGER, "tier2", "tier %s fails", "tier2")
+        limiter.warning("tier1", "tier %s fails", "tier1")
+    limiter.warning("tier2", "tier %s fails", "tier2")
     now = 159.9
-    limiter.warning(LOGGER, "tier1", "tier %s fails", "tier1")
+    limiter.warning("tier1", "tier %s fails", "tier1")
     now = 160.0
-    limiter.warning(LOGGER, "tier1", "tier %s fails", "tier1")
+    limiter.warning("tier1", "tier %s fails", "tier1")
     assert [record.getMessage() for record in caplog.records] == [
         "tier tier1 fails",
         "tier tier2 fails",
@@ -281,12 +281,12 @@ def test_an_exception_that_repeats_is_one_traceback_an_interval(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 100.0
-    limiter = log.Limiter(60.0, clock=lambda: now)
+    limiter = log.Limiter(LOGGER, clock=lambda: now)
     for _ in range(3):
         try:
             raise OSError(5, "x")
         except OSError:
-            limiter.exception(LOGGER, "read", "%s failed", "read")
+            limiter.exception("read", "%s failed", "read")
         now += 40
     assert [record.getMessage() for record in caplog.records] == [
         "read failed",
@@ -296,13 +296,13 @@ def test_an_exception_that_repeats_is_one_traceback_an_interval(
 
 
 def test_many_kinds_of_faults_take_bounded_memory(caplog: pytest.LogCaptureFixture) -> None:
-    limiter = log.Limiter(60.0, clock=lambda: 0.0)
+    limiter = log.Limiter(LOGGER, clock=lambda: 0.0)
     for key in range(3000):
-        limiter.warning(LOGGER, key, "fault")
+        limiter.warning(key, "fault")
     caplog.clear()
     # The latest are still known, the oldest forgotten: rather reported once too often than never.
-    limiter.warning(LOGGER, 2999, "fault")
-    limiter.warning(LOGGER, 0, "fault")
+    limiter.warning(2999, "fault")
+    limiter.warning(0, "fault")
     assert len(caplog.records) == 1
 
 

@@ -56,7 +56,7 @@ class Server:
         self._idle_seconds = idle_seconds
         self._connections = 0
         self._uids = frozenset({os.geteuid(), 0})
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
         # A spare descriptor, closed on EMFILE so that a status request is still answered.
         self._spare = -1
 
@@ -78,7 +78,6 @@ class Server:
                         # Without a free descriptor or memory an immediate retry would fail again.
                         if error.errno not in _ABORTED:
                             self._limiter.warning(
-                                log,
                                 error.errno,
                                 "cannot accept a control connection: %s; it waits, reads continue",
                                 errno_words(error.errno),
@@ -95,7 +94,6 @@ class Server:
         except Exception as error:
             if not _hung_up_only(error):
                 self._limiter.exception(
-                    log,
                     "connection",
                     "internal error in a control connection; the mount continues. This is a bug,"
                     " please report it",
@@ -118,7 +116,7 @@ class Server:
         uid = _peer_uid(stream.socket)
         if uid not in self._uids:
             self._limiter.warning(
-                log, ("refused", uid), "refused user %d at the control socket %s", uid, self._path
+                ("refused", uid), "refused user %d at the control socket %s", uid, self._path
             )
             await self._send(
                 stream, messages.failure(MonarchError("only the mount's user may ask"))
@@ -174,7 +172,6 @@ class Server:
             if isinstance(cause, MonarchError):
                 return messages.failure(cause)
             self._limiter.exception(
-                log,
                 name,
                 "internal error in the control verb %s; the mount continues. This is a bug, please"
                 " report it",
@@ -190,7 +187,7 @@ class Server:
             line = messages.encode(reply)
         except (messages.MalformedError, TypeError, ValueError):
             self._limiter.exception(
-                log, "reply", "a control reply cannot be sent, the client gets an error instead"
+                "reply", "a control reply cannot be sent, the client gets an error instead"
             )
             line = messages.encode(
                 messages.failure(MonarchError("the answer cannot be sent", hint="see the log"))

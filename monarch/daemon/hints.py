@@ -63,7 +63,7 @@ class Hints:
         self._announcements = announcements
         self._wake = wake
         self._watched: dict[OrderKey, _Watched] = {}
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
         self._pieces: Counter[int] = Counter()
 
     def receive(self, ino: Ino, message: bytes, caller: Caller) -> int:
@@ -75,7 +75,6 @@ class Hints:
             self._announcements.refused()
             if error.errno != errno.EBUSY:
                 self._limiter.warning(
-                    log,
                     (caller.uid, error.errno),
                     "a hint of user %d, process %d, was refused: %s",
                     caller.uid,

@@ -64,7 +64,7 @@ class Handlers:
         # message and the process, it returns a number for the process or raises MonarchError.
         self.hint = receive_hint
         # A bug in the path of each read must not displace all other lines of the log.
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
         self.names = filesystem.names
         self._filesystem = filesystem
         self._datapath = datapath
@@ -74,10 +74,9 @@ class Handlers:
         self._count_error(f"handler-{handler}")
         if number in _SCARCE:
             words = "%s failed with %s: this process or machine is short of it"
-            self._limiter.warning(log, (handler, number), words, handler, errno_words(number))
+            self._limiter.warning((handler, number), words, handler, errno_words(number))
             return
         self._limiter.exception(
-            log,
             (handler, number),
             "internal error in %s(): returned %s to the caller; the mount continues."
             " This is a bug, please report it",

@@ -64,7 +64,7 @@ class MountCaches:
         self._is_open = False
         self._storing = threading.Lock()
         self._threads = ThreadPool(1, "pages", abandon=True)
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
 
     def open(self) -> None:
         """The session exists from now on."""
@@ -88,7 +88,6 @@ class MountCaches:
         except OSError as error:
             if error.errno != errno.ENOENT:
                 self._limiter.warning(
-                    log,
                     error.errno,
                     "the kernel refused a change of inode %d: %s; it may show the old size and"
                     " times of the file until it is opened",

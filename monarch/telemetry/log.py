@@ -228,36 +228,32 @@ class Limiter:
     For faults that may occur with every read. Thread-safe.
     """
 
+    _INTERVAL_S = 60.0
     # A key is a tier or a kind of fault. The limit bounds the memory if a caller uses file names.
     _MAX_KEYS = 1024
     # A count for the whole process: suppressed exceptions count as internal errors, too.
     exceptions_held_back: ClassVar[int] = 0
     _counting: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, interval_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._interval_s = interval_s
+    def __init__(
+        self, logger: logging.Logger, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger = logger
         self._clock = clock
         self._lock = threading.Lock()
         # Key -> (time of the last line, number suppressed since); the oldest line first.
         self._lines: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
 
-    def exception(self, logger: logging.Logger, key: Hashable, msg: str, *args: Any) -> None:
+    def exception(self, key: Hashable, msg: str, *args: Any) -> None:
         """As ``warning``, at level error and with the traceback of the current exception."""
-        self.warning(logger, key, msg, *args, with_trace=True)
+        self.warning(key, msg, *args, with_trace=True)
 
-    def warning(
-        self,
-        logger: logging.Logger,
-        key: Hashable,
-        msg: str,
-        *args: Any,
-        with_trace: bool = False,
-    ) -> None:
+    def warning(self, key: Hashable, msg: str, *args: Any, with_trace: bool = False) -> None:
         """Logs ``msg % args`` unless ``key`` was logged less than an interval ago."""
         now = self._clock()
         with self._lock:
             last, held_back = self._lines.get(key, (None, 0))
-            if last is not None and now - last < self._interval_s:
+            if last is not None and now - last < self._INTERVAL_S:
                 self._lines[key] = (last, held_back + 1)
                 if with_trace:
                     with Limiter._counting:
@@ -269,6 +265,5 @@ class Limiter:
                 self._lines.popitem(last=False)
         if held_back:
             msg, args = msg + " (%d more like this since the last)", (*args, held_back)
-        logger.log(
-            logging.ERROR if with_trace else logging.WARNING, msg, *args, exc_info=with_trace
-        )
+        level = logging.ERROR if with_trace else logging.WARNING
+        self._logger.log(level, msg, *args, exc_info=with_trace)

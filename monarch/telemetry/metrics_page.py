@@ -53,7 +53,7 @@ class MetricsPage:
         self._silent: dict[trio.CancelScope, None] = {}
         self._connections = 0
         self._rendering = trio.CapacityLimiter(1)
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
 
     def close(self) -> None:
         self._listener.close()
@@ -69,7 +69,6 @@ class MetricsPage:
                     # Without a free descriptor or memory an immediate retry would fail again.
                     if error.errno not in _ABORTED:
                         self._limiter.warning(
-                            log,
                             error.errno,
                             "cannot take a connection to the metrics page: %s; the connection"
                             " waits",
@@ -96,7 +95,6 @@ class MetricsPage:
         except Exception:
             self._metrics.error("handler-metrics")
             self._limiter.exception(
-                log,
                 "connection",
                 "internal error in the metrics page: that connection was closed, the mount"
                 " continues. This is a bug, please report it",

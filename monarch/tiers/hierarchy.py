@@ -74,7 +74,7 @@ class Hierarchy:
         mountpoint: str,
         source: str,
     ) -> None:
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
         owner = owner_of(state, mountpoint=mountpoint, source=source)
         with ExitStack() as opened:
             self.tiers: list[Tier] = []
@@ -125,7 +125,6 @@ class Hierarchy:
         except OSError as error:
             tier = self.tiers[record.tier - 1].name
             self._limiter.warning(
-                log,
                 tier,
                 "tier %s: a copy of an earlier snapshot was given up, it will be made again: %s",
                 tier,

@@ -74,7 +74,7 @@ class Engine:
         self._removals = {number: Removals() for number in self._tiers}
         self._rest_until = -math.inf
         self._rest_s = _BACKOFF_S[0]
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
         self._work = trio.Event()
         self.running = 0
 
@@ -297,7 +297,6 @@ class Engine:
         except Exception as error:
             if not isinstance(error, OSError | MonarchError):
                 self._limiter.exception(
-                    log,
                     "unforeseen",
                     "internal error in a copy: it will be tried again."
                     " This is a bug, please report it",
@@ -420,7 +419,6 @@ class Engine:
             # A retry would fail again: a process that may open the file will cause a copy.
             self._metrics.source_refused(flight.ino)
             self._limiter.warning(
-                log,
                 "copy refused",
                 "no copy of %s: the source does not let the daemon open it; it is copied when a"
                 " process that may read it does so",
@@ -431,7 +429,6 @@ class Engine:
         # What is fetched ahead is not worth another read of a source that fails.
         retry = flight.arrival is None or isinstance(error, TierError)
         self._limiter.warning(
-            log,
             f"copy {kind}",
             "copy to tier %s given up, %s: %s: %s (%s); the source serves its readers",
             tier.name,

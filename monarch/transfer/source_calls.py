@@ -101,7 +101,7 @@ class SourceCalls:
         # The number of checks that each pending call has outlasted.
         self._checks: dict[trio.CancelScope, int] = {}
         self._called = trio.Event()
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
         # The times of the first and the last of the present errors, by the event loop's clock, and
         # the words of the last.
         self._failing: tuple[float, float, str] | None = None
@@ -212,4 +212,4 @@ class SourceCalls:
             began = self._failing[0] if self._failing is not None and is_same else now
             self._failing = (began, now, words)
         message = "source: %s: %s; the caller got that error"
-        self._limiter.warning(log, f"source {number}", message, path_text, words)
+        self._limiter.warning(f"source {number}", message, path_text, words)

@@ -124,7 +124,7 @@ class TierMonitor:
         self._probe_s = limits.tier_probe
         self._datapath = datapath
         self._on_outage: Callable[[int], None] = lambda tier: None
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
         self._called = trio.Event()
         # The end of all waiting, by the clock of the event loop.
         self._deadline = math.inf
@@ -282,7 +282,6 @@ class TierMonitor:
             name = monitored.tier.name
             self._metrics.error(f"tier-{name}")
             self._limiter.warning(
-                log,
                 f"{name} {outage.slow} {outage.moved}",
                 "tier %s is out of service: %s; %s",
                 name,

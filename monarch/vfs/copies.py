@@ -45,7 +45,7 @@ class Copies:
     _fast: FastPath | None
     _metrics: Metrics
     _verify: Literal["unclean", "open", "never"]
-    _limiter: Limiter = field(default_factory=lambda: Limiter(60.0), init=False)
+    _limiter: Limiter = field(default_factory=lambda: Limiter(log), init=False)
 
     async def bind(self, attributes: Attributes) -> Binding | None:
         """Binds a file to its copy; None if it has none that can be used. A bad copy is dropped."""
@@ -132,7 +132,6 @@ class Copies:
         kind = errno.errorcode.get(error.errno or 0, "error")
         self._metrics.error(f"copy-{kind}")
         self._limiter.warning(
-            log,
             f"copy {tier}",
             "tier %s: copy of %s dropped, and the source read instead: %s (%s)",
             self._metrics.names[tier],

@@ -41,7 +41,7 @@ class Revalidation:
     _promotions: Promotions
     _kernel: KernelView
     _metrics: Metrics
-    _limiter: Limiter = field(default_factory=lambda: Limiter(60.0), init=False)
+    _limiter: Limiter = field(default_factory=lambda: Limiter(log), init=False)
 
     async def look_again(self, ino: Ino) -> None:
         """Compares a file with the source; refreshes its entry and drops its copy if it changed.
@@ -132,7 +132,7 @@ class Revalidation:
         if (now.size, now.mtime_ns, now.source_ino) != before:
             self._metrics.changed()
             what = "%r was changed at the source since it was written here"
-            self._limiter.warning(log, "written", what, os.fsdecode(path))
+            self._limiter.warning("written", what, os.fsdecode(path))
         self._kernel.invalidate_attributes(ino)
         if (known.mode, known.uid, known.gid) != (now.mode, now.uid, now.gid):
             raise SourceError(f"{os.fsdecode(path)!r}: access changed", errno=errno.ESTALE)
@@ -258,4 +258,4 @@ class Revalidation:
         self._residency.mark_changed(ino)
         self._kernel.invalidate_attributes(ino)
         words = "%s %s since the snapshot; run: monarch snapshot refresh"
-        self._limiter.warning(log, what, words, self._names.path_text(ino), what)
+        self._limiter.warning(what, words, self._names.path_text(ino), what)

@@ -54,7 +54,7 @@ class Commits:
         # Objects that were unsynced when a sync of the tier failed: only an fsync of the object
         # itself shows whether its bytes are on the disk.
         self._suspect: frozenset[int] = frozenset()
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
 
     async def run(self) -> None:
         """Commits in every interval, until cancelled."""
@@ -93,7 +93,6 @@ class Commits:
 
     def _failed(self, error: OSError) -> bool:
         self._limiter.warning(
-            log,
             "commit",
             "what was written to the tier and not fsynced may not survive a power cut: %s",
             errno_words(error.errno),

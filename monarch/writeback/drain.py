@@ -126,7 +126,7 @@ class Drain:
         )
         self._grower = Grower(objects, threads, state, order, steps, marks, courtesy)
         self._drained_files = self._drained_bytes = 0
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
 
     # -- what the mount does and asks --------------------------------------------------------
 
@@ -221,7 +221,6 @@ class Drain:
                     await self._rest(error, errno_words(error.errno))
                 except Exception as error:
                     self._limiter.exception(
-                        log,
                         "unforeseen",
                         "internal error in the drain: it will try again. This is a bug, please"
                         " report it",

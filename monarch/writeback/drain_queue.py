@@ -187,7 +187,7 @@ class DrainQueue:
         self._aside: set[int] = set()
         self._retry_s = math.inf
         self._retry_pause_s = BACKOFF_S[0]
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
 
     def load(self, aside: Collection[int]) -> None:
         """Takes over the sequence numbers of changes that an earlier mount has set aside."""
@@ -240,7 +240,6 @@ class DrainQueue:
         entry.refusal = f"{op.kind} {os.fsdecode(op.path)!r}: {entry.why}"
         self.refused += 1
         self._limiter.warning(
-            log,
             f"drain refused {op.kind} {error.errno}",
             "the source refuses %s; it is kept here, with what depends on it, and tried again; the"
             " changes of other users are drained",

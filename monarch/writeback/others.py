@@ -111,7 +111,7 @@ class Others:
         self._looking: dict[Ino, trio.Event] = {}
         # Directories of others that were not listed yet.
         self._unlisted: set[Ino] = set()
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
 
     def used(self, directory: Ino) -> bool:
         """Records the use of a directory; returns whether it is compared with the source now."""
@@ -183,7 +183,7 @@ class Others:
             log.debug("a directory was not compared with the source: %s", error)
         except Exception:
             self._limiter.exception(
-                log, "unforeseen", "internal error in a search for others' names: please report it"
+                "unforeseen", "internal error in a search for others' names: please report it"
             )
         now = trio.current_time()
         self._next_s[directory] = now + _SHARE * (now - begun)
@@ -315,7 +315,7 @@ class Others:
             return False
         if names.held_bytes + NAME_BYTES > self._front.gate.names_max * NAME_BYTES:
             self._limiter.warning(
-                log, "room", "names that others have made are not shown: `writeback.names_max`"
+                "room", "names that others have made are not shown: `writeback.names_max`"
             )
             return False
         status, mode = found.status, found.status.st_mode

@@ -53,7 +53,7 @@ class UndrainedNotes:
         # Whether the file is known to be as ``_noted``: an earlier mount may have left one.
         self._is_known = False
         self._noted: UndrainedNote | None = None
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
 
     async def run(self) -> None:
         """Keeps the note up to date, until cancelled."""
@@ -79,7 +79,6 @@ class UndrainedNotes:
         except OSError as error:
             self._is_known = False
             self._limiter.warning(
-                log,
                 "undrained",
                 "the state directory cannot note what the source lacks: %s; the next mount may not"
                 " notice that the tier is missing",

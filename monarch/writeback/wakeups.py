@@ -87,7 +87,7 @@ class Trouble:
         self.answer = errno.EIO
         self._wakeups = wakeups
         self._pause_s = BACKOFF_S[0]
-        self._limiter = Limiter(60.0)
+        self._limiter = Limiter(log)
 
     async def rest(self, error: Exception, words: str, *, what: str, waiting: int) -> None:
         """Pauses after an error of ``what``, while ``waiting`` changes are in the queue."""
@@ -97,7 +97,6 @@ class Trouble:
         self.answer = number or errno.EIO
         self._wakeups.wake_all()
         self._limiter.warning(
-            log,
             f"drain {type(error).__name__} {words}",
             "draining to the source has stopped and will be tried again; %d changes are kept in the"
             " tier: %s: %s",
