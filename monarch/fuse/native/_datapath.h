@@ -205,7 +205,7 @@ struct datapath {
     /* Set when the datapath is started. */
     int device, channel, wake, nothing;
     int clones[MAX_CLONES], clone_count;
-    bool no_open, cache_listings, decide_opens, want_passthrough;
+    int no_open, cache_listings, decide_opens, want_passthrough;
     int idle_target;
 
     /* Set by the kernel's answer to INIT. */

@@ -31,8 +31,8 @@ struct names {
     uint64_t entries;
     const uint8_t *marks; /* a byte for each inode, shared with Python */
     uint8_t differs;      /* the mark of an inode that differs from the snapshot */
-    bool ask_xattrs;      /* files may have attributes that users have set */
-    bool ask; /* others may create names: missing names and listings are not answered here */
+    int ask_xattrs;       /* files may have attributes that users have set */
+    int ask; /* others may create names: missing names and listings are not answered here */
     size_t blocks[NAMES_TABLES];
     struct names_block *table[NAMES_TABLES];
     size_t acl_count; /* 0: the kernel does not use access control lists */

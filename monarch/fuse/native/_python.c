@@ -11,6 +11,11 @@ PyObject *python_error(int error) {
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
+PyObject *value_error(const char *what) {
+    PyErr_SetString(PyExc_ValueError, what);
+    return NULL;
+}
+
 /* Keeps the access control lists, a sequence of pairs of bytes; false with an exception set. */
 static bool take_acls(Datapath *self, PyObject *given) {
     struct names *names = &self->dp->names;
@@ -74,9 +79,7 @@ static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         marks.len != residency.len || entries > INO_MASK) {
         Py_XDECREF(sequence);
         Py_DECREF(self);
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "tables and entries do not agree");
-        return NULL;
+        return PyErr_Occurred() ? NULL : value_error("tables and entries do not agree");
     }
     for (dp->bounds = 0; dp->bounds < count; dp->bounds++)
         dp->bounds_ns[dp->bounds] =
@@ -216,10 +219,8 @@ static PyObject *datapath_move_tier(Datapath *self, PyObject *args) {
     int number, directory, seals, moved = -1;
     if (!PyArg_ParseTuple(args, "O&ip", to_tier, &number, &directory, &seals))
         return NULL;
-    if (self->dp->tiers[number].directory < 0) {
-        PyErr_SetString(PyExc_ValueError, "no such tier");
-        return NULL;
-    }
+    if (self->dp->tiers[number].directory < 0)
+        return value_error("no such tier");
     struct tier *tier = &self->dp->tiers[number];
     /* Closing the last descriptor of an unmounted file system may take long. */
     Py_BEGIN_ALLOW_THREADS;
@@ -249,10 +250,8 @@ static PyObject *datapath_set_source(Datapath *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "iKLLK", &directory, &fetch_max, &hold_max, &source_max,
                           &patience_ns))
         return NULL;
-    if (dp->source >= 0 || dp->started) {
-        PyErr_SetString(PyExc_ValueError, "cannot be set now");
-        return NULL;
-    }
+    if (dp->source >= 0 || dp->started)
+        return value_error("cannot be set now");
     /* Not a duplicate: a lost source is opened again under the same descriptor number. */
     dp->source = directory;
     /* The kernel takes the bytes in one message, with a 32-bit length. */
@@ -278,9 +277,7 @@ static PyObject *datapath_publish(Datapath *self, PyObject *args) {
     Py_DECREF(view);
     if (!kept || number < 0 ||
         !names_publish(&self->dp->names, table, (size_t)number, buffer->buf, (size_t)buffer->len)) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "no such block");
-        return NULL;
+        return PyErr_Occurred() ? NULL : value_error("no such block");
     }
     Py_RETURN_NONE;
 }
@@ -290,23 +287,16 @@ static PyObject *datapath_start(Datapath *self, PyObject *args, PyObject *kwargs
         "device",         "channel",   "threads",    "passthrough", "no_open", "decide_opens",
         "cache_listings", "ask_names", "ask_xattrs", "as_caller",   NULL};
     struct datapath *dp = self->dp;
-    int device, channel, threads, passthrough, no_open, decide_opens, cache_listings;
-    int ask_names, ask_xattrs, as_caller;
+    int device, channel, threads;
+    if (dp->started || dp->device >= 0)
+        return value_error("cannot be started so");
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$iiippppppp", keys, &device, &channel, &threads,
-                                     &passthrough, &no_open, &decide_opens, &cache_listings,
-                                     &ask_names, &ask_xattrs, &as_caller))
+                                     &dp->want_passthrough, &dp->no_open, &dp->decide_opens,
+                                     &dp->cache_listings, &dp->names.ask, &dp->names.ask_xattrs,
+                                     &dp->as_caller))
         return NULL;
-    if (dp->started || dp->device >= 0 || threads < 1 || threads > MAX_THREADS) {
-        PyErr_SetString(PyExc_ValueError, "cannot be started so");
-        return NULL;
-    }
-    dp->want_passthrough = passthrough;
-    dp->no_open = no_open;
-    dp->decide_opens = decide_opens;
-    dp->cache_listings = cache_listings;
-    dp->names.ask = ask_names;
-    dp->names.ask_xattrs = ask_xattrs;
-    dp->as_caller = as_caller;
+    if (threads < 1 || threads > MAX_THREADS)
+        return value_error("cannot be started so");
     dp->idle_target = threads;
     int error = start(dp, device, channel, threads);
     if (error)
@@ -415,10 +405,8 @@ static PyObject *datapath_tallies(Datapath *self, PyObject *args) {
     int tiers;
     if (!PyArg_ParseTuple(args, "i", &tiers))
         return NULL;
-    if (tiers < 0 || tiers > MAX_TIERS) {
-        PyErr_SetString(PyExc_ValueError, "no such tier");
-        return NULL;
-    }
+    if (tiers < 0 || tiers > MAX_TIERS)
+        return value_error("no such tier");
     PyObject *list = PyList_New(tiers);
     for (int tier = 0; list && tier < tiers; tier++) {
         struct tally sum = {0};

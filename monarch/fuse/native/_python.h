@@ -16,6 +16,7 @@ typedef struct {
 /* -- _python.c -------------------------------------------------------------------------------- */
 
 PyObject *python_error(int error);
+PyObject *value_error(const char *what);
 /* Converters of PyArg_ParseTuple to an int: the number of a tier, and that of a tier or 0, the
  * source. */
 int to_tier(PyObject *given, void *number);

@@ -9,10 +9,8 @@ PyObject *datapath_set_objects(Datapath *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&i", to_tier, &tier, &directory))
         return NULL;
     struct absorbed *absorbed = &self->dp->absorbed;
-    if (absorbed->directory >= 0 || self->dp->started) {
-        PyErr_SetString(PyExc_ValueError, "cannot be set now");
-        return NULL;
-    }
+    if (absorbed->directory >= 0 || self->dp->started)
+        return value_error("cannot be set now");
     absorbed->directory = fcntl(directory, F_DUPFD_CLOEXEC, 0);
     if (absorbed->directory < 0)
         return python_error(errno);
@@ -109,10 +107,8 @@ PyObject *datapath_bind_written(Datapath *self, PyObject *args) {
     int fd, tier, create;
     if (!PyArg_ParseTuple(args, "KiO&p", &ino, &fd, to_place, &tier, &create))
         return NULL;
-    if (ino < 1 || ino > INO_MASK) {
-        PyErr_SetString(PyExc_ValueError, "no such inode");
-        return NULL;
-    }
+    if (ino < 1 || ino > INO_MASK)
+        return value_error("no such inode");
     int own = dp->started ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
     struct open_inode *bound =
         own >= 0 ? opens_bind_written(&dp->opens, ino, own, (uint8_t)tier, create) : NULL;
