@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from monarch.errors import MonarchError
+from monarch.posix.files import closing_fd
 from monarch.telemetry.report import Finding, FsckProgress, FsckReport
 from monarch.tiers import verify
 from monarch.tiers.contents import Contents
@@ -180,11 +181,9 @@ def check_private(
 
 
 def _close(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with closing_fd(os.open(path, flags)) as fd:
         os.fchmod(fd, 0o700)
-    finally:
-        os.close(fd)
 
 
 def private_in_tier(name: str, own: Path) -> Iterator[tuple[str, Path]]:

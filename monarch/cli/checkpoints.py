@@ -15,6 +15,7 @@ from monarch.control.registry import MountRecord
 from monarch.errors import MonarchError, Unanswered, UsageError
 from monarch.frameworks.store import MANIFEST, Listed, digest_of, list_checkpoints
 from monarch.posix.bounded_calls import call_within
+from monarch.posix.files import closing_fd
 from monarch.telemetry.report import WrittenFile, WrittenFiles
 from monarch.text import escape_text
 
@@ -173,16 +174,11 @@ def compare(
 def _digest(path: Path, progress: Callable[[int], None]) -> tuple[int, str] | Compared:
     """The size and the checksum of a file, or why it has none, in a Compared without a path."""
     try:
-        fd = os.open(path, _READ)
+        with closing_fd(os.open(path, _READ)) as fd:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return Compared("", 0, "unreadable", "it is not a regular file")
+            return digest_of(fd, progress)
     except FileNotFoundError:
         return Compared("", 0, "missing", "it is missing")
     except OSError as error:
         return Compared("", 0, "unreadable", f"it cannot be read ({error.strerror})")
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return Compared("", 0, "unreadable", "it is not a regular file")
-        return digest_of(fd, progress)
-    except OSError as error:
-        return Compared("", 0, "unreadable", f"it cannot be read ({error.strerror})")
-    finally:
-        os.close(fd)

@@ -13,6 +13,7 @@ from typing import Any
 
 from monarch.control.messages import MAX_LINE_BYTES, MalformedError, decode, encode
 from monarch.errors import MonarchError, NotMountedError, UsageError, error_of
+from monarch.posix.files import closing_fd
 
 
 def call(
@@ -74,8 +75,8 @@ def _connected(path: Path, timeout: float | None) -> socket.socket:
     connection.settimeout(timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
-        directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+        with closing_fd(os.open(path.parent, flags)) as directory:
             # The address of a socket has at most 107 bytes; a path may be longer.
             address = f"/proc/self/fd/{directory}/{path.name}"
             while True:
@@ -87,8 +88,6 @@ def _connected(path: Path, timeout: float | None) -> socket.socket:
                     if deadline is None or time.monotonic() > deadline:
                         raise
                     time.sleep(0.02)
-        finally:
-            os.close(directory)
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
         connection.close()
         raise NotMountedError(

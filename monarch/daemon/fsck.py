@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import trio
@@ -22,6 +23,7 @@ from monarch.errors import SnapshotError, TierError
 from monarch.namespace.namespace import Namespace
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
+from monarch.posix.files import closing_fd
 from monarch.posix.thread_pool import ThreadPool, batches
 from monarch.telemetry.report import FsckProgress, FsckReport
 from monarch.tiers import verify
@@ -95,15 +97,8 @@ class _FsckRun:
         directories = [(findings.STATE, of.state)]
         for tier in tiers:
             directories += await of.threads.run(list, findings.private_in_tier(tier.name, tier.own))
-        await of.threads.run(
-            partial(
-                findings.check_private,
-                self._findings,
-                directories,
-                owner=os.geteuid(),
-                repair=self._repair,
-            )
-        )
+        check = partial(findings.check_private, self._findings, directories)
+        await of.threads.run(partial(check, owner=os.geteuid(), repair=self._repair))
         await self._check_snapshot()
         for tier in tiers:
             held = of.hierarchy.held(tier)
@@ -126,9 +121,8 @@ class _FsckRun:
             # The served snapshot may be in memory; the next mount reads the file, so it is checked.
             with await self._of.threads.run(served.opened_again) as snapshot:
                 damages = snapshot.damages()
-                while (found := await self._of.threads.run(_some, damages)) is not None:
-                    if found:
-                        damage = found[0]
+                while looked := await self._of.threads.run(list, islice(damages, 64)):
+                    if damage := next(filter(None, looked), ""):
                         break
         except SnapshotError as error:
             damage = str(error)
@@ -139,28 +133,25 @@ class _FsckRun:
     async def _check_tier(self, tier: Tier) -> None:
         own = tier.own
         outage = self._of.monitor.out_of_service().get(tier.number)
+        why = ""
         if outage is not None and not outage.is_read:
             # A tier out of service is not read: the check would wait for its disk.
-            self._findings.add("tier-gone", tier.name, os.fspath(own), outage.why)
-            return
-        root = -1
-        try:
-            root = await self._of.threads.run(os.open, own, _LIST)
-            await self._check_directory(tier, own, root)
-        except OSError as error:
-            words = error.strerror or "cannot be used"
-            self._findings.add("tier-gone", tier.name, os.fspath(own), words)
-        finally:
-            if root >= 0:
-                os.close(root)
+            why = outage.why
+        else:
+            try:
+                with closing_fd(await self._of.threads.run(os.open, own, _LIST)) as root:
+                    why = await self._check_directory(tier, own, root)
+            except OSError as error:
+                why = error.strerror or "cannot be used"
+        if why:
+            self._findings.add("tier-gone", tier.name, os.fspath(own), why)
 
-    async def _check_directory(self, tier: Tier, own: Path, root: int) -> None:
+    async def _check_directory(self, tier: Tier, own: Path, root: int) -> str:
+        """Returns why the directory cannot be checked; empty if it was."""
         run = self._of.threads.run
         generation = self._of.names.snapshot.id
         if not await run(_is_in_use, tier.directory, root, generation):
-            what = "the daemon uses another directory, which had this name"
-            self._findings.add("tier-gone", tier.name, os.fspath(own), what)
-            return
+            return "the daemon uses another directory, which had this name"
         contents = Contents(root)
         findings.add_strangers(self._findings, tier.name, own, await run(contents.strangers))
         for path in await run(_older, contents, own, self._began_ns):
@@ -182,13 +173,14 @@ class _FsckRun:
             whole=self._digests,
             version_of=self._version,
         )
-        while (turn := await self._of.threads.run(_turn, steps)) is not None:
-            for step in turn:
+        while done := await self._of.threads.run(verify.turn, steps, _cost):
+            for step in done:
                 self._findings.files += step.files
                 self._findings.nbytes += step.nbytes
                 if step.suspect is not None and await self._holds(tier, step.suspect):
                     await self._note(tier, self._better_known(tier, step.suspect))
             await self._report(self._findings.progress())
+        return ""
 
     async def _remove(self, kind: str, tier: Tier, path: Path, what: str) -> None:
         """Adds a finding whose repair removes a file, or a directory with its contents."""
@@ -237,7 +229,7 @@ class _FsckRun:
         """Whether a file still exists after all pending removals."""
         with trio.move_on_after(_REST_S):
             await self._of.engine.removed()
-            return await self._of.threads.run(_is_there, tier.directory, path)
+            return await self._of.threads.run(tier.has_file, path)
         return False
 
     def _better_known(self, tier: Tier, suspect: verify.Suspect) -> verify.Suspect:
@@ -270,9 +262,8 @@ class _FsckRun:
             failure = OSError(suspect.error, f"found by fsck: {suspect.what}")
             await of.copies.drop_damaged(ino, tier.number, failure)
         else:
-            await of.threads.run(
-                partial(tier.remove_stranger, suspect.path, before_ns=self._began_ns)
-            )
+            by = partial(tier.remove_stranger, suspect.path, before_ns=self._began_ns)
+            await of.threads.run(by)
             if suspect.kind == verify.TORN and ino is not None:
                 self._records.clear(ino)
 
@@ -287,9 +278,8 @@ class _FsckRun:
                 record = self._records.get(ino)
                 lost = record is None or record.tier != tier.number
                 if lost and ino not in self._reported and self._is_resident(tier, ino):
-                    await self._note(
-                        tier, verify.Suspect(findings.RECORD_LOST, copy_name(ino), _LOST, ino)
-                    )
+                    suspect = verify.Suspect(findings.RECORD_LOST, copy_name(ino), _LOST, ino)
+                    await self._note(tier, suspect)
             await trio.sleep(0)
         recorded = self._of.hierarchy.held(tier).inos.tolist()
         for batch in batches(map(Ino, recorded), _STRIDE):
@@ -298,9 +288,8 @@ class _FsckRun:
                 unused = record is not None and record.tier == tier.number
                 if unused and not (self._residency.tier_of(ino) or self._residency.is_copying(ino)):
                     what = "it has a record, but the daemon does not serve it"
-                    await self._note(
-                        tier, verify.Suspect(findings.RECORD_UNUSED, copy_name(ino), what, ino)
-                    )
+                    suspect = verify.Suspect(findings.RECORD_UNUSED, copy_name(ino), what, ino)
+                    await self._note(tier, suspect)
             await trio.sleep(0)
 
     async def _check_written(self, write_back: WriteBack) -> None:
@@ -360,27 +349,5 @@ def _older(contents: Contents, own: Path, than_ns: int) -> list[Path]:
     return older
 
 
-def _is_there(directory: int, path: str) -> bool:
-    try:
-        os.stat(path, dir_fd=directory, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
-
-
-def _turn(steps: Iterator[verify.Step]) -> list[verify.Step] | None:
-    """Advances until about one piece was read; None at the end. Waits for the disk."""
-    done: list[verify.Step] = []
-    nbytes = 0
-    for step in steps:
-        done.append(step)
-        nbytes += step.nbytes
-        if nbytes >= verify.PIECE_BYTES or len(done) >= _STRIDE:
-            break
-    return done or None
-
-
-def _some(damages: Iterator[str]) -> list[str] | None:
-    """The damages among the next few blocks; None at the end."""
-    looked = [text for text, _ in zip(damages, range(64), strict=False)]
-    return [text for text in looked if text] if looked else None
+def _cost(step: verify.Step) -> int:
+    return step.nbytes + verify.PIECE_BYTES // _STRIDE

@@ -23,7 +23,7 @@ from monarch.telemetry.report import ScrubReport
 from monarch.text import GiB, KiB
 from monarch.tiers.records import Record, Records
 from monarch.tiers.tier import Tier
-from monarch.tiers.verify import GOOD, MISSING, PIECE_BYTES, SEAL, Verdict, verify_copy
+from monarch.tiers.verify import GOOD, MISSING, PIECE_BYTES, SEAL, Step, Verdict, turn, verify_copy
 from monarch.transfer.pace import TokenBucket
 from monarch.types import ROOT_INO, Ino
 from monarch.vfs.copies import Copies
@@ -43,8 +43,8 @@ class _Question(NamedTuple):
     record: Record | None
 
 
-# The bytes of a piece that was read, or the verdict on a copy.
-_Step = int | tuple[_Question, Verdict]
+# A piece that was read, or the verdict on a copy.
+_Step = Step | tuple[_Question, Verdict]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -108,10 +108,10 @@ class Scrub:
     async def _look_at(self, tier: Tier, batch: Sequence[_Question]) -> int:
         steps = _steps(tier, batch)
         cost = 0
-        while turn := await self.threads.run(_turn, steps):
-            nbytes = sum(step for step in turn if isinstance(step, int))
+        while done := await self.threads.run(turn, steps, _cost):
+            nbytes = sum(step.nbytes for step in done if isinstance(step, Step))
             self._bytes += nbytes
-            judged = [step for step in turn if not isinstance(step, int)]
+            judged = [step for step in done if not isinstance(step, Step)]
             for question, verdict in judged:
                 await self._judge(tier, question, verdict)
             spent = nbytes + _FILE_BYTES * len(judged)
@@ -147,23 +147,11 @@ def _steps(tier: Tier, batch: Sequence[_Question]) -> Iterator[_Step]:
     for question in batch:
         verdict = Verdict("record", "it has no record")
         if question.record is not None:
-            for step in verify_copy(
+            verdict = yield from verify_copy(
                 tier.directory, question.ino, question.record, seals=tier.seals, whole=True
-            ):
-                if isinstance(step, int):
-                    yield step
-                else:
-                    verdict = step
+            )
         yield question, verdict
 
 
-def _turn(steps: Iterator[_Step]) -> list[_Step]:
-    """The next steps, until about one piece was read; empty at the end. Waits for the disk."""
-    done: list[_Step] = []
-    cost = 0
-    for step in steps:
-        done.append(step)
-        cost += step if isinstance(step, int) else _FILE_BYTES
-        if cost >= PIECE_BYTES:
-            break
-    return done
+def _cost(step: _Step) -> int:
+    return step.nbytes if isinstance(step, Step) else _FILE_BYTES

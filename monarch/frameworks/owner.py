@@ -26,6 +26,7 @@ import xxhash
 
 from monarch.control.registry import process_started
 from monarch.errors import LockedError
+from monarch.posix.files import closing_fd
 
 LOCK = "lock"
 OWNER = "owner"
@@ -134,13 +135,10 @@ class Owner:
 
     def _write(self, path: Path) -> None:
         """Creates ``path`` with the holder. Raises OSError, FileExistsError if there is one."""
-        fd = os.open(path, _FLAGS_NEW, 0o666)
-        try:
+        with closing_fd(os.open(path, _FLAGS_NEW, 0o666)) as fd:
             os.write(fd, self._mine)
             os.fsync(fd)
             self._now_ns = os.fstat(fd).st_mtime_ns
-        finally:
-            os.close(fd)
 
     def _make(self) -> bool:
         """Tries to become the owner; returns False if there is one."""
@@ -225,12 +223,9 @@ class Owner:
         while not self._ending.wait(RENEW_S):
             # A failure is tried again; ``confirm`` detects it before a checkpoint is entered.
             with contextlib.suppress(OSError):
-                fd = os.open(self._path, _FLAGS_READ)
-                try:
+                with closing_fd(os.open(self._path, _FLAGS_READ)) as fd:
                     if os.read(fd, _LARGEST) == self._mine:
                         os.utime(fd)
-                finally:
-                    os.close(fd)
 
     def _refused(self, seen: _Seen | None) -> LockedError:
         holder = _parse(seen.content) if seen else None
@@ -244,13 +239,10 @@ class Owner:
 
 def _look(path: Path) -> _Seen | None:
     try:
-        fd = os.open(path, _FLAGS_READ)
+        with closing_fd(os.open(path, _FLAGS_READ)) as fd:
+            return _Seen(os.read(fd, _LARGEST), os.fstat(fd).st_mtime_ns)
     except FileNotFoundError:
         return None
-    try:
-        return _Seen(os.read(fd, _LARGEST), os.fstat(fd).st_mtime_ns)
-    finally:
-        os.close(fd)
 
 
 def _parse(content: bytes) -> _Holder | None:

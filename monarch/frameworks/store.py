@@ -28,6 +28,7 @@ import xxhash
 from monarch.errors import CheckpointError
 from monarch.frameworks.format import TRAILER_BYTES, parse, parse_header, trailer
 from monarch.frameworks.owner import Owner
+from monarch.posix.files import closing_fd
 from monarch.text import MiB
 
 MANIFEST = "manifest"
@@ -170,17 +171,13 @@ def _is_durable(path: Path, wanted: Literal["local", "source"]) -> bool:
 def verified(directory: Path, checkpoint: Checkpoint) -> Verified:
     """Reads the file once and compares it with its entry."""
     try:
-        fd = os.open(directory / checkpoint.name, os.O_RDONLY | os.O_CLOEXEC)
+        path = directory / checkpoint.name
+        with closing_fd(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+            size, digest = digest_of(fd)
     except FileNotFoundError:
         return Verified(checkpoint, "missing", "its file is missing")
     except OSError as error:
         return Verified(checkpoint, "unreadable", str(error.strerror))
-    try:
-        size, digest = digest_of(fd)
-    except OSError as error:
-        return Verified(checkpoint, "unreadable", str(error.strerror))
-    finally:
-        os.close(fd)
     if size != checkpoint.size:
         return Verified(checkpoint, "damaged", f"{size} bytes, not {checkpoint.size}")
     if digest != checkpoint.xxh3:
@@ -265,8 +262,7 @@ class CheckpointStore:
         size = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            fd = os.open(part, flags, 0o666)
-            try:
+            with closing_fd(os.open(part, flags, 0o666)) as fd:
                 for piece in pieces:
                     digest.update(piece)
                     size += len(piece)
@@ -277,8 +273,6 @@ class CheckpointStore:
                     size += len(last)
                     _write_all(fd, last)
                 os.fsync(fd)
-            finally:
-                os.close(fd)
         except BaseException:
             _remove(part)
             raise
@@ -458,8 +452,7 @@ def _superfluous(
 
 def _examined(directory: Path, name: str) -> Checkpoint:
     """The entry for a file without one. Raises CheckpointError unless it is valid, and OSError."""
-    fd = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with closing_fd(os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)) as fd:
         status = os.fstat(fd)
         size = max(0, status.st_size - TRAILER_BYTES)
         inner = xxhash.xxh3_64()
@@ -469,8 +462,6 @@ def _examined(directory: Path, name: str) -> Checkpoint:
         if end != trailer(inner.intdigest()):
             raise CheckpointError("it is damaged or incomplete")
         header = parse_header(os.pread(fd, 16, 0), lambda to: os.pread(fd, to - 16, 16))
-    finally:
-        os.close(fd)
     inner.update(end)
     try:
         own = {"name": name, "size": status.st_size, "xxh3": inner.hexdigest()}
@@ -509,11 +500,8 @@ def _write_all(fd: int, piece: bytes | memoryview) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing_fd(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove(path: Path) -> None:

@@ -33,6 +33,7 @@ import xxhash
 
 from monarch.errors import SnapshotError
 from monarch.namespace.schema import damaged
+from monarch.posix.files import closing_fd
 from monarch.text import MiB
 
 _MAGIC = b"MONARCHs"
@@ -103,19 +104,15 @@ def check_trailer(path: Path) -> tuple[int, int]:
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
     """A descriptor of the snapshot ``path``; a failure to open or to read is a SnapshotError."""
-    fd = -1
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        yield fd
+        with closing_fd(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+            yield fd
     except FileNotFoundError as error:
         raise SnapshotError(
             f"there is no snapshot {path}", hint="build it with `monarch snapshot build`"
         ) from error
     except OSError as error:
         raise SnapshotError(f"cannot read snapshot {path}: {error.strerror}") from error
-    finally:
-        if fd >= 0:
-            os.close(fd)
 
 
 def may_replace(path: Path) -> bool:

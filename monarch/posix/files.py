@@ -29,7 +29,7 @@ def closing_fd(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-def status_at(directory_fd: int, name: bytes) -> os.stat_result | None:
+def status_at(directory_fd: int, name: str | bytes) -> os.stat_result | None:
     """``lstat`` of a name in an open directory, None if it is missing. Raises OSError."""
     try:
         return os.stat(name, dir_fd=directory_fd, follow_symlinks=False)

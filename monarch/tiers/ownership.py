@@ -19,7 +19,7 @@ from typing import Any
 
 from monarch.errors import TierError
 from monarch.posix import failpoints
-from monarch.posix.files import closing_fd
+from monarch.posix.files import closing_fd, status_at
 from monarch.posix.private_directory import Lock, open_directory
 from monarch.tiers.contents import DIRECTORY, Contents, opened_in
 
@@ -52,7 +52,7 @@ def own_directory(path: Path, owner: Owner) -> Path:
 
 
 def _own_name(shared: int, owner: Owner) -> str:
-    if os.fstat(shared).st_uid != os.geteuid() or _exists(shared, owner.directory):
+    if os.fstat(shared).st_uid != os.geteuid() or status_at(shared, owner.directory):
         return owner.directory
     # The state directory, whose path makes the name, may have been moved.
     for name in sorted(os.listdir(shared)):
@@ -182,14 +182,6 @@ def _require_ours(status: os.stat_result, name: str, path: Path) -> None:
         )
 
 
-def _exists(directory: int, name: str) -> bool:
-    try:
-        os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def _take_over(shared: int, own: int, path: Path, owner: Owner) -> None:
     """Moves the data of an earlier version in PATH/monarch itself, if it is of this mount. The name
     of the tier is moved last: after a kill the next mount continues. Raises TierError, LockedError
@@ -203,7 +195,7 @@ def _take_over(shared: int, own: int, path: Path, owner: Owner) -> None:
         identity = ""
     lock = Lock(shared, f"tier {os.fspath(path)!r}", owner.mountpoint)
     try:
-        if identity not in owner.known or _exists(own, "tier.json"):
+        if identity not in owner.known or status_at(own, "tier.json"):
             log.warning(
                 "tier %s holds copies of another mount, made by an earlier version of Monarch: they"
                 " stay until that is mounted again, or until `monarch evict --tier` removes them",

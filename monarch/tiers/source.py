@@ -32,6 +32,7 @@ from monarch.errors import SourceChanged, SourceError, source_remedy
 from monarch.posix import acl
 from monarch.posix.acl import Acls
 from monarch.posix.credentials import Credentials, acting_as
+from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import lstat_beneath, open_beneath
 from monarch.text import MiB
 from monarch.types import Identity, kept_ns
@@ -230,15 +231,13 @@ class Source:
         Its version is compared after the read: if it is ``identity``, it was that version all the
         time. Raises OSError, and SourceChanged if it is another version or not a file.
         """
-        fd = self._opened(path)
-        try:
-            return read_whole(fd, identity)
-        except OSError as error:
-            if error.errno in _NOT_READ_LIKE_A_FILE:
-                raise SourceChanged(f"{os.fsdecode(path)!r} is no longer a file") from error
-            raise
-        finally:
-            os.close(fd)
+        with closing_fd(self._opened(path)) as fd:
+            try:
+                return read_whole(fd, identity)
+            except OSError as error:
+                if error.errno in _NOT_READ_LIKE_A_FILE:
+                    raise SourceChanged(f"{os.fsdecode(path)!r} is no longer a file") from error
+                raise
 
     def _opened(self, path: bytes) -> int:
         try:
@@ -301,13 +300,10 @@ class Source:
             if now - self._tried_s < _RETRY_S:
                 return False
             self._tried_s = now
-            fd = os.open(self.path, _ROOT_FLAGS)
-            try:
+            with closing_fd(os.open(self.path, _ROOT_FLAGS)) as fd:
                 if not self._is_known(fd):
                     return False
                 os.dup2(fd, self._root, inheritable=False)
-            finally:
-                os.close(fd)
             self._reopened += 1
         except OSError:
             return False
@@ -325,9 +321,8 @@ class Source:
 
 
 def _xattrs_beneath(root: int, path: bytes, source_ino: int) -> dict[bytes, bytes]:
-    fd = open_beneath(root, path, os.O_PATH | os.O_CLOEXEC)
     found: dict[bytes, bytes] = {}
-    try:
+    with closing_fd(open_beneath(root, path, os.O_PATH | os.O_CLOEXEC)) as fd:
         if source_ino and os.fstat(fd).st_ino != source_ino:
             raise SourceChanged(f"{os.fsdecode(path)!r} is another entry")
         # An O_PATH descriptor has extended attributes only by its path in /proc.
@@ -336,8 +331,6 @@ def _xattrs_beneath(root: int, path: bytes, source_ino: int) -> dict[bytes, byte
             for name in os.listxattr(where):
                 if name.startswith("user."):
                     found[os.fsencode(name)] = os.getxattr(where, name)
-    finally:
-        os.close(fd)
     return found
 
 

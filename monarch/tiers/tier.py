@@ -225,15 +225,19 @@ class Tier:
                 put_seal(fd, ino, identity)
             failpoints.failpoint("verify-sealed")
 
-    def _opened_copy(self, ino: Ino) -> int:
+    def _opened_copy(self, ino: Ino, access: int = os.O_RDONLY) -> int:
         # O_NONBLOCK: another program may have put a fifo in the place of a copy.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(copy_name(ino), flags, dir_fd=self._generation)
 
     def has(self, ino: Ino) -> bool:
         """Whether there is a committed copy, recorded or not."""
+        return self.has_file(copy_name(ino))
+
+    def has_file(self, path: str) -> bool:
+        """Whether there is anything at a path, as of ``copy_name``."""
         try:
-            os.stat(copy_name(ino), dir_fd=self._generation, follow_symlinks=False)
+            os.stat(path, dir_fd=self._generation, follow_symlinks=False)
         except OSError:
             return False
         return True
@@ -241,8 +245,7 @@ class Tier:
     def open_to_empty(self, ino: Ino) -> int:
         """A descriptor with which ``os.ftruncate`` takes the bytes of a damaged copy from processes
         that have it open. Raises OSError."""
-        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        return os.open(copy_name(ino), flags, dir_fd=self._generation)
+        return self._opened_copy(ino, os.O_WRONLY)
 
     def remove_all(self, inos: Sequence[Ino]) -> None:
         for ino in inos:

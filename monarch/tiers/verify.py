@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import xxhash
 
@@ -19,6 +20,8 @@ from monarch.text import MiB
 from monarch.tiers.contents import DIRECTORY, Contents, copy_name, ino_of, seal
 from monarch.tiers.records import Record, Records
 from monarch.types import Identity, Ino
+
+T = TypeVar("T")
 
 # Bytes read before other work may run.
 PIECE_BYTES = 1 * MiB
@@ -52,20 +55,35 @@ class Verdict:
 GOOD = Verdict()
 
 
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A file beneath a generation's directory, or a record, that is wrong."""
+
+    kind: str
+    path: str
+    what: str
+    ino: Ino | None = None
+    record: Record | None = None
+    error: int = errno.ESTALE
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The work since the last step: copies checked, bytes read, and the suspects found."""
+
+    files: int = 0
+    nbytes: int = 0
+    suspect: Suspect | None = None
+
+
 def verify_copy(
     directory: int, ino: Ino, record: Record, *, seals: bool, whole: bool
-) -> Iterator[int | Verdict]:
+) -> Generator[Step, None, Verdict]:
     """Compare the copy of ``ino`` beneath ``directory`` with its record, piece by piece.
 
-    Yields the bytes of each piece that was read, and at last the verdict. ``seals``: copies have
+    Yields a step for each piece that was read, and returns the verdict. ``seals``: copies have
     seals there. Without ``whole`` only a copy without its seal is read. Waits for the disk.
     """
-    yield (yield from _judged(directory, ino, record, seals=seals, whole=whole))
-
-
-def _judged(
-    directory: int, ino: Ino, record: Record, *, seals: bool, whole: bool
-) -> Generator[int, None, Verdict]:
     try:
         fd = os.open(copy_name(ino), _LOOK, dir_fd=directory)
     except FileNotFoundError:
@@ -85,7 +103,7 @@ def _judged(
         digest = xxhash.xxh3_128()
         for piece in _pieces(fd, size):
             digest.update(piece)
-            yield len(piece)
+            yield Step(nbytes=len(piece))
         if digest.digest() != record.digest:
             return Verdict(DIGEST, "its bytes differ from the recorded digest")
         if seals and not sealed:
@@ -132,27 +150,6 @@ def _from_memory(fd: int, piece: memoryview, offset: int) -> int:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """A file beneath a generation's directory, or a record, that is wrong."""
-
-    kind: str
-    path: str
-    what: str
-    ino: Ino | None = None
-    record: Record | None = None
-    error: int = errno.ESTALE
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The work since the last step: copies checked, bytes read, and the suspects found."""
-
-    files: int = 0
-    nbytes: int = 0
-    suspect: Suspect | None = None
-
-
 def compare(
     root: int,
     generation: str,
@@ -187,27 +184,18 @@ def compare(
                     torn = ino is not None and records.is_torn(ino)
                     yield Step(suspect=_unrecorded(path, ino, torn=torn))
                 elif record.tier != tier:
-                    what = "it is recorded in another tier"
-                    yield Step(suspect=Suspect(TIER, path, what, ino))
+                    yield Step(suspect=Suspect(TIER, path, "it is recorded in another tier", ino))
                 else:
                     believed.discard(ino)
                     if version_of(ino) not in (None, record.identity):
                         what = "the snapshot has another version"
                         yield Step(1, 0, Suspect(VERSION, path, what, ino, record))
                         continue
-                    verdict = GOOD
-                    for step in verify_copy(directory, ino, record, seals=seals, whole=whole):
-                        if isinstance(step, int):
-                            yield Step(nbytes=step)
-                        else:
-                            verdict = step
-                    yield Step(
-                        1,
-                        0,
-                        Suspect(verdict.kind, path, verdict.what, ino, record, verdict.error)
-                        if verdict.kind
-                        else None,
+                    verdict = yield from verify_copy(
+                        directory, ino, record, seals=seals, whole=whole
                     )
+                    suspect = Suspect(verdict.kind, path, verdict.what, ino, record, verdict.error)
+                    yield Step(1, 0, suspect if verdict.kind else None)
             yield Step()
     finally:
         if directory >= 0:
@@ -222,6 +210,18 @@ def compare(
             what = "it is recorded, but missing"
             suspect = Suspect(MISSING, copy_name(ino), what, ino, record, errno.ENOENT)
             yield Step(1, 0, suspect)
+
+
+def turn(steps: Iterator[T], cost: Callable[[T], int]) -> list[T]:
+    """The next steps, until they cost about one piece; empty at the end. Waits for the disk."""
+    done: list[T] = []
+    spent = 0
+    for step in steps:
+        done.append(step)
+        spent += cost(step)
+        if spent >= PIECE_BYTES:
+            break
+    return done
 
 
 def _unrecorded(path: str, ino: Ino | None, *, torn: bool) -> Suspect:

@@ -19,7 +19,7 @@ from monarch.text import GiB, MiB
 from monarch.tiers.ownership import Owner
 from monarch.tiers.records import Record, Records
 from monarch.tiers.tier import Tier
-from monarch.tiers.verify import GOOD, verify_copy
+from monarch.tiers.verify import GOOD, Step, Verdict, verify_copy
 from monarch.types import Identity, Ino
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment import slowfs
@@ -344,9 +344,14 @@ def test_a_look_leaves_in_memory_what_was_there_and_nothing_else(tmp_path: Path)
     assert any(before) and not all(before)
     record = records.get(Ino(1))
     assert record is not None
-    *pieces, verdict = verify_copy(tier.directory, Ino(1), record, seals=tier.seals, whole=True)
-    assert sum(pieces) == 8 * MiB
-    assert verdict == GOOD
+    verdicts: list[Verdict] = []
+
+    def steps() -> Iterator[Step]:
+        copy = tier.directory, Ino(1), record
+        verdicts.append((yield from verify_copy(*copy, seals=tier.seals, whole=True)))
+
+    assert sum(step.nbytes for step in steps()) == 8 * MiB
+    assert verdicts == [GOOD]
     assert in_memory(copy) == before
     records.close(clean=True)
     tier.close()
