@@ -390,11 +390,14 @@ class Concurrency:
             is_sure = found.weight >= _PROBE_CALLS[0] / 2
             if is_sure and abs(found.mean - base.mean) > allowed * base.mean:
                 is_new = True
-                self._doubles |= found.mean > base.mean
+                self._doubles |= found.mean > 1.5 * base.mean
                 self._base[size] = found
             else:
                 base.add(found.mean, found.weight)
         self._probes = False
+        if self._doubles:
+            # One call is the measurement itself.
+            self._limit = max(2, self._limit)
         self._since_s = now
         self._interval_s = (
             _PROBE_INTERVAL_S[0] if is_new else min(2 * self._interval_s, _PROBE_INTERVAL_S[1])

@@ -94,8 +94,8 @@ async def test_an_epoch_of_a_known_order_is_three_times_as_fast_as_the_source(
     rig = rigs(content)
     assert await epoch(rig, content, ahead=True) >= 3 * alone
     assert 390 <= alone <= 400
-    # A few are read before they are foreseen, and left to their readers.
-    assert sum(rig.metrics.source_opens) == 800 and rig.metrics.source_opens[1] > 700
+    # Those that are read before the limit has risen are left to their readers.
+    assert sum(rig.metrics.source_opens) == 800 and rig.metrics.source_opens[1] > 500
 
 
 async def test_an_epoch_at_a_narrow_source_takes_as_long_as_without(
