@@ -113,7 +113,8 @@ class Server:
             self._spare = -1
 
     async def _converse(self, stream: trio.SocketStream) -> None:
-        uid = _peer_uid(stream.socket)
+        peer = stream.socket.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_PEERCRED, 12)
+        _, uid, _ = struct.unpack("iII", peer)
         if uid not in self._uids:
             self._limiter.warning(
                 ("refused", uid), "refused user %d at the control socket %s", uid, self._path
@@ -227,13 +228,6 @@ def _hung_up_only(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return error.split(trio.BrokenResourceError)[1] is None
     return isinstance(error, trio.BrokenResourceError)
-
-
-def _peer_uid(connection: trio.socket.SocketType) -> int:
-    raw = connection.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_PEERCRED, 12)
-    _, uid, _ = struct.unpack("iII", raw)
-    assert isinstance(uid, int)
-    return uid
 
 
 @contextmanager

@@ -191,13 +191,6 @@ def _session(
     )
 
 
-def _undrained_notes(state: Path, write_back: WriteBack | None) -> UndrainedNotes | None:
-    if write_back is None:
-        return None
-    table = write_back.front.object_table
-    return UndrainedNotes(state, write_back.place, write_back.drain, table)
-
-
 def _remarks(
     parts: subsystems.Parts, tiers: subsystems.Tiers, choice: Choice, store: WriteStore | None
 ) -> list[str]:
@@ -249,7 +242,10 @@ class Mount:
         self._started_ns = time.time_ns()
         self._page: MetricsPage | None = None
         self._supervisor = Supervisor(self.metrics.error)
-        self._undrained = _undrained_notes(self.parts.state, self.write_back)
+        self._undrained: UndrainedNotes | None = None
+        if (written := self.write_back) is not None:
+            table = written.front.object_table
+            self._undrained = UndrainedNotes(self.parts.state, written.place, written.drain, table)
         self._timed_out = 0
         self._answering = trio.CancelScope()
         # The steps that remain when the last task is cancelled.

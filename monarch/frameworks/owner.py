@@ -75,7 +75,8 @@ class Owner:
         self._path = directory / OWNER
         self._part = directory / f".{OWNER}-{token}.part"
         pid, started = os.getpid(), process_started(os.getpid()) or 0
-        self._me = _Holder(token, socket.gethostname(), _boot(), _namespace(), pid, started)
+        namespace = os.readlink("/proc/self/ns/pid")
+        self._me = _Holder(token, socket.gethostname(), _boot(), namespace, pid, started)
         self._mine = json.dumps(asdict(self._me)).encode()
         self._ending = threading.Event()
         self._lock_fd = self._locked()
@@ -189,18 +190,15 @@ class Owner:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
+            self._path.unlink(missing_ok=True)
             return
         try:
             linked = _look(void)
             # Another process may have become the owner before the link was made.
             if linked is not None and linked.content == stale.content:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._path)
+                self._path.unlink(missing_ok=True)
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(void)
+            void.unlink(missing_ok=True)
 
     def _wait_for(self, void: Path) -> None:
         """Waits while another process removes the owner, or has died in doing so."""
@@ -271,10 +269,6 @@ def _lives(holder: _Holder) -> bool:
 
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
 
 
 # Forked workers may outlive the trainer for a time, and would hold its lock.

@@ -23,7 +23,6 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -288,8 +287,7 @@ class Records:
         os.close(self._fd)
 
     def remove(self) -> None:
-        with suppress(FileNotFoundError):
-            self._path.unlink()
+        self._path.unlink(missing_ok=True)
 
 
 def other_generations(directory: Path, generation: str) -> list[str]:
