@@ -137,9 +137,7 @@ def open_mount(parts: subsystems.Parts) -> Mount:
         write_back=write_back,
         upkeep=upkeep,
         hints=hints,
-        ahead=subsystems.build_fetch_ahead(
-            subsystems.NothingForeseen(), tiers, names, transfer, read
-        ),
+        ahead=subsystems.build_fetch_ahead(tiers, names, transfer, read),
         status=status,
         session=_session(settings, operations, datapath, caches),
         written_verbs=WrittenVerbs(names=names, write_back=write_back, loss_alarm=loss_alarm),

@@ -28,13 +28,12 @@ from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.source import Source
-from monarch.transfer.ahead import FetchAhead, Foreseen
+from monarch.transfer.ahead import FetchAhead
 from monarch.transfer.engine import Engine
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import DatapathView, NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
-from monarch.types import Ino
 from monarch.vfs.read_side import ReadSide
 from monarch.writeback.setup import WriteBack
 from monarch.writeback.store import make_room
@@ -199,21 +198,12 @@ def build_transfer(
     return Transfer(monitor, engine, reader, source_calls, source_load, doubts, changed)
 
 
-class NothingForeseen:
-    """Foresees no file."""
-
-    def next(self, most: int) -> list[Ino]:
-        return []
-
-    def fetched(self, ino: Ino, nbytes: int) -> None: ...
-    def refused(self, ino: Ino) -> None: ...
-
-
 def build_fetch_ahead(
-    foreseen: Foreseen, tiers: Tiers, names: Namespace, transfer: Transfer, read: ReadSide
+    tiers: Tiers, names: Namespace, transfer: Transfer, read: ReadSide
 ) -> FetchAhead:
-    return FetchAhead(
-        foreseen,
+    """Fetches what ``tiers.foresight`` foresees."""
+    fetch_ahead = FetchAhead(
+        tiers.foresight,
         names,
         tiers.controller,
         transfer.engine,
@@ -221,6 +211,8 @@ def build_fetch_ahead(
         transfer.source_load,
         is_open=read.bindings.is_open,
     )
+    tiers.foresight.on_more(fetch_ahead.wake)
+    return fetch_ahead
 
 
 def build_upkeep(

@@ -96,7 +96,10 @@ class Foresight:
             self._wake()
 
     def fetched(self, ino: Ino, nbytes: int) -> None:
-        """Records that a file was fetched ahead."""
+        """Records that ``nbytes`` of a file were fetched ahead; 0: it has a copy, or is empty."""
+        if not nbytes:
+            self.refused(ino)
+            return
         self._fetched_files += 1
         self._fetched_bytes += nbytes
         arrived = [subtree.arrived(position) for subtree, position in self._places(ino)]

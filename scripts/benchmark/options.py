@@ -9,13 +9,14 @@ from pathlib import Path
 
 from tests.equipment.modes import MODES
 
-SUBJECTS = ("datapath", "epochs", "hang", "month", "snapshot", "write")
+SUBJECTS = ("datapath", "epochs", "foresight", "hang", "month", "snapshot", "write")
 
 _EXAMPLES = """\
 examples:
   scripts/bench
   scripts/bench --quick --peers rclone,juicefs --install-peers
   scripts/bench epochs --quick --json epochs.json --plot epochs.png
+  scripts/bench foresight --quick --json foresight.json --plot foresight.png
   scripts/bench hang --seconds 10 --modes relay
   scripts/bench month --lines 20000
   scripts/bench snapshot --files 1000000
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         subject("datapath", "reads, compared with the tier and with other systems", 5000, 500, 3)
     )
     _epochs(subject("epochs", "training epochs through a slow source", 600, 300, 5))
+    subject("foresight", "epoch 1 with files that are fetched ahead", 3264, 640, 3)
     _hang(subject("hang", "readers of copies while the source hangs", 2000, 500, 3))
     month = "a month of fsynced lines and checkpoints"
     _month(subject("month", month, 2_600_000, 20_000, 1, "--lines"))

@@ -73,6 +73,7 @@ def test_the_first_epoch_of_a_shuffled_job_is_filled_behind_its_readers() -> Non
     assert job.patterns == {"2": "shuffled"}
 
 
+@pytest.mark.promise(181)
 def test_a_job_that_reads_a_tenth_at_random_wastes_little() -> None:
     for seed in range(20):
         job = Job(rate=1000)

@@ -53,6 +53,7 @@ KINDS: dict[str, Order] = {
 }
 
 
+@pytest.mark.promise(182)
 @pytest.mark.parametrize("readers", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_order_is_recognised_within_the_error_rate(kind: str, readers: int) -> None:

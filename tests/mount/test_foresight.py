@@ -7,8 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import MonarchCommand, Tree, contents
-from tests.mount.observe import epoch, settled
+import pytest
+
+from monarch.frameworks.announce import announce
+from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.equipment.inotify import OpenCounter
+from tests.equipment.waiting import wait_until
+from tests.mount.observe import epoch, resident, settled
 
 # Reads the files whose paths come from the standard input, in a session of its own.
 _READER = "import sys; [open(line.rstrip(), 'rb').read() for line in sys.stdin]"
@@ -22,6 +27,7 @@ def images(directory: str, files: int) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.promise(182)
 def test_status_shows_in_which_order_each_job_reads(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -49,3 +55,110 @@ def test_status_shows_in_which_order_each_job_reads(
     text = monarch("status", str(mounted.path)).stdout
     assert "train/: shuffled, epoch 2" in text or not is_counted
     assert "val/: sequential" in text
+
+
+ALL_OFF = ("foresight.announced=false", "foresight.ahead=false", "foresight.fill=false")
+NATIVE = ("relay", "passthrough", "no_open")
+
+
+def shuffled(content: dict[str, bytes], seed: int = 1) -> list[str]:
+    return random.Random(seed).sample(sorted(content), len(content))
+
+
+def resident_files(mounted: Mounted) -> int:
+    files: int = settled(mounted)["residency"]["files"]
+    return files
+
+
+@pytest.mark.promise(180)
+def test_a_random_order_is_filled_and_each_file_is_opened_once_at_the_source(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    train, val = images("train", 400), images("val", 50)
+    tree({**train, **val})
+    mounted = monarch.mount(source)
+    order = shuffled(train)
+    with OpenCounter(source) as counter:
+        epoch(mounted, train, order[:200])
+        wait_until(lambda: resident_files(mounted) == 400, "the directory is filled")
+        before = counter.count()
+        epoch(mounted, train, order[200:])
+        assert counter.count() == before == 400
+    report = settled(mounted)["foresight"]
+    assert 0 < report["fetched_files"] < 400
+    assert (report["unread_files"], report["unread_bytes"]) == (0, 0)
+    assert resident(mounted, val) == {}, "no job has read it"
+
+
+@pytest.mark.promise(180)
+def test_an_order_of_the_names_is_fetched_ahead_of_the_reader(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = images("train", 600)
+    tree(content)
+    mounted = monarch.mount(source)
+    order = sorted(content)
+    with OpenCounter(source) as counter:
+        epoch(mounted, content, order[:256])
+        wait_until(lambda: resident_files(mounted) > 256, "files are fetched ahead")
+        assert resident_files(mounted) <= 256 + 1024
+        there = resident(mounted, order)
+        epoch(mounted, content, order[256:])
+        assert counter.count() == 600
+    assert set(order[: len(there)]) == set(there), "it is fetched in the order of the reader"
+
+
+@pytest.mark.modes(*NATIVE)
+def test_an_announced_order_is_fetched_before_the_first_open(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    train, val = images("train", 300), images("val", 50)
+    tree({**train, **val})
+    mounted = monarch.mount(source)
+    order = shuffled(train)
+    with OpenCounter(source) as counter:
+        announced = announce(mounted.path / name for name in order)
+        assert announced is not None
+        wait_until(lambda: resident_files(mounted) == 300, "all of it is fetched")
+        before = counter.count()
+        epoch(mounted, train, order)
+        assert counter.count() == before == 300
+        announced.close()
+    report = settled(mounted)["foresight"]
+    assert (report["fetched_files"], report["unread_files"]) == (300, 0)
+    assert resident(mounted, val) == {}
+
+
+@pytest.mark.promise(180)
+@pytest.mark.modes(*NATIVE)
+def test_with_all_of_it_switched_off_no_file_is_fetched_ahead(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = images("train", 400)
+    tree(content)
+    mounted = monarch.mount(source, options=ALL_OFF)
+    order = shuffled(content)
+    announced = announce(mounted.path / name for name in order)
+    epoch(mounted, content, order[:300])
+    epoch(mounted, images("train", 100), sorted(images("train", 100)))
+    assert set(resident(mounted, content)) <= {*order[:300], *images("train", 100)}
+    assert settled(mounted)["foresight"]["fetched_files"] == 0
+    if announced is not None:
+        announced.close()
+
+
+@pytest.mark.promise(180)
+def test_only_what_is_admitted_is_fetched_ahead(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    """The tier holds half of the files: a second epoch opens the other half at the source."""
+    content = images("train", 400)
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": str(400 * 500 // 2)})
+    epoch(mounted, content, shuffled(content))
+    kept = resident_files(mounted)
+    assert 100 < kept <= 200
+    with OpenCounter(source) as counter:
+        epoch(mounted, content, shuffled(content, 2))
+        assert resident_files(mounted) == kept
+        assert counter.count() == 400 - kept
