@@ -111,7 +111,7 @@ def test_an_owner_is_not_followed_anywhere(tmp_path: Path) -> None:
 
 
 def test_an_owner_of_this_machine_that_is_dead_blocks_no_trainer(tmp_path: Path) -> None:
-    here = {"boot": owner._boot(), "namespace": owner._namespace()}
+    here = {"boot": owner._boot(), "namespace": os.readlink("/proc/self/ns/pid")}
     for dead in ({"pid": os.getpid()}, {"pid": os.getppid(), "started": 1}, {"pid": 1 << 22}):
         owned(tmp_path, **here, **dead)
         Checkpointer(tmp_path).close()
