@@ -201,6 +201,9 @@ class NoCopies:
     def submit(self, promote: Promote, identity: Identity, **more: object) -> bool:
         return False
 
+    def take_over(self, ino: Ino) -> bool:
+        return False
+
     def flight(self, ino: Ino) -> None:
         return None
 
