@@ -178,6 +178,19 @@ class _Replayed:
         given = {name: value for name, value in self._op.xattrs.items() if value is not None}
         self._names.have_xattrs(node, given)
 
+    def _have_attributes(self, node: Node) -> None:
+        """Those that the mount showed of a file when its content was recorded. A write removes
+        set-ID bits, and others may have changed the file at the source before: neither has another
+        record. A newer snapshot has what others have changed."""
+        op = self._op
+        if op.mode is None:
+            return
+        node.drop_bits((stat.S_ISUID | stat.S_ISGID) & ~op.mode)
+        if op.ino >= 0:
+            node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(op.mode)
+            node.uid = node.uid if op.uid is None else op.uid
+            node.gid = node.gid if op.gid is None else op.gid
+
     def _linked(self) -> Ino:
         """The inode that gets another name; it may have only its new name by now."""
         found = self._names.resolve(self._op.path)
@@ -207,9 +220,7 @@ class _Replayed:
             self._have_xattrs(node)
         if op.kind == "content":
             node.set_content(op.size, mtime_ns=op.mtime_ns)
-            if op.mode is not None:
-                # A write removes these bits, and has no other record.
-                node.drop_bits((stat.S_ISUID | stat.S_ISGID) & ~op.mode)
+            self._have_attributes(node)
         for other in op.paths:
             self._name_again(node.ino, other)
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import trio.testing
 
 from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.daemon.write_verbs import WrittenVerbs
+from monarch.errors import SourceError
 from monarch.namespace import scan
 from monarch.namespace.build import build
 from monarch.telemetry.report import LostReport
@@ -407,6 +409,26 @@ async def test_the_set_id_bits_that_a_write_has_removed_do_not_come_back(
         assert life.shown()[b"d/new"].mode == 0o755
         await life.end()
     assert {tree_of(ground.source)[path].mode for path in (b"d/a", b"d/new")} == {0o755}
+
+
+@pytest.mark.promise(67, 128)
+@pytest.mark.parametrize("kind", ["same", "never", "lost state"])
+async def test_a_written_file_has_the_mode_that_its_owner_gave_it_at_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount(works=False) as life:
+        (ground.source / "d/a").chmod(0o600)
+        os.chown(ground.source / "d/a", 1234, 1234)
+        # It is served with these from now on.
+        with suppress(SourceError):
+            await life.front.source.look_again(life.ino(b"d/a"))
+        await life.write(b"d/a", b"written")
+        assert life.shown()[b"d/a"].mode == 0o600
+    async with ground.mount(works=False, **how(kind, ground)) as life:
+        now = life.names.attributes(life.ino(b"d/a"))
+        assert (now.mode & 0o7777, now.uid, now.gid) == (0o600, 1234, 1234)
+        assert life.shown()[b"d/a"].content == b"written"
 
 
 @pytest.mark.promise(31, 128)
