@@ -106,8 +106,8 @@ class OrderState:
     """
 
     seed: int
-    epoch: int
-    consumed: int
+    epoch: int = 0
+    consumed: int = 0
     count: int
     world_size: int
     fingerprint: str
@@ -178,12 +178,7 @@ class ResumableSampler:
         self._rank = rank
         self._drop_last = drop_last
         self.state = OrderState(
-            seed=seed,
-            epoch=0,
-            consumed=0,
-            count=count,
-            world_size=world_size,
-            fingerprint=fingerprint,
+            seed=seed, count=count, world_size=world_size, fingerprint=fingerprint
         )
 
     @property

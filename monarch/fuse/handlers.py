@@ -192,28 +192,8 @@ class Handlers:
         await operations.rename(parent, name, to_parent, to_name, flags, by=by)
         self._serve_attributes(parent, to_parent)
 
-    async def setattr(
-        self,
-        ino: Ino,
-        by: Credentials,
-        *,
-        mode: int | None,
-        uid: int | None,
-        gid: int | None,
-        size: int | None,
-        atime_ns: int | None,
-        mtime_ns: int | None,
-    ) -> Attributes:
-        return await self.writing.attributes.change(
-            ino,
-            by=by,
-            mode=mode,
-            uid=uid,
-            gid=gid,
-            size=size,
-            atime_ns=atime_ns,
-            mtime_ns=mtime_ns,
-        )
+    async def setattr(self, ino: Ino, by: Credentials, **wanted: int | None) -> Attributes:
+        return await self.writing.attributes.change(ino, by=by, **wanted)
 
     async def release(self, ino: Ino) -> None:
         self._filesystem.release(ino)
