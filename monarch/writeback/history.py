@@ -4,22 +4,50 @@ The bytes of a file that was never synced before a power cut may be on the disk 
 or not at all. Such a file is lost: ``without`` removes its operations, so that the file that it had
 replaced exists again.
 
-For compaction ``shortened`` selects the operations that still matter. They lead from the same
-snapshot to the same tree, and the drain learns the same from them about the source. Two kinds of
-operations are left out, and only if they are drained: contents with a later content of the same
-file, and operations on entries that were created and removed again.
+For compaction ``obsolete`` finds the operations that do not matter any more. The others lead from
+the same snapshot to the same tree, and the drain learns the same from them about the source. Two
+kinds of operations are left out, and only if they are drained: contents with a later content of the
+same file, and operations on entries that were created and removed again.
+
+``obsolete`` reads the operations several times, one after the other, and holds none of them: a
+journal may have millions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from monarch.types import Identity
+from monarch.writeback.numbers import Numbers
 from monarch.writeback.op import Op, above
 
 Numbered = tuple[int, Op]
-Done = Mapping[int, Identity | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What ``obsolete`` must know of the operations before it reads them.
+
+    By sequence number ``done`` are the operations that are drained, and ``published`` those of them
+    of which an entry at the source is known. By object number ``gone`` are the objects that were
+    removed, and ``several`` those with more than one content.
+    """
+
+    done: Container[int]
+    published: Container[int]
+    gone: Container[int]
+    several: Container[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Obsolete:
+    """The sequence numbers of the operations that may be left out, and the operations of the others
+    that change when these are left out. ``objects`` are those of the others."""
+
+    seqs: Numbers = field(default_factory=Numbers)
+    changed: dict[int, Op] = field(default_factory=dict)
+    objects: Numbers = field(default_factory=Numbers)
 
 
 def names_of(ops: Iterable[Numbered], objects: Container[int]) -> dict[int, list[bytes]]:
@@ -52,44 +80,56 @@ def names_of(ops: Iterable[Numbered], objects: Container[int]) -> dict[int, list
     return found
 
 
-def without(ops: Sequence[Numbered], lost: Container[int]) -> Iterator[Numbered]:
-    """The history ``ops`` without the objects in ``lost``.
+def without(ops: Iterable[Numbered], lost: Container[int]) -> Iterator[Numbered]:
+    """The history ``ops``, which is read twice, without the objects in ``lost``.
 
     A file of the source remains, with the source's bytes. A new file may have replaced another file
     by a rename, and then have been renamed again or removed. The other file was gone from then on,
     so an unlink is inserted; it may find no file. A rename over a file that is left out replaces
     the file that this one had replaced.
     """
-    copied_up = {op.object: op for _, op in ops if op.kind == "take" and op.object in lost}
+    taken = {op.object: op.was for _, op in ops if op.kind == "take" and op.object in lost}
+    for seq, _, left in _each_without(ops, lost, taken):
+        if left is not None:
+            yield seq, left
+
+
+def _each_without(
+    ops: Iterable[Numbered], lost: Container[int], taken: Mapping[int, Identity | None]
+) -> Iterator[tuple[int, Op, Op | None]]:
+    """Each of ``ops``, and what ``without`` makes of it: None if it is left out. ``taken``: the
+    version of the source's file that was copied up, by the object, of those of ``lost``."""
     # The renames of lost files over other files, by their present target names.
     replaced: dict[bytes, Op] = {}
-    for seq, op in ops:
+    for seq, before in ops:
+        op, left = before, None
         if op.kind == "rename" and not op.object and replaced:
             replaced = {moved(name, op): rename for name, rename in replaced.items()}
         if op.kind == "rename":
-            op = _over_remaining(op, copied_up, replaced.get(op.to))
+            op = _over_remaining(op, taken, replaced.get(op.to))
         if op.object not in lost:
             if op.kind == "rename":
                 replaced.pop(op.to, None)
-            yield seq, op
-        elif op.object in copied_up:
+            left = op
+        elif op.object in taken:
             if op.kind not in ("take", "content", "gone"):
-                yield seq, replace(op, object=0, was=op.was or copied_up[op.object].was)
+                left = replace(op, object=0, was=op.was or taken[op.object])
         elif op.kind in ("rename", "unlink"):
             if rename := replaced.pop(op.path, None):
-                yield seq, _unlink_of_replaced(rename, op)
+                left = _unlink_of_replaced(rename, op)
             if op.kind == "rename":
                 replaced[op.to] = op
+        yield seq, before, left
 
 
-def _over_remaining(rename: Op, copied_up: Mapping[int, Op], earlier: Op | None) -> Op:
+def _over_remaining(rename: Op, taken: Mapping[int, Identity | None], earlier: Op | None) -> Op:
     """The rename with the file that it replaces when lost files are left out.
 
     Instead of a lost file it replaces the file of the source that was copied up into it, or the
     file that ``earlier`` had replaced, the rename of the lost file to this name.
     """
-    if rename.over_object in copied_up:
-        was = rename.over or copied_up[rename.over_object].was
+    if rename.over_object in taken:
+        was = rename.over or taken[rename.over_object]
         return replace(rename, over_object=0, over=was)
     if earlier is not None:
         return replace(
@@ -120,16 +160,30 @@ def moved(name: bytes, rename: Op) -> bytes:
     return rename.to + name[len(rename.path) :] if inside else name
 
 
-def shortened(ops: Sequence[Numbered], done: Done) -> list[Numbered]:
-    """``ops`` without those that do not matter any more.
+def obsolete(ops: Iterable[Numbered], summary: Summary) -> Obsolete:
+    """The operations among ``ops`` that do not matter any more. Reads ``ops`` three times."""
+    removed, taken = _removed(ops, summary)
 
-    ``done`` has the sequence numbers of the operations that are drained, each with the identity of
-    the entry that was published or made at the source, None if there is none.
-    """
-    removed = _removed(ops, done)
-    kept = [it for it in without(ops, removed) if not _removes_nothing(it[1], removed)]
-    obsolete = _obsolete_entries(kept, done)
-    return _without_obsolete((it for it in kept if _number(it[1]) not in obsolete), done)
+    def each() -> Iterator[tuple[int, Op, Op | None]]:
+        for seq, op, left in _each_without(ops, removed, taken):
+            is_left = left is not None and not _removes_nothing(left, removed)
+            yield seq, op, left if is_left else None
+
+    kept = ((seq, left) for seq, _, left in each() if left is not None)
+    entries = _obsolete_entries(kept, summary.done)
+    found, contents = Obsolete(), _Contents(summary)
+    for seq, op, left in each():
+        if left is None or _number(left) in entries:
+            found.seqs.add(seq)
+            continue
+        found.objects.update((left.object, left.over_object))
+        seqs, changed = contents.add(seq, left)
+        for each_seq in seqs:
+            found.seqs.add(each_seq)
+            found.changed.pop(each_seq, None)
+        if changed is not op:
+            found.changed[seq] = changed
+    return found
 
 
 def _removes_nothing(op: Op, removed: Container[int]) -> bool:
@@ -143,25 +197,33 @@ def _removes_nothing(op: Op, removed: Container[int]) -> bool:
     return op.object in removed or (op.ino, op.object, op.was) == (0, 0, None)
 
 
-def _removed(ops: Iterable[Numbered], done: Done) -> set[int]:
-    """The objects of files that were removed, with all operations on them drained."""
+def _removed(
+    ops: Iterable[Numbered], summary: Summary
+) -> tuple[Container[int], Mapping[int, Identity | None]]:
+    """The objects of files that were removed, with all operations on them drained. Also the
+    versions of the source's files that were copied up into them, by object."""
+    # The names of the objects that are removed later.
     names: dict[bytes, int] = {}
+    taken: dict[int, Identity | None] = {}
     counts: dict[int, int] = {}
     removed: set[int] = set()
     waiting: set[int] = set()
 
     def name(path: bytes, number: int) -> None:
         take_off(path)
-        names[path] = number
-        counts[number] = counts.get(number, 0) + 1
+        if number in summary.gone:
+            names[path] = number
+            counts[number] = counts.get(number, 0) + 1
 
     def take_off(path: bytes) -> None:
         if (number := names.pop(path, 0)) != 0:
             counts[number] -= 1
 
     for seq, op in ops:
-        if seq not in done:
+        if seq not in summary.done:
             waiting |= {op.object, op.over_object}
+        if op.kind == "take" and op.object in summary.gone:
+            taken[op.object] = op.was
         match op.kind:
             case "create" | "take":
                 for path in op.paths or (op.path,):
@@ -184,7 +246,8 @@ def _removed(ops: Iterable[Numbered], done: Done) -> set[int]:
             case "gone" if not counts.get(op.object, 0):
                 # A file that still has a name is read from the source.
                 removed.add(op.object)
-    return removed - waiting - {0}
+    removed = removed - waiting - {0}
+    return removed, {number: was for number, was in taken.items() if number in removed}
 
 
 def _number(op: Op) -> int:
@@ -192,7 +255,7 @@ def _number(op: Op) -> int:
     return 0 if op.object or op.kind in ("gone", "through") else op.ino
 
 
-def _obsolete_entries(ops: Iterable[Numbered], done: Done) -> set[int]:
+def _obsolete_entries(ops: Iterable[Numbered], done: Container[int]) -> set[int]:
     """The inode numbers of entries without objects that have left no trace.
 
     Such an entry was created and removed again, both also at the source, and no operation that is
@@ -245,26 +308,35 @@ def _obsolete_entries(ops: Iterable[Numbered], done: Done) -> set[int]:
     return made - kept
 
 
-def _without_obsolete(ops: Iterable[Numbered], done: Done) -> list[Numbered]:
-    """``ops`` without the contents that later contents of the same object have made obsolete."""
-    kept: dict[int, Op] = {}
-    # The sequence numbers of the last operations on each object, if these are drained contents: the
-    # last published content, and after it the last one that the drain has skipped. A skipped
-    # content does not say what the source has.
-    last: dict[int, list[int]] = {}
-    for seq, op in ops:
-        is_content = op.kind == "content" and seq in done
-        before = last.pop(op.object, [])
-        last.pop(op.over_object, None)
-        if is_content:
-            if done[seq] is not None:
-                obsolete = before
-            else:
-                obsolete = [each for each in before if done[each] is None]
-                # The later content must bring also the bytes that an obsolete one has changed.
-                op = replace(op, intact=min([op.intact, *(kept[each].intact for each in obsolete)]))
-            for each in obsolete:
-                del kept[each]
-            last[op.object] = [*(each for each in before if each not in obsolete), seq]
-        kept[seq] = op
-    return list(kept.items())
+class _Contents:
+    """Finds the contents that later contents of the same object have made obsolete."""
+
+    def __init__(self, summary: Summary) -> None:
+        self._summary = summary
+        # The sequence numbers of the last operations on each object, if these are drained contents,
+        # each with its intact bytes: the last published content, and after it the last one that the
+        # drain has skipped. A skipped content does not say what the source has.
+        self._last: dict[int, list[tuple[int, int]]] = {}
+
+    def add(self, seq: int, op: Op) -> tuple[list[int], Op]:
+        """Adds an operation. Returns the sequence numbers of contents that it makes obsolete, and
+        the operation, changed if it must bring what they have changed."""
+        if op.over_object:
+            self._last.pop(op.over_object, None)
+        if op.object not in self._summary.several:
+            return [], op
+        published = self._summary.published
+        before = self._last.pop(op.object, [])
+        if op.kind != "content" or seq not in self._summary.done:
+            return [], op
+        if seq in published:
+            obsolete = before
+        else:
+            obsolete = [each for each in before if each[0] not in published]
+            # The later content must bring also the bytes that an obsolete one has changed.
+            least = min((intact for _, intact in obsolete), default=op.intact)
+            if least < op.intact:
+                op = replace(op, intact=least)
+        kept = [each for each in before if each not in obsolete]
+        self._last[op.object] = [*kept, (seq, op.intact)]
+        return [each for each, _ in obsolete], op

@@ -3,6 +3,7 @@
     journal_records.py    records as text
     journal_file.py       the file: appended, synced, replaced
     journal_found.py      what a journal held when it was read
+    journal_shortened.py  the same file without the records that do not matter any more
 
 When most of its records do not matter any more, the journal is rewritten without them
 (history.py). What a crash left of the last record is cut off when the journal is opened; a
@@ -15,7 +16,8 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from monarch.errors import TierError
@@ -34,6 +36,8 @@ from monarch.writeback.journal_records import (
     marks,
     staged_record,
 )
+from monarch.writeback.journal_shortened import Shortening
+from monarch.writeback.numbers import Numbers
 from monarch.writeback.op import Op
 
 __all__ = ["Journal", "Known", "Op", "Replay", "read_replay"]
@@ -63,7 +67,8 @@ class Journal:
         self._aside = set(found.aside)
         # Objects of files that are still needed: those with a content that was synced or published,
         # and those without one, which a power cut may damage.
-        self._durable = found.durable - {op.object for _, op in found.ops if op.kind == "gone"}
+        gone = {op.object for _, op in found.ops if op.kind == "gone"}
+        self._durable = {number for number in found.durable if number not in gone}
         self._doubtful: set[int] = set()
         # The changes that are not done, in order: of which object each is a content, or 0.
         self._undone: dict[int, int] = {}
@@ -243,7 +248,8 @@ class Journal:
         found = self._found_at(position)
         if known is not None:
             found.known = known
-        self._rewrite(found, kept, position)
+        seqs = {seq for seq, _ in kept}
+        self._rewrite(seqs, partial(found.rewritten, kept, self._boot), position)
 
     @property
     def is_long(self) -> bool:
@@ -253,11 +259,13 @@ class Journal:
     def shorten(self) -> None:
         """Rewrite the journal without what does not matter any more.
 
-        Appends continue meanwhile, and syncs wait for no more than a rename. Raises OSError.
+        Appends continue meanwhile, and syncs wait for no more than a rename. The file is read
+        several times, and its records are not held. Raises OSError, and ValueError if a change
+        would be left out that is not done.
         """
         position = self.file.position
-        found = self._found_at(position)
-        self._rewrite(found, found.shortened(), position)
+        shortening = Shortening(self.file, position)
+        self._rewrite(shortening.kept, partial(shortening.lines, self._boot), position)
         self._short_bytes = self.file.position
 
     def _found_at(self, position: int) -> Found:
@@ -268,16 +276,21 @@ class Journal:
             assert found is not None
         return found
 
-    def _rewrite(self, found: Found, kept: Sequence[Numbered], position: int) -> None:
-        """``found`` is the state at ``position``."""
+    def _rewrite(
+        self,
+        kept: Container[int],
+        first: Callable[[], Iterable[Record | bytes]],
+        position: int,
+    ) -> None:
+        """Replaces the records before ``position`` by those of ``first``, which have the changes
+        with the sequence numbers ``kept``."""
         # In this order: a change is in the file before it is among those that are not done.
         undone, end = list(self._undone), self.file.position
-        tail = [*self.file.records(position, end)]
-        known = {seq for seq, _ in kept} | {record["seq"] for record in tail if "seq" in record}
-        if missing := [seq for seq in undone if seq not in known]:
+        later = Numbers()
+        later.update(it["seq"] for it in self.file.records(position, end) if "seq" in it)
+        if missing := [seq for seq in undone if seq not in kept and seq not in later]:
             raise ValueError(f"{missing[0]} is not done yet and would be forgotten")
-        first = found.rewritten
-        self.file.replace(lambda: itertools.chain(first(kept, self._boot), tail), end)
+        self.file.replace(lambda: itertools.chain(first(), self.file.records(position, end)), end)
         failpoints.failpoint("journal-compacted")
 
     def close(self) -> None:

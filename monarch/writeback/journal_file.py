@@ -33,6 +33,8 @@ _SCARCE_SHARE = 256
 _AHEAD_BYTES = 4 * MiB
 # The share of the disk's free room that is allocated ahead.
 _AHEAD_SHARE = 4
+# How much of the file is read at once.
+_PIECE_BYTES = 64 * KiB
 # The reserve is a 64th of the disk, within these bounds. It is made only if the free room is at
 # least so many times its size.
 _RESERVE_BYTES = (256 * KiB, 8 * MiB)
@@ -199,19 +201,40 @@ class JournalFile:
         with self._lock:
             return os.pread(self.fd, position, 0)
 
-    def records(self, start: int, end: int) -> Iterator[Record]:
-        """The records between two offsets, without what they say of positions. Raises OSError."""
-        for line in os.pread(self.fd, end - start, start).splitlines():
-            record = decoded(line)
-            if record is None:
-                raise OSError(
-                    errno.EIO, "the journal has changed on its disk", os.fspath(self.path)
-                )
-            record.pop("upto", None)
-            yield record
+    def lines(self, start: int, end: int) -> Iterator[bytes]:
+        """The lines between two offsets, with their newlines; a piece of the file is held at once.
+        Raises OSError."""
+        rest = b""
+        while start < end:
+            piece = os.pread(self.fd, min(_PIECE_BYTES, end - start), start)
+            if not piece:
+                break
+            start += len(piece)
+            *lines, rest = (rest + piece).splitlines(keepends=True)
+            yield from lines
+            if rest.endswith(b"\n"):
+                yield rest
+                rest = b""
+        if rest:
+            yield rest
 
-    def replace(self, first: Callable[[], Iterable[Record]], end: int) -> None:
-        """Replaces all records before the offset ``end`` by those that ``first`` returns.
+    def records(self, start: int, end: int) -> Iterator[Record]:
+        """The records between two offsets, without what they say of positions; one is held at once.
+        Raises OSError."""
+        for line in self.lines(start, end):
+            yield self.record(line)
+
+    def record(self, line: bytes) -> Record:
+        """The record of a line of the file. Raises OSError if it is damaged."""
+        record = decoded(line.removesuffix(b"\n"))
+        if record is None:
+            raise OSError(errno.EIO, "the journal has changed on its disk", os.fspath(self.path))
+        record.pop("upto", None)
+        return record
+
+    def replace(self, first: Callable[[], Iterable[Record | bytes]], end: int) -> None:
+        """Replaces all records before the offset ``end`` by those, or those lines, that ``first``
+        returns.
 
         Appends continue meanwhile, and syncs wait for no more than a rename. Raises OSError; the
         file is then unchanged.
@@ -223,7 +246,7 @@ class JournalFile:
                 raise
             self._replace(first(), end)
 
-    def _replace(self, first: Iterable[Record], end: int) -> None:
+    def _replace(self, first: Iterable[Record | bytes], end: int) -> None:
         staged = self.path.with_name(_STAGED)
         fd = os.open(staged, _FLAGS | os.O_TRUNC, 0o600)
         try:
@@ -329,9 +352,11 @@ def _share(disk: os.statvfs_result, share: int, bounds: tuple[int, int]) -> int:
     return min(max(disk.f_blocks * disk.f_frsize // share, least), most)
 
 
-def _write(fd: int, records: Iterable[Record]) -> int:
-    """Appends records to a file; returns their number."""
-    lines = [encoded(record) for record in records]
+def _write(fd: int, records: Iterable[Record | bytes]) -> int:
+    """Appends records, or their lines, to a file; returns their number."""
+    written = 0
     with open(fd, "ab", closefd=False) as file:
-        file.writelines(lines)
-    return len(lines)
+        for record in records:
+            file.write(record if isinstance(record, bytes) else encoded(record))
+            written += 1
+    return written

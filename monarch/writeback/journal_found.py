@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,20 +12,11 @@ from pathlib import Path
 from monarch.errors import TierError
 from monarch.text import KiB, counted
 from monarch.types import Identity
-from monarch.writeback.history import Numbered, names_of, shortened, without
-from monarch.writeback.journal_records import (
-    VERSION,
-    Known,
-    Record,
-    change,
-    decoded,
-    header,
-    marks,
-    staged_of,
-    staged_record,
-)
+from monarch.writeback.history import Numbered, names_of, without
+from monarch.writeback.journal_records import Known, Record, change, decoded, marks
+from monarch.writeback.journal_state import MARKS_OF_A_RECORD, JournalState
 from monarch.writeback.objects import object_path
-from monarch.writeback.op import Op, from_record, raw
+from monarch.writeback.op import Op, from_record
 
 log = logging.getLogger(__name__)
 
@@ -141,39 +131,19 @@ def _unreadable(path: Path, error: OSError) -> TierError:
     )
 
 
-class Found:
-    """The state after the records that were passed to ``add``.
-
-    Before the first one it is that of a new journal. ``end`` is the offset behind the last complete
-    record, in bytes. ``boot``: the last recorded start of the machine. ``durable``: objects with a
-    content that was synced or published.
-    """
+class Found(JournalState):
+    """The state with all changes after the records that were passed to ``add``."""
 
     def __init__(self, source: bytes, token: str = "") -> None:
-        self.version = VERSION
-        self.token = token or uuid.uuid4().hex[:16]
-        self.source = source
-        self.next_seq = 1
-        self.next_object = 1
-        self.next_ino = 1
-        self.done_upto = 0
-        self.done_beyond: set[int] = set()
-        self.aside: set[int] = set()
-        self.staged: dict[int, set[Identity]] = {}
-        # The object of each content that was not published yet, by sequence number.
-        self._contents: dict[int, int] = {}
+        super().__init__(source, token)
         self.identities: dict[int, Identity] = {}
-        self.durable: set[int] = set()
-        self.lost: set[int] = set()
         # Objects that were put aside since the journal has lost their records.
         self.unrecorded: tuple[Op, ...] = ()
-        self.boot = ""
-        # The number of changes that were recorded before that start of the machine.
+        # The number of changes that were recorded before the last start of the machine.
         self._before_boot = 0
         self.known: Known | None = None
         self.ops: list[Numbered] = []
         self.recorded_ns: dict[int, int] = {}
-        self.end = 0
 
     @classmethod
     def of(cls, content: bytes, path: Path, boot: str) -> Found | None:
@@ -193,7 +163,7 @@ class Found:
                 break
             try:
                 if found is None:
-                    found = cls._begun(record, path)
+                    found = cls.begun(record, path)
                 else:
                     found.add(record)
             except (ValueError, KeyError, TypeError) as error:
@@ -205,68 +175,24 @@ class Found:
             found.end = offset
         return found
 
-    @classmethod
-    def _begun(cls, record: Record, path: Path) -> Found:
-        version = record["monarch"]
-        if version > VERSION:
-            raise TierError(
-                f"journal {os.fspath(path)!r} is of version {version}, this Monarch knows"
-                f" {VERSION}",
-                hint="mount with the Monarch that wrote it",
-            )
-        found = cls(raw(record["source"]), str(record["token"]))
-        found.version = int(version)
-        found.next_seq = int(record["seq"])
-        found.next_object = int(record["object"])
-        found.next_ino = int(record["ino"])
-        return found
+    def changed(self, seq: int, record: Record) -> None:
+        self.ops.append((seq, from_record(record)))
+        self.recorded_ns[seq] = int(record["ns"])
 
-    def add(self, record: Record) -> None:
-        """Adds a record. Raises ValueError, KeyError or TypeError if it is not valid."""
-        if "op" in record:
-            seq, op = int(record["seq"]), from_record(record)
-            self.ops.append((seq, op))
-            self.recorded_ns[seq] = int(record["ns"])
-            if op.kind == "content":
-                self._contents[seq] = op.object
-                if op.synced:
-                    self.durable.add(op.object)
-            self.next_seq = max(self.next_seq, seq + 1)
-            self.next_object = max(self.next_object, op.object + 1)
-            self.next_ino = max(self.next_ino, op.ino + 1)
-        elif "done" in record:
-            self.done_upto = int(record["done"])
-            self.aside = set(record.get("aside", self.aside))
-            self.done_beyond |= set(record.get("also", ()))
-            if self.done_beyond:
-                self.done_beyond = {seq for seq in self.done_beyond if seq > self.done_upto}
-            for seq, size, mtime_ns, ctime_ns, source_ino in record.get("at", ()):
-                self.identities[seq] = Identity(size, mtime_ns, ctime_ns, source_ino)
-                if number := self._contents.pop(seq, 0):
-                    self.durable.add(number)
-                    self.staged.pop(number, None)
-        elif "staged" in record:
-            number, staged = staged_of(*map(int, record["staged"]))
-            self.staged.setdefault(number, set()).add(staged)
-        elif "known" in record:
-            self.known = Known.of(record)
-        elif "boot" in record:
-            self.boot, self._before_boot = str(record["boot"]), len(self.ops)
-        elif "believed" in record:
-            self.durable |= set(record["believed"])
-        elif "lost" in record:
-            self.lost |= set(record["lost"])
-        else:
-            raise ValueError("a record of an unknown kind")
+    def published(self, seq: int, identity: Identity) -> None:
+        self.identities[seq] = identity
 
-    def is_done(self, seq: int) -> bool:
-        return seq <= self.done_upto or seq in self.done_beyond
+    def knows(self, record: Record) -> None:
+        self.known = Known.of(record)
+
+    def started(self) -> None:
+        self._before_boot = len(self.ops)
 
     def lost_now(self, boot: str, directory: Path) -> dict[int, Op]:
         """The last record of each object with a name, if no content says that it is durable and it
         was recorded before the start ``boot`` of the machine, or the tier's disk has lost bytes of
         it since. ``directory`` holds the objects."""
-        durable = self.durable | self.lost
+        durable = self.lost.union(self.durable)
         if self.boot == boot:
             since = set(_recorded(self.ops[self._before_boot :]))
             durable |= since - self._cut_short(directory, since - durable)
@@ -332,39 +258,20 @@ class Found:
             source=self.source,
         )
 
-    def shortened(self) -> list[Numbered]:
-        done = {seq: self.identities.get(seq) for seq, _ in self.ops if self.is_done(seq)}
-        return shortened(self.ops, done)
-
-    def header(self) -> Record:
-        """The first record of a journal in this state."""
-        return header(self.token, self.source, self.next_seq, self.next_object, self.next_ino)
-
     def rewritten(self, kept: Sequence[Numbered], boot: str) -> Iterator[Record]:
         """The records that lead to this state, with the changes ``kept`` only."""
         seqs = {seq for seq, _ in kept}
         objects = {number for _, op in kept for number in (op.object, op.over_object)}
-        yield self.header()
-        if durable := self.durable & objects:
-            yield {"believed": sorted(durable)}
-        if self.lost:
-            yield {"lost": sorted(self.lost)}
+        yield from self.beginning(objects)
         if self.known is not None:
             yield self.known.record()
         yield {"boot": boot}
         for seq, op in kept:
             yield change(seq, self.recorded_ns.get(seq, 0), op)
-        if self.done_upto or self.done_beyond or self.aside:
-            yield {
-                "done": self.done_upto,
-                "aside": sorted(self.aside & seqs),
-                "also": sorted(self.done_beyond & seqs),
-                "at": marks({seq: it for seq, it in self.identities.items() if seq in seqs}),
-            }
-        # After the marks: the mark of a content means that files staged before it have arrived.
-        for number in self.staged.keys() & objects:
-            for staged in self.staged[number]:
-                yield staged_record(number, staged)
+        at = marks({seq: it for seq, it in self.identities.items() if seq in seqs})
+        for start in range(0, len(at), MARKS_OF_A_RECORD):
+            yield self.mark(at[start : start + MARKS_OF_A_RECORD])
+        yield from self.ending(seqs, objects)
 
 
 def _recorded(ops: Iterable[Numbered]) -> Iterator[int]:

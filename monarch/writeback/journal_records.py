@@ -38,7 +38,7 @@ from monarch.writeback.op import Op, text, to_record
 # Version 2 names the user of each change. A Monarch that knows only version 1 would make all
 # changes as root.
 VERSION = 2
-_DIGITS = 16
+DIGITS = 16
 _ENCODED = json.JSONEncoder(separators=(",", ":")).encode
 
 Record = dict[str, Any]
@@ -151,8 +151,8 @@ def encoded(record: Mapping[str, Any]) -> bytes:
 
 def decoded(line: bytes) -> Record | None:
     """The record of a line without its newline, None if the line is not whole."""
-    content = line[_DIGITS + 1 :]
-    if line[:_DIGITS] != xxhash.xxh3_64_hexdigest(content).encode("ascii"):
+    content = line[DIGITS + 1 :]
+    if line[:DIGITS] != xxhash.xxh3_64_hexdigest(content).encode("ascii"):
         return None
     try:
         record = json.loads(content)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterable
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import Source
 from monarch.types import Identity
 from monarch.writeback import journal as journals
-from monarch.writeback.history import shortened
+from monarch.writeback.history import Numbered, Summary, obsolete
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.op import Kind
 from tests.writeback.remounts import Ground
@@ -31,6 +33,21 @@ ID = Identity(5, 1, 2, 3)
 
 def content(path: bytes, number: int) -> Op:
     return Op(kind="content", path=path, paths=(path,), object=number, size=5, synced=True)
+
+
+def shortened(ops: Sequence[Numbered], done: Mapping[int, Identity | None]) -> list[Numbered]:
+    """``ops`` without those that do not matter any more; ``done`` has those that are drained."""
+    contents = Counter(op.object for _, op in ops if op.kind == "content")
+    found = obsolete(
+        ops,
+        Summary(
+            done=done,
+            published={seq for seq, identity in done.items() if identity is not None},
+            gone={op.object for _, op in ops if op.kind == "gone"},
+            several={number for number, count in contents.items() if count > 1},
+        ),
+    )
+    return [(seq, found.changed.get(seq, op)) for seq, op in ops if seq not in found.seqs]
 
 
 def tables(of: object) -> int:
@@ -344,3 +361,34 @@ async def test_a_mount_of_a_given_snapshot_keeps_its_journal_short(
             await trio.sleep(100)
             assert life.write_back.place.journal.file.position < 1 << 12 < longest
             await life.end()
+
+
+def peak_of_shortening(directory: Path, files: int) -> int:
+    """The most memory that the rewriting of a journal takes at once, in bytes, if all its files
+    stay."""
+    journal = Journal.open(directory, source=b"/source", boot="one")
+    for number in range(1, files + 1):
+        path = b"run/sample-%07d.bin" % number
+        made = journal.append(Op(kind="create", path=path, object=number))
+        journal.mark_staged((number, ID))
+        journal.mark_done({made: None, journal.append(content(path, number)): ID})
+    before = journal.file.position
+    tracemalloc.start()
+    try:
+        journal.shorten()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert journal.file.position > before / 2
+    journal.close()
+    journal = Journal.open(directory, source=b"/source", boot="two")
+    replay = journal.replay()
+    assert len(replay.ops) == len(replay.done) == 2 * files and not replay.lost
+    journal.close()
+    return peak
+
+
+@pytest.mark.promise(139)
+def test_the_rewriting_holds_no_records_of_the_files_that_stay(tmp_path: Path) -> None:
+    few, many = (peak_of_shortening(tmp_path / f"{files}", files) for files in (1000, 3000))
+    assert many - few < 2000 * 200
