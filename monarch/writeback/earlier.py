@@ -110,6 +110,8 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     made = {op.object for _, op in ops if op.kind in ("create", "take")}
     # The mount forgot these files; any that still has a name is read from the source.
     made -= {op.object for _, op in ops if op.kind == "gone"}
+    # So are these: the tier lacks bytes that the source has.
+    made -= found.damaged
     recorded = found.versions()
     new = found.unpublished(made)
     for number in made & recorded.keys():

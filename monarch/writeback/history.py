@@ -29,9 +29,9 @@ Numbered = tuple[int, Op]
 class Summary:
     """What ``obsolete`` must know of the operations before it reads them.
 
-    By sequence number ``done`` are the operations that are drained, and ``published`` those of them
-    of which an entry at the source is known. By object number ``gone`` are the objects that were
-    removed, and ``several`` those with more than one content.
+    Sequence numbers: ``done`` are the operations that are drained; ``published`` those of them with
+    a known entry at the source. Numbers of objects: ``gone`` are the objects that were removed;
+    ``several`` have more than one content.
     """
 
     done: Container[int]

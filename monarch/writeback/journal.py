@@ -113,6 +113,9 @@ class Journal:
             new.append({"boot": self._boot})
         if lost:
             new.append({"lost": sorted(lost)})
+        if found.ended and not new:
+            # Objects change from now on.
+            new.append({"believed": []})
         for record in new:
             self.file.append(record)
             found.add(record)
@@ -125,8 +128,9 @@ class Journal:
             if op in found.unrecorded:
                 continue
             log.error(
-                "%r was never synced, and the machine or the tier's file system has stopped since:"
-                " what is left of it is kept aside, and does not go to the source",
+                "%r was never synced, and the machine or the tier's file system has stopped since,"
+                " or the tier was restored and lacks bytes of it: what is left of it is kept aside,"
+                " and does not go to the source",
                 os.fsdecode(op.path),
             )
         self.sync()
@@ -224,6 +228,10 @@ class Journal:
         """Record that the tier has lost the bytes of an object: the next mount takes up no change
         of its file. Raises OSError."""
         self.file.append({"lost": [number]})
+
+    def mark_ended(self) -> None:
+        """Record a clean end: every object has the size of its last record. Raises OSError."""
+        self.file.append({"believed": [], "ended": True})
 
     def sync(self) -> None:
         """Wait until everything appended so far is on the disk; callers share the wait.

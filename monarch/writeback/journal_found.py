@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -43,7 +43,8 @@ class Replay:
     ``staged``: files of the source that may have got the name of an object in an earlier mount,
     without a record. ``known``: what the journal knew when it was rewritten, None if it never was.
     ``all_doubted``: the objects that any power cut has made doubtful; ``doubted`` has the last
-    record, and its time, of those with a name. ``aside``: changes that are set aside, since the
+    record, and its time, of those with a name. ``damaged``: objects whose last content the source
+    has, and that lack bytes in the tier. ``aside``: changes that are set aside, since the
     source refuses them. ``source`` is the path of the source.
     """
 
@@ -57,6 +58,7 @@ class Replay:
     known: Known | None = None
     doubted: Mapping[int, tuple[Op, int]] = field(default_factory=dict)
     all_doubted: frozenset[int] = frozenset()
+    damaged: frozenset[int] = frozenset()
     aside: frozenset[int] = frozenset()
     source: bytes = b""
 
@@ -144,6 +146,8 @@ class Found(JournalState):
         self.known: Known | None = None
         self.ops: list[Numbered] = []
         self.recorded_ns: dict[int, int] = {}
+        # As in ``Replay``.
+        self.damaged: set[int] = set()
 
     @classmethod
     def of(cls, content: bytes, path: Path, boot: str) -> Found | None:
@@ -189,34 +193,55 @@ class Found(JournalState):
         self._before_boot = len(self.ops)
 
     def lost_now(self, boot: str, directory: Path) -> dict[int, Op]:
-        """The last record of each object with a name, if no content says that it is durable and it
-        was recorded before the start ``boot`` of the machine, or the tier's disk has lost bytes of
-        it since. ``directory`` holds the objects."""
-        durable = self.lost.union(self.durable)
-        if self.boot == boot:
-            since = set(_recorded(self.ops[self._before_boot :]))
-            durable |= since - self._cut_short(directory, since - durable)
-        recorded = set(_recorded(self.ops))
-        return {number: op for number, (op, _) in self.last_of(recorded - durable).items()}
+        """The last record of each object with a name that has lost bytes which the source lacks.
 
-    def _cut_short(self, directory: Path, objects: Container[int]) -> set[int]:
+        No content says that the object is durable and it was recorded before the start ``boot`` of
+        the machine, or it is shorter than recorded. ``directory`` holds the objects.
+        """
+        durable = self.lost.union(self.durable)
+        recorded = set(_recorded(self.ops))
+        if self.boot == boot:
+            durable |= set(_recorded(self.ops[self._before_boot :]))
+        lost = recorded - durable
+        short, missing = self._cut_short(directory, recorded - lost - self.lost)
+        published = {
+            op.object: seq in self.identities for seq, op in self.ops if op.kind == "content"
+        }
+        self.damaged = {number for number in short | missing if published.get(number)}
+        lost |= short - self.damaged
+        return {number: op for number, (op, _) in self.last_of(lost).items()}
+
+    def _cut_short(self, directory: Path, objects: Container[int]) -> tuple[set[int], set[int]]:
         """Those of ``objects`` that are shorter than their last record says and were not changed
-        after it: the tier's file system was stopped and mounted again without a start of the
-        machine. A file that was truncated before its daemon was killed was changed after it."""
-        last: dict[int, tuple[int, int]] = {}
-        elsewhere = {op.object for _, op in self.ops if op.kind in ("through", "gone")}
+        after it: the tier was restored from a backup, or its file system was stopped and mounted
+        again without a start of the machine. A file that was truncated before its daemon was killed
+        was changed after it. Also those in whose place is no file; the drain reports them."""
+        last: dict[int, _Version] = {}
         for seq, op in self.ops:
-            if op.kind == "content" and op.object in objects:
-                last[op.object] = op.size, self.recorded_ns[seq]
-        found = set()
-        for number, (size, recorded_ns) in last.items():
-            if number in elsewhere:
+            if op.kind in ("through", "gone"):
+                last.pop(op.object, None)
+            elif op.object not in objects:
                 continue
-            with suppress(OSError):
+            elif op.kind == "content" and not op.through:
+                last[op.object] = _Version(op.size, op.mtime_ns, self.recorded_ns[seq])
+            elif op.kind == "attr" and op.mtime_ns is not None and op.object in last:
+                last[op.object] = replace(
+                    last[op.object], mtime_ns=op.mtime_ns if op.same else None
+                )
+        short, missing = set[int](), set[int]()
+        for number, version in last.items():
+            try:
                 status = object_path(directory, number).lstat()
-                if status.st_size < size and status.st_ctime_ns <= recorded_ns:
-                    found.add(number)
-        return found
+            except FileNotFoundError:
+                missing.add(number)
+            except OSError:
+                continue
+            else:
+                if not stat.S_ISREG(status.st_mode):
+                    missing.add(number)
+                elif status.st_size < version.size and (self.ended or not version.is_older(status)):
+                    short.add(number)
+        return short, missing
 
     def last_of(self, objects: Collection[int]) -> dict[int, tuple[Op, int]]:
         """The last record, with its time and the last names, of each of ``objects`` that has a
@@ -254,6 +279,7 @@ class Found(JournalState):
             known=self.known,
             doubted=self.last_of(all_lost),
             all_doubted=frozenset(all_lost),
+            damaged=frozenset(self.damaged),
             aside=frozenset(self.aside.intersection(undone)),
             source=self.source,
         )
@@ -272,6 +298,22 @@ class Found(JournalState):
         for start in range(0, len(at), MARKS_OF_A_RECORD):
             yield self.mark(at[start : start + MARKS_OF_A_RECORD])
         yield from self.ending(seqs, objects)
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """A recorded version of an object: its size in bytes, its time of modification, None if that is
+    not known, and the time of the record, both in ns since the epoch."""
+
+    size: int
+    mtime_ns: int | None
+    recorded_ns: int
+
+    def is_older(self, status: os.stat_result) -> bool:
+        """Whether a file of this status was changed after this version."""
+        if self.mtime_ns is not None and status.st_mtime_ns <= self.mtime_ns:
+            return False
+        return status.st_ctime_ns > self.recorded_ns
 
 
 def _recorded(ops: Iterable[Numbered]) -> Iterator[int]:

@@ -18,7 +18,8 @@ A record is a line: 16 hex digits of the xxh3-64 of the rest, a blank, JSON, a n
                                 contain any more have left at the source (``Known``), each as a
                                 list of lists or of objects
     {"believed"}, {"lost"}      objects that have been synced though no content says so; objects
-                                whose bytes are lost
+                                whose bytes are lost; ``ended`` beside "believed": a clean end of
+                                the mount, after which no object changes
 
 and each may have "upto": the length of the file in bytes that had been synced before.
 """

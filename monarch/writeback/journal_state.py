@@ -25,7 +25,7 @@ class JournalState:
 
     Before the first one it is that of a new journal. ``end`` is the offset behind the last complete
     record, in bytes. ``boot``: the last recorded start of the machine. ``durable``: objects with a
-    content that was synced or published.
+    content that was synced or published. ``ended``: the last record is that of a clean end.
     """
 
     def __init__(self, source: bytes, token: str = "") -> None:
@@ -44,6 +44,7 @@ class JournalState:
         self.durable = Numbers()
         self.lost: set[int] = set()
         self.boot = ""
+        self.ended = False
         self.end = 0
 
     @classmethod
@@ -66,6 +67,7 @@ class JournalState:
 
     def add(self, record: Record) -> None:
         """Adds a record. Raises ValueError, KeyError or TypeError if it is not valid."""
+        self.ended = bool(record.get("ended"))
         if "op" in record:
             self._add_change(record)
         elif "done" in record:

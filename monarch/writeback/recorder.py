@@ -92,6 +92,11 @@ class Recorder:
         self._drain.put(seq, op)
         return seq
 
+    @property
+    def has_recorded_all(self) -> bool:
+        """Whether all changes and contents are in the journal."""
+        return not (self.is_broken or self._delayed or self._delayed_contents)
+
     def note_delayed(self) -> None:
         """Record the changes for which the disk had no room, as far as it has now."""
         while self._delayed:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -67,6 +68,7 @@ class WriteBack:
     # Ends the wait for the drain at the end of the mount.
     _patience: trio.CancelScope = field(default_factory=lambda: trio.CancelScope(shield=True))
     _is_abandoned: bool = False
+    _is_finished: bool = False
 
     def hidden(self) -> list[bytes]:
         """Paths of files that were written through earlier mounts and have no place in the tree of
@@ -157,9 +159,14 @@ class WriteBack:
             release = partial(self.lease.release, undrained=self.drain.queue.last_seq > 0)
             with trio.move_on_after(_RELEASE_S, shield=True):
                 await self._lease_threads.run(release)
+        self._is_finished = True
 
     def close(self) -> None:
         self.commits.close()
+        if self._is_finished and self.front.recorder.has_recorded_all:
+            # Without the mark the next mount compares times as well.
+            with suppress(OSError):
+                self.place.journal.mark_ended()
         self.place.close()
 
 
@@ -253,10 +260,23 @@ def _replay(place: WriteStore, front: WriteFront, drain: Drain) -> None:
         # The daemon was killed before it could remove the object of an unlinked file.
         front.unlinked.leave(node)
     front.source.take_up()
+    _release(front, found.damaged)
     place.objects.sweep({op.object for _, op in ops} | found.doubted.keys())
     recorder.record_unrecorded(found)
     place.found = found.without_history()
     place.journal.taken_up()
+
+
+def _release(front: WriteFront, damaged: Collection[int]) -> None:
+    """Has files read from the source that it has whole, and whose objects lack bytes."""
+    for number in damaged:
+        node = front.object_table.node(number)
+        if node is not None and node.names and front.drained.is_clean(node):
+            log.error(
+                "the tier has lost bytes of %r: it is read from the source, which has all of it",
+                os.fsdecode(front.names.visible_path(node.ino)),
+            )
+            front.drained.release(node)
 
 
 def _rewritten(place: WriteStore, found: Replay, drain: Drain, snapshot_id: str) -> list[Numbered]:

@@ -476,17 +476,19 @@ async def test_an_object_without_its_bytes_is_reported_and_later_records_are_dra
     world: World, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.write(b"whole", b"1" * 100, synced=True)
-    for name, damage in ((b"a", os.unlink), (b"b", lambda path: os.truncate(path, 50))):
+    for name in (b"a", b"b"):
         world.write(b"tmp", b"2" * 100, synced=True)
         world.rename(b"tmp", name)
+    world.write(b"behind", b"3" * 100)
+    replay = world.kill()
+    for name, damage in ((b"a", os.unlink), (b"b", lambda path: os.truncate(path, 50))):
         number = world.tree[name].object
         path = world.directory / f"{number & 0xFF:02x}" / str(number)
         status = path.stat()
         damage(path)  # type: ignore[operator]
         if path.exists():
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    world.write(b"behind", b"3" * 100)
-    async with draining(world, world.kill(), catch_up=False) as drain:
+    async with draining(world, replay, catch_up=False) as drain:
         await drain.progress.wait(world.last_seq)
         assert drain.backlog().lost == (b"tmp", b"tmp")
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
