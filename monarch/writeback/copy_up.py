@@ -56,7 +56,9 @@ class CopyUp:
         while True:
             node = self._names.node(ino)
             if node is not None and node.object:
-                if not self._drained.is_away(node):
+                # Its bytes cannot be changed through the descriptor of a reader.
+                is_read = keep and self._drained.is_read_there(node)
+                if not (is_read or self._drained.is_away(node)):
                     if keep:
                         await self._files.open(node, by=by)
                     return node
@@ -76,6 +78,7 @@ class CopyUp:
         self._gate.require_held(ino)
         await self._gate.require_room()
         number, fd, staged = await self._place_for(ino, by)
+        source_ino = 0
         try:
             try:
                 xattrs = await self._copy(ino, fd, empty=empty)
@@ -85,7 +88,9 @@ class CopyUp:
                 path = self._names.visible_path(ino)
                 staged = await self._source.stage(path, number, by=(by,), is_new=False)
                 xattrs = await self._copy(ino, staged, empty=empty)
-            if staged < 0 and not empty:
+            if staged >= 0:
+                source_ino = await self._files.sync_staged(ino, staged)
+            elif not empty:
                 await self._objects.run_sync(self._objects.on_disk.sync, number, fd)
             was = known_at_source(self._names, ino)
             # The version that was copied: an open that is under way may find another one.
@@ -119,7 +124,7 @@ class CopyUp:
         self._recorder.copied_up(number, by)
         self._files.opened(node, fd, created=False, by=by if keep else None)
         if staged >= 0:
-            await self._files.continue_at_source(node, staged)
+            await self._files.continue_at_source(node, staged, source_ino)
         if not keep:
             # Processes that read the file may keep it open, so its content is recorded now. If
             # that is refused, the next mount finds the content and records it.

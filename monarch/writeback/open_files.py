@@ -255,15 +255,27 @@ class WrittenFiles:
         path, by = self._names.visible_path(file.ino), tuple(file.writers) or (ROOT,)
         fd = await self._source.stage(path, file.object, by=by, is_new=not node.source_ino)
         try:
-            node.set_content(await self._source.calls.call(file.ino, _copy_all, file.place.fd, fd))
-        except BaseException:
-            self._objects.threads.start(os.close, fd)
+            size = await self._source.calls.call(file.ino, _copy_all, file.place.fd, fd)
+            source_ino = await self.sync_staged(file.ino, fd)
+        except BaseException as error:
+            # The source is full, too. The next try must not lose its staged file to this one.
             self._opens.fast.rebind(file.ino, file.place.fd, tier=self._opens.tier)
+            if isinstance(error, SourceError):
+                await self._source.discard(path, file.object, fd)
+            else:
+                self._unlinked.abandon_staged(file.object, fd, beside=path)
             raise
-        await self.continue_at_source(node, fd)
+        node.set_content(size)
+        await self.continue_at_source(node, fd, source_ino)
 
-    async def continue_at_source(self, node: Node, fd: int) -> None:
-        """The bytes of a file are in its staged file at the source, ``fd``, from now on."""
+    async def sync_staged(self, ino: Ino, fd: int) -> int:
+        """Sync a staged file, so that what was safe in the tier is safe there; its inode number.
+        Raises SourceError."""
+        return await self._source.calls.call(ino, _synced, fd)
+
+    async def continue_at_source(self, node: Node, fd: int, source_ino: int) -> None:
+        """The bytes of a file are in its staged file at the source from now on. That is ``fd``, is
+        synced and has the inode number ``source_ino``."""
         await self._objects.run(self._opens.fast.unbind, node.ino)
         path = self._names.visible_path(node.ino)
         self._recorder.note(Op(kind="through", path=path, object=node.object))
@@ -274,8 +286,7 @@ class WrittenFiles:
         file.place = StagedBytes(fd, node.ino, node.object, self._objects, calls, before)
         node.set_content(node.size, blocks=0)
         self._object_table.own(node)
-        # What of it was safe here is safe there.
-        self._object_table.states.staged_inos[node.object] = await calls.call(node.ino, _synced, fd)
+        self._object_table.states.staged_inos[node.object] = source_ino
         self._recorder.start_removal(node.object)
         log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
 

@@ -83,7 +83,7 @@ class WriteOperations:
             raise Refused(errno.EEXIST)
         self._gate.require_memory(NAME_BYTES)
         await self._gate.require_room()
-        is_here = True
+        is_here, source_ino = True, 0
         try:
             number, fd = await self._files.create()
         except Refused as error:
@@ -91,7 +91,10 @@ class WriteOperations:
                 raise
             is_here = False
             number, fd = await self._files.stage(path, by=by, is_new=True)
+        beside = b"" if is_here else path
         try:
+            if not is_here:
+                source_ino = await self._files.sync_staged(parent, fd)
             # Directories above may have got other names meanwhile.
             path = self._names.path_of(parent, name)
             node = self._names.make(
@@ -103,13 +106,13 @@ class WriteOperations:
                 now_ns=file_now_ns(),
                 object=number,
             )
-        except Refused:
-            self._unlinked.abandon_object(number, fd, staged_beside=b"" if is_here else path)
+        except BaseException:
+            self._unlinked.abandon_object(number, fd, staged_beside=beside)
             raise
         self._note_made("create", node, path, by)
         self._files.opened(node, fd, created=True, by=by)
         if not is_here:
-            await self._files.continue_at_source(node, fd)
+            await self._files.continue_at_source(node, fd, source_ino)
         return self._names.attributes(node.ino)
 
     async def make(

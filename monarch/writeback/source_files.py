@@ -4,6 +4,7 @@ objects that are not needed any more for that."""
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -85,6 +86,12 @@ class DrainedObjects:
             and node.ino not in self._opens.files
         )
 
+    def is_read_there(self, node: Node) -> bool:
+        """Whether a file went to the source directly, and processes only read it there."""
+        file = self._opens.files.get(node.ino)
+        is_read = file is not None and file.place.is_from_source
+        return is_read and self._object_table.states.is_write_through(node.object)
+
     async def arrive(self, node: Node) -> None:
         """Waits until a file that went to the source directly is there, and then the source's.
         Raises Refused with what the source answers to the drain, and EIO if the bytes are lost."""
@@ -92,7 +99,7 @@ class DrainedObjects:
             await self._drain.progress.wait_or_fail(self._object_table.states.last(node.object))
         except OSError as error:
             raise Refused(error.errno or errno.EIO) from error
-        if not node.object or not self.is_away(node):
+        if not node.object or not (self.is_away(node) or self.is_read_there(node)):
             return
         if not self._object_table.states.is_drained(node.object):
             raise Refused(errno.EIO)
@@ -155,6 +162,11 @@ class SourceFiles:
             op = replace(op, by=None, also=())
         part = partial(self._staged.open_part, op, make=True, is_new=is_new)
         return await self.calls.call(ROOT_INO, part)
+
+    async def discard(self, path: bytes, number: int, fd: int) -> None:
+        """Closes and removes a staged file of an object that keeps its bytes."""
+        with suppress(SourceError):
+            await self.calls.call(ROOT_INO, _discard, self._staged, path, number, fd)
 
     def take_up(self) -> None:
         """Shows the staged files of earlier mounts with the size that they have: a daemon may have
@@ -242,3 +254,9 @@ class SourceFiles:
         self._unlinked.remove_object(number)
         with suppress(Refused, SourceError):
             await self.look_again(node.ino)
+
+
+def _discard(staged: StagedContents, path: bytes, number: int, fd: int) -> None:
+    with suppress(OSError):
+        os.close(fd)
+    staged.discard_part(path, number)

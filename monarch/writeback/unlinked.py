@@ -128,3 +128,8 @@ class UnlinkedFiles:
         if staged_beside:
             self._discard_staged(staged_beside, number)
         self.remove_object(number)
+
+    def abandon_staged(self, number: int, fd: int, *, beside: bytes) -> None:
+        """Give up the staged file ``fd`` of an object that keeps its bytes."""
+        self._objects.threads.start(os.close, fd)
+        self._discard_staged(beside, number)

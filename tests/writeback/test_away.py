@@ -11,11 +11,12 @@ import pytest
 import trio
 import trio.testing
 
-from monarch.errors import Refused
+from monarch.errors import Refused, SourceError
+from monarch.writeback import open_files
 from monarch.writeback.objects import Objects
 from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_writer import SourceWriter
-from tests.writeback.remounts import Ground, Life
+from tests.writeback.remounts import ROOT, Ground, Life
 
 # Long enough for any number of tries of the drain, by a clock that jumps, in seconds.
 PATIENCE_S = 600
@@ -150,3 +151,73 @@ async def test_a_file_whose_staged_bytes_others_have_taken_away_cannot_be_opened
                     await life.open(b"d/x", flags)
                 assert raised.value.errno == errno.EIO
             life.unlink(b"d/x")
+
+
+def staged(ground: Ground) -> list[Path]:
+    return [*ground.source.rglob("*-through.part")]
+
+
+@pytest.mark.promise(71)
+async def test_a_file_that_is_read_where_it_is_staged_is_truncated_by_its_path(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    with trio.fail_after(PATIENCE_S):
+        async with ground.mount() as life:
+            with monkeypatch.context() as patched:
+                patched.setattr(SourceWriter, "carry_out", _full)
+                await written(life, b"a")
+                ino = await life.open(b"a", os.O_RDONLY)
+                with pytest.raises(Refused) as raised:
+                    await life.front.attributes.change(ino, size=1, by=ROOT)
+                assert raised.value.errno == errno.ENOSPC
+                assert await life.files.read(ino, 0, 10) == b"new"
+            await life.front.attributes.change(ino, size=1, by=ROOT)
+            assert await life.files.read(ino, 0, 10) == b"n"
+            life.files.release(ino)
+            await life.drained()
+            assert (ground.source / "a").read_bytes() == b"n"
+            assert staged(ground) == []
+
+
+@pytest.mark.promise(71)
+@pytest.mark.parametrize("fails", ["_copy_all", "_synced"])
+async def test_a_file_that_has_no_room_at_the_source_either_leaves_nothing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, fails: str
+) -> None:
+    ground = Ground(tmp_path, monkeypatch)
+    (ground.source / "d").mkdir()
+    async with ground.mount() as life:
+        ino = await life.open(b"d/a", os.O_WRONLY)
+        await life.files.write(ino, 0, b"old")
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(open_files, "_write_all", _full)
+                patched.setattr(open_files, fails, _full)
+                with pytest.raises((Refused, SourceError)) as raised:
+                    await life.files.write(ino, 0, b"new")
+                assert raised.value.errno == errno.ENOSPC
+            assert staged(ground) == []
+        await life.files.write(ino, 3, b" and new")
+        life.files.release(ino)
+        await life.drained()
+        assert (ground.source / "d/a").read_bytes() == b"old and new"
+
+
+@pytest.mark.promise(71)
+async def test_a_file_that_cannot_be_made_at_the_source_either_leaves_nothing_there(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    async with ground.mount() as life:
+        with monkeypatch.context() as patched:
+            patched.setattr(open_files, "_synced", _full)
+            for path, flags in ((b"made", os.O_WRONLY), (b"a", os.O_WRONLY), (b"a", os.O_TRUNC)):
+                with pytest.raises((Refused, SourceError)) as raised:
+                    await life.open(path, os.O_WRONLY | flags)
+                assert raised.value.errno == errno.ENOSPC
+        await trio.sleep(5)
+        assert staged(ground) == [] and not life.front.opens.files
+        assert life.kinds() == {b"a": "file", b"d": "dir"}
+        await life.write(b"made", b"new")
+        await life.drained()
+    assert (ground.source / "made").read_bytes() == b"new"
+    assert (ground.source / "a").read_bytes() == b"old"
