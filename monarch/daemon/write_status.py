@@ -18,6 +18,7 @@ from monarch.writeback.drain import Drain
 from monarch.writeback.front import WriteFront
 from monarch.writeback.lease import Lease
 from monarch.writeback.setup import WriteBack
+from monarch.writeback.wakeups import Cause
 
 log = logging.getLogger(__name__)
 
@@ -280,11 +281,28 @@ class WriteStatus:
             )
         if backlog.trouble and not backlog.only_aside:
             kept = f"{counted(backlog.files, 'file', 'files')}, {format_bytes(backlog.bytes)}"
+            what, remedy = self._why_it_waits(backlog.cause, write_back.place.directory)
             yield Problem(
-                "drain-refused",
-                f"the source refuses written data ({kept} wait): {backlog.trouble}",
-                remedy=f"check it as the daemon's user: `ls -ld {self._source}`, `df"
-                f" {self._source}`; all data is kept in {write_back.place.directory} and retried"
-                " automatically; data that the source will never accept can be copied elsewhere on"
-                " the mount and removed there",
+                "drain-refused", f"{what} ({kept} wait): {backlog.trouble}", remedy=remedy
             )
+
+    def _why_it_waits(self, cause: Cause, directory: Path) -> tuple[str, str]:
+        """The failed part and the remedy, for written data that is not drained."""
+        stays = f"all data is kept in {directory} and retried automatically"
+        if cause == "tier":
+            return (
+                "the disk of the tier fails, so written data cannot be drained",
+                f"check that disk: `df {directory}`, `dmesg`; {stays}",
+            )
+        if cause == "daemon":
+            return (
+                "the daemon lacks file descriptors or memory, so written data cannot be drained",
+                "raise the limit: `LimitNOFILE=` of the systemd unit or `ulimit -n`, for ENFILE"
+                f" `sysctl fs.file-max`, for ENOMEM the memory of the daemon; {stays}",
+            )
+        return (
+            "the source refuses written data",
+            f"check it as the daemon's user: `ls -ld {self._source}`, `df {self._source}`;"
+            f" {stays}; data that the source will never accept can be copied elsewhere on the mount"
+            " and removed there",
+        )

@@ -13,6 +13,7 @@ import errno
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from monarch.posix.private_directory import replace_private
 from monarch.text import errno_words
-from monarch.writeback.objects import Objects, object_path
+from monarch.writeback.objects import NotAnObjectError, Objects, object_path
 from monarch.writeback.op import Op, raw, text
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,11 @@ class Doubtful:
         objects = Objects(self._objects)
         found: dict[int, tuple[Op, int]] = {}
         for number in sorted(number for number in objects.numbers() if number >= first):
-            status = objects.status(number)
+            try:
+                status = objects.status(number)
+            except NotAnObjectError as error:
+                log.warning("%s %r", error.strerror, error.filename)
+                continue
             if status.st_size:
                 name = b"unrecorded-%d" % number
                 op = Op(kind="content", path=name, object=number, size=status.st_size)
@@ -120,6 +125,9 @@ class Doubtful:
         try:
             status = path.lstat()
         except FileNotFoundError:
+            return False
+        if not stat.S_ISREG(status.st_mode):
+            # Something else is in the place of the object, whose bytes are gone.
             return False
         now = (status.st_size, status.st_mtime_ns)
         is_as_taken = op.same or (

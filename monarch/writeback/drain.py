@@ -40,7 +40,7 @@ from monarch.writeback.growth import Grower
 from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.mover import TURN_BYTES, Courtesy, Mover
 from monarch.writeback.object_table import ObjectTable
-from monarch.writeback.objects import Objects
+from monarch.writeback.objects import Objects, TierCallError
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Marks, Progress
 from monarch.writeback.source_state import SourceState
@@ -185,6 +185,7 @@ class Drain:
             drained_bytes=self._drained_bytes + self._grower.bytes,
             failures=self._trouble.stops + self.queue.refused,
             trouble=other or self.queue.refusal(is_aside=True),
+            cause=self._trouble.cause if self._trouble.reason else "source",
             lost=tuple(self._order.lost.values()),
             moving_bytes=self._mover.moved_bytes,
             conflicts=self.writer.log.conflict_count,
@@ -259,6 +260,8 @@ class Drain:
         if entry.op.kind == "content":
             try:
                 await self._make_ready(entry)
+            except TierCallError:
+                raise
             except OSError as error:
                 if error.errno in _REFUSALS and not entry.is_staging:
                     raise _RefusedError(error) from error

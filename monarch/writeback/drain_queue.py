@@ -28,7 +28,7 @@ from monarch.writeback.conflicts import PathSet, PendingNames
 from monarch.writeback.expected import Conflict
 from monarch.writeback.op import Op, above
 from monarch.writeback.source_contents import Place
-from monarch.writeback.wakeups import BACKOFF_S, Wakeups
+from monarch.writeback.wakeups import BACKOFF_S, Cause, Wakeups
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +108,10 @@ class Backlog:
     ``ops`` counts all changes; ``files`` counts the files with contents among them, and ``bytes``
     is the size of these files. ``oldest_ns`` is the time of the oldest change, in ns since the
     epoch; 0 if there is none. ``failures`` counts failed tries, and ``trouble`` describes the
-    present failure. ``lost``: the paths of files whose bytes the tier has lost. ``moving_bytes`` of
-    the files under way have reached the source. ``conflicts`` counts the conflicts with changes of
-    others, and ``conflict`` is the last one. ``aside`` are the changes that are set aside;
+    present failure, whose ``cause`` is as in ``Trouble``. ``lost``: the paths of files whose bytes
+    the tier has lost. ``moving_bytes`` of the files under way have reached the source.
+    ``conflicts`` counts the conflicts with changes of others, and ``conflict`` is the last one.
+    ``aside`` are the changes that are set aside;
     ``aside_ops`` counts these and the changes that wait for them. ``only_aside``: ``trouble`` is
     about a change that is set aside.
     """
@@ -130,6 +131,7 @@ class Backlog:
     aside: tuple[Refusal, ...] = ()
     aside_ops: int = 0
     only_aside: bool = False
+    cause: Cause = "source"
 
 
 class _Subjects:

@@ -21,7 +21,7 @@ from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import Entry
 from monarch.writeback.mover import TURN_BYTES, Courtesy
-from monarch.writeback.objects import Objects
+from monarch.writeback.objects import Objects, of_tier
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Marks
 from monarch.writeback.source_contents import Place
@@ -56,7 +56,8 @@ class Growth:
         the bytes of a hole, which are not read. Raises OSError."""
         begins, ends = data_at(self._fds[0], self._offset, end)
         skipped, self._offset = begins - self._offset, begins
-        self._piece = os.pread(self._fds[0], min(count, ends - begins), begins)
+        with of_tier():
+            self._piece = os.pread(self._fds[0], min(count, ends - begins), begins)
         return skipped + len(self._piece)
 
     def write(self) -> Identity:
@@ -130,9 +131,10 @@ class Grower:
             await self._marks.sync_done()
         object_fd = -1
         try:
-            object_fd = await self._threads.run(self._objects.open, number)
-            if not await self._threads.run(_is_as_long, self._objects, number, object_fd, op):
-                return False
+            with of_tier():
+                object_fd = await self._threads.run(self._objects.open, number)
+                if not await self._threads.run(_is_as_long, self._objects, number, object_fd, op):
+                    return False
             opened = await self._threads.run(self._steps.opening_to_grow(entry, base))
             if opened is None:
                 return False

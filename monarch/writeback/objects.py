@@ -12,22 +12,56 @@ import ctypes
 import errno
 import os
 import re
+import stat
 import threading
 import weakref
-from collections.abc import Iterable, Set
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from monarch.posix.files import closing_fd, sync_path
 from monarch.text import MiB
 
-_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+# O_NONBLOCK: another program may have put a fifo in the place of an object.
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# The errors of an open in whose place is no regular file.
+_NO_FILE = frozenset({errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENOTDIR})
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a fifo",
+    stat.S_IFSOCK: "a socket",
+}
+# What the daemon or the machine lacks. The disk is not the cause.
+SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _BUCKET = re.compile(rb"[0-9a-f]{2}")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def object_path(directory: Path, number: int) -> Path:
     return directory / f"{number & 0xFF:02x}" / str(number)
+
+
+class NotAnObjectError(FileNotFoundError):
+    """Something else is in the place of an object."""
+
+
+class TierCallError(OSError):
+    """A call to the tier's disk has failed."""
+
+
+@contextmanager
+def of_tier() -> Iterator[None]:
+    """Makes the error of a call to the tier's disk a TierCallError. A missing object stays
+    FileNotFoundError, and an error of ``SCARCE`` stays OSError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in SCARCE:
+            raise
+        raise TierCallError(error.errno, error.strerror, error.filename) from error
 
 
 class Objects:
@@ -71,12 +105,33 @@ class Objects:
         return fd
 
     def open(self, number: int) -> int:
-        """A descriptor to read and write. Raises OSError, ENOENT if the object does not exist."""
-        return os.open(self._path(number), _FLAGS)
+        """A descriptor to read and write. Raises OSError, FileNotFoundError if the object does not
+        exist, and NotAnObjectError if something else is in its place."""
+        path = self._path(number)
+        try:
+            fd = os.open(path, _FLAGS)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise self._replaced(number) from error
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise self._replaced(number)
+        return fd
 
     def status(self, number: int) -> os.stat_result:
-        """The object's status. Raises OSError, ENOENT if the object does not exist."""
-        return os.lstat(self._path(number))
+        """The object's status. Raises as ``open``."""
+        status = os.lstat(self._path(number))
+        if not stat.S_ISREG(status.st_mode):
+            raise self._replaced(number)
+        return status
+
+    def _replaced(self, number: int) -> NotAnObjectError:
+        kind = "something else"
+        with suppress(OSError):
+            kind = _KINDS.get(stat.S_IFMT(os.lstat(self._path(number)).st_mode), kind)
+        shown = os.fspath(object_path(self._shown, number))
+        return NotAnObjectError(errno.ENOENT, f"{kind} is in the place of its object", shown)
 
     def sync(self, number: int, fd: int) -> None:
         """Waits until the bytes and the name of an open object are on the disk.
@@ -186,7 +241,11 @@ class Objects:
             buckets = [e.path for e in entries if _BUCKET.fullmatch(e.name)]
         for bucket in buckets:
             with suppress(NotADirectoryError), os.scandir(bucket) as entries:
-                found.update(int(e.name) for e in entries if e.name.isdigit())
+                found.update(
+                    int(e.name)
+                    for e in entries
+                    if e.name.isdigit() and not e.is_dir(follow_symlinks=False)
+                )
         return found
 
     def sweep(self, known: Set[int]) -> None:

@@ -14,6 +14,7 @@ from monarch.writeback.conflicts import PathSet
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.journal import Journal, Replay
+from monarch.writeback.objects import of_tier
 from monarch.writeback.op import Op, above
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.wakeups import Trouble, Wakeups
@@ -43,7 +44,8 @@ class Marks:
             assert entry.place is not None
             file = Identity(version.size, version.mtime_ns, 0, entry.place.source_ino)
             marks.append((entry.op.object, file))
-        self._journal.mark_staged(*marks)
+        with of_tier():
+            self._journal.mark_staged(*marks)
         for entry in lot:
             entry.record = self._journal.file.written
         for number, file in marks:
@@ -53,7 +55,8 @@ class Marks:
         """Marks that the objects of these contents are on the disk: without this mark the next
         mount after a power cut would doubt their bytes."""
         if entries:
-            self._journal.mark_durable(*(entry.op.object for entry in entries))
+            with of_tier():
+                self._journal.mark_durable(*(entry.op.object for entry in entries))
         for entry in entries:
             entry.record = self._journal.file.written
 
@@ -63,7 +66,8 @@ class Marks:
 
     def done(self, done: Mapping[int, Identity | None], *, upto: int) -> None:
         """Marks changes as drained: by their numbers, with identities, and all up to ``upto``."""
-        self._journal.mark_done(done, upto=upto)
+        with of_tier():
+            self._journal.mark_done(done, upto=upto)
         self._last_mark = self._journal.file.written
 
     async def sync_done(self) -> None:
@@ -78,7 +82,8 @@ class Marks:
         then show an older state than the source has.
         """
         if self._journal.file.synced < record:
-            await self._threads.run(self._journal.sync)
+            with of_tier():
+                await self._threads.run(self._journal.sync)
 
 
 class Progress:

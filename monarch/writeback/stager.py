@@ -24,7 +24,7 @@ from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.mover import Courtesy, Mover, begin_all, close_all, open_all
 from monarch.writeback.object_table import ObjectTable
-from monarch.writeback.objects import Objects
+from monarch.writeback.objects import NotAnObjectError, Objects
 from monarch.writeback.op import above
 from monarch.writeback.progress import Marks
 from monarch.writeback.source_state import SourceState
@@ -188,6 +188,8 @@ class Stager:
         try:
             # Writes to mapped pages show in the modification time only after a sync.
             version = await self._threads.run(partial(staging.open, sync=written or not op.synced))
+        except NotAnObjectError as error:
+            raise _MissingError(f"{error.strerror} {error.filename!r}") from error
         except FileNotFoundError as error:
             raise _MissingError("there is no such object") from error
         is_recorded = (version.size, version.mtime_ns) == (op.size, op.mtime_ns)
@@ -242,11 +244,10 @@ class Stager:
         )
 
     def _is_short(self, entry: Entry, version: Identity) -> bool:
-        """Whether an object has lost bytes that were synced, and was not truncated since."""
+        """Whether an object has lost bytes, and was not truncated since."""
         op = entry.op
         return (
-            op.synced
-            and version.size < op.size
+            version.size < op.size
             and (op.mtime_ns is None or version.mtime_ns <= op.mtime_ns)
             and not any(later.kind in ("content", "attr") for later in self._order.behind(entry))
         )

@@ -20,7 +20,7 @@ from monarch.posix.files import data_at
 from monarch.text import MiB
 from monarch.tiers.source import identity_now
 from monarch.types import Identity
-from monarch.writeback.objects import Objects
+from monarch.writeback.objects import Objects, of_tier
 
 _PIECE_BYTES = 1 * MiB
 _HOLE = bytes(_PIECE_BYTES)
@@ -61,8 +61,9 @@ class Staging:
 
     def open(self, *, sync: bool) -> Identity:
         """Opens the object; returns its identity. With ``sync`` its bytes are on the disk then,
-        unless a sync of it has failed before. Raises FileNotFoundError if it does not exist."""
-        with self._using():
+        unless a sync of it has failed before. Raises FileNotFoundError if it does not exist.
+        ``sync_object`` and ``turn``, too, raise TierCallError if the tier is the cause."""
+        with self._using(), of_tier():
             fd = self._objects.open(self._number)
             self._fds.append(fd)
             if sync and not self._objects.failure(self._number):
@@ -76,7 +77,7 @@ class Staging:
 
     def sync_object(self) -> Identity:
         """Waits until the object's bytes are on the disk; returns its identity."""
-        with self._using():
+        with self._using(), of_tier():
             self._objects.sync(self._number, self._fds[0])
             return identity_now(self._fds[0])
 
@@ -103,7 +104,8 @@ class Staging:
                     # Only a hole follows, or the object was truncated; then its identity differs.
                     break
                 wanted = min(_PIECE_BYTES, count - moved, ends - begins)
-                piece = os.pread(object_fd, wanted, begins)
+                with of_tier():
+                    piece = os.pread(object_fd, wanted, begins)
                 if not piece:
                     break
                 self._digest.update(piece)

@@ -6,10 +6,12 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
+from typing import Literal
 
 import trio
 
 from monarch.telemetry.log import Limiter
+from monarch.writeback.objects import SCARCE, TierCallError
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +19,9 @@ log = logging.getLogger(__name__)
 _WAITED_S = 5.0
 # The pause doubles with each failure, from the first value to the second, in seconds.
 BACKOFF_S = (1.0, 60.0)
+
+
+_WHERE = {"source": "", "tier": "the tier's disk: ", "daemon": "the daemon or the machine: "}
 
 
 class Wakeups:
@@ -77,12 +82,17 @@ class Wakeups:
             await self._hurry.wait()
 
 
+Cause = Literal["source", "tier", "daemon"]
+
+
 class Trouble:
-    """``reason`` describes the present failure, None if there is none. ``stops`` counts the pauses,
-    and ``answer`` is the errno of the last one."""
+    """``reason`` describes the present failure, None if there is none, and ``cause`` is the part
+    that has failed: the source, the disk of the tier, or the daemon, which lacks descriptors or
+    memory. ``stops`` counts the pauses, and ``answer`` is the errno of the last one."""
 
     def __init__(self, wakeups: Wakeups) -> None:
         self.reason: str | None = None
+        self.cause: Cause = "source"
         self.stops = 0
         self.answer = errno.EIO
         self._wakeups = wakeups
@@ -95,13 +105,17 @@ class Trouble:
         self.stops += 1
         number = error.errno if isinstance(error, OSError) else None
         self.answer = number or errno.EIO
+        self.cause = "tier" if isinstance(error, TierCallError) else "source"
+        if number in SCARCE:
+            self.cause = "daemon"
         self._wakeups.wake_all()
         self._limiter.warning(
             f"drain {type(error).__name__} {words}",
             "draining to the source has stopped and will be tried again; %d changes are kept in the"
-            " tier: %s: %s",
+            " tier: %s: %s%s",
             waiting,
             what,
+            _WHERE[self.cause],
             words,
         )
         await self._wakeups.pause(self._pause_s)

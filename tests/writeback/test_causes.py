@@ -1,0 +1,132 @@
+"""Why written data is not drained: the source, the tier's disk or the daemon is named."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from monarch.daemon.write_status import LossAlarm, WriteStatus
+from monarch.telemetry.health import Problem
+from monarch.writeback.objects import Objects, object_path
+from monarch.writeback.source_contents import StagedContents
+from tests.writeback.remounts import Ground, Life
+
+OLD, NEW = b"what the source had", b"what was written"
+LONG_S = 700
+
+
+@pytest.fixture
+def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
+    return Ground(tmp_path, monkeypatch)
+
+
+def problems(life: Life) -> list[Problem]:
+    status = WriteStatus(life.ground.settings(), life.write_back, LossAlarm(life.ground.state))
+    return list(status.problems())
+
+
+def directory(path: Path) -> str:
+    path.mkdir()
+    return "a directory"
+
+
+def link(path: Path) -> str:
+    path.symlink_to("/etc/passwd")
+    return "a symbolic link"
+
+
+def fifo(path: Path) -> str:
+    os.mkfifo(path)
+    return "a fifo"
+
+
+@pytest.mark.promise(73)
+@pytest.mark.fault("T20")
+@pytest.mark.parametrize("make", [directory, link, fifo])
+@pytest.mark.parametrize("synced", [True, False], ids=["synced", "unsynced"])
+async def test_something_else_in_the_place_of_an_object_is_named_and_is_no_refusal_of_the_source(
+    ground: Ground,
+    clock: trio.testing.MockClock,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[Path], str],
+    synced: bool,
+) -> None:
+    (ground.source / "f").write_bytes(OLD)
+    async with ground.mount(works=False) as life:
+        await life.write(b"f", NEW, synced=synced)
+        await life.write(b"other", NEW)
+        node = life.names.node(life.ino(b"f"))
+        assert node is not None
+        path = object_path(ground.directory, node.object)
+        life.kill()
+    path.unlink()
+    kind = make(path)
+    for _ in range(2):
+        async with ground.mount() as life:
+            await life.drained()
+            assert "drain-refused" not in {problem.kind for problem in problems(life)}
+            assert not life.write_back.drain.backlog().failures
+            await life.end()
+        assert (ground.source / "f").read_bytes() == OLD
+        assert (ground.source / "other").read_bytes() == NEW
+    assert f"{kind} is in the place of its object '{path}'" in caplog.text
+    assert "refuses" not in caplog.text
+
+
+def raising(number: int) -> Callable[..., int]:
+    def call(*args: object, **more: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.fault("M4")
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE], ids=errno.errorcode.get)
+@pytest.mark.parametrize(("part", "name"), [(Objects, "open"), (StagedContents, "open_place")])
+async def test_a_daemon_without_descriptors_is_named_and_sets_nothing_aside(
+    ground: Ground,
+    clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    part: type,
+    name: str,
+) -> None:
+    async with ground.mount() as life:
+        with monkeypatch.context() as patched:
+            patched.setattr(part, name, raising(number))
+            await life.write(b"f", NEW, synced=True)
+            await trio.sleep(LONG_S)
+            [problem] = problems(life)
+            assert problem.kind == "drain-refused" and "file descriptors" in problem.what
+            assert errno.errorcode[number] in problem.what and "LimitNOFILE" in problem.remedy
+            assert "source" not in problem.what
+            assert not life.write_back.drain.queue.refusals()
+        await life.drained()
+        assert problems(life) == []
+        await life.end()
+    assert (ground.source / "f").read_bytes() == NEW
+
+
+@pytest.mark.fault("T2")
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EDQUOT], ids=errno.errorcode.get)
+async def test_an_error_of_the_tiers_disk_is_no_refusal_of_the_source(
+    ground: Ground, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    async with ground.mount() as life:
+        with monkeypatch.context() as patched:
+            patched.setattr(Objects, "sync" if number == errno.EIO else "open", raising(number))
+            await life.write(b"f", NEW)
+            await trio.sleep(LONG_S)
+            [problem] = problems(life)
+            assert problem.kind == "drain-refused" and "the disk of the tier" in problem.what
+            assert os.fspath(ground.directory) in problem.remedy
+            assert not life.write_back.drain.queue.refusals()
+        await life.drained()
+        await life.end()
+    assert (ground.source / "f").read_bytes() == NEW
