@@ -307,6 +307,38 @@ def test_fsync_waits_for_no_change_that_the_source_refuses_another(
     (source / "theirs").unlink()
 
 
+@pytest.mark.promise(153)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
+def test_closing_a_file_does_not_wait_for_a_source_that_refuses_it(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("the source refuses")
+    source = tree({"d/a": 1})
+    let_others_in(source)
+    (source / "d").chmod(0o777)
+    mounted = monarch.mount(
+        source, options=["write=absorb", "writeback.fsync=source", "allow_other=true"]
+    )
+    script = "exec 3>\"$1\"; echo begun; read go; echo bytes >&3; exec 3>&-; echo closed"
+    with subprocess.Popen(
+        ["sh", "-c", script, "sh", str(mounted.path / "d/new")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        user=1002,
+        group=1002,
+        extra_groups=[],
+    ) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == b"begun\n"
+        (source / "d").chmod(0o755)
+        out, _ = writer.communicate(b"go\n", timeout=30)
+        assert out == b"closed\n"
+    wait_until(
+        lambda: "d/new" in mounted.status()["writing"]["trouble"], "the source does not refuse it"
+    )
+    (source / "d").chmod(0o777)
+    wait_until(lambda: (source / "d/new").exists(), "the source does not get it", timeout_s=90)
+
+
 @pytest.mark.promise(67)
 def test_a_killed_daemon_has_lost_nothing(monarch: MonarchCommand, absorbing: Mounted) -> None:
     at = absorbing.path
