@@ -30,13 +30,13 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 
 from monarch.errors import LockedError
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
-from monarch.text import KiB, errno_words
+from monarch.text import KiB, MiB, errno_words
 from monarch.tiers.source import Source
 from monarch.writeback.journal_found import boot_now
 
@@ -49,6 +49,15 @@ STALE_S = 60.0
 # The largest file that is read as a lease, in bytes, and the most files read in a directory.
 _LARGEST = 64 * KiB
 _MOST = 4096
+# The most bytes of leases that are read in a directory; the smallest leases are read first.
+_MOST_BYTES = 4 * MiB
+# A part of a pattern is compared if it has at most so many characters, as a name has, and so many
+# brackets: the time of a comparison grows with the square of their number.
+_LONGEST_PART = 255
+# The most comparisons of two patterns at a time. A lease behind them counts as one for the same
+# paths.
+_MOST_COMPARED = 32 * 1024
+_MOST_BRACKETS = 8
 # The most characters of a text and the most patterns of a lease that a message shows.
 _SHOWN = 255
 _SHOWN_PATTERNS = 4
@@ -67,7 +76,8 @@ class Holder:
 
     ``since_ns`` is the time at which the lease was made, by the clock of the source's file system.
     ``undrained``: the mount has ended, and its tier holds changes that are not at the source.
-    ``age_s`` is the time since the last renewal, in seconds. ``uid`` is the owner of the file.
+    ``age_s`` is the time between the last renewal and now, in seconds; a renewal in the future is
+    one before the clock was set back. ``uid`` is the owner of the file.
     """
 
     token: str
@@ -116,10 +126,16 @@ def _may_meet(one: list[str], other: list[str]) -> bool:
             return True
         if _WILD & set(part) and _WILD & set(opposite):
             continue
+        if _is_costly(part) or _is_costly(opposite):
+            continue
         if not (fnmatch.fnmatchcase(part, opposite) or fnmatch.fnmatchcase(opposite, part)):
             return False
     # The shorter pattern covers everything beneath the paths that it matches.
     return True
+
+
+def _is_costly(part: str) -> bool:
+    return len(part) > _LONGEST_PART or part.count("[") > _MOST_BRACKETS
 
 
 def begins_with(pattern: str) -> str:
@@ -318,6 +334,7 @@ class Lease:
     def _read_others(self) -> list[Holder]:
         """The holders of other leases for the same paths, in force or not. Raises OSError."""
         found: dict[str, Holder] = {}
+        compared = 0
         # Others may have put leases for the same paths there.
         for path in sorted({b"", *chain.from_iterable(map(_upwards, self._me.patterns))}):
             try:
@@ -327,15 +344,28 @@ class Lease:
                     raise
                 continue
             with closing_fd(directory):
-                with os.scandir(directory) as entries:
-                    names = [entry.name for entry in islice(entries, _MOST)]
-                for name in names:
+                for name in _smallest(directory):
                     if name == self._me.token or name.endswith(_NEW):
                         continue
                     holder = _read(directory, name, self._now_ns)
-                    if holder is not None and overlap(self._me.patterns, holder.patterns):
+                    if holder is None:
+                        continue
+                    compared += len(self._me.patterns) * len(holder.patterns)
+                    if compared > _MOST_COMPARED or overlap(self._me.patterns, holder.patterns):
                         found[name] = holder
         return sorted(found.values(), key=lambda holder: (holder.since_ns, holder.token))
+
+
+def _smallest(directory: int) -> list[str]:
+    """The names of the leases to be read, the smallest first. Raises OSError."""
+    sizes: dict[str, int] = {}
+    with os.scandir(directory) as entries:
+        for entry in islice(entries, _MOST):
+            with suppress(OSError):
+                sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+    names = sorted(sizes, key=sizes.__getitem__)
+    totals = accumulate(sizes[name] for name in names)
+    return [name for name, total in zip(names, totals, strict=True) if total <= _MOST_BYTES]
 
 
 def _open_leases(root: int, path: bytes, make: bool) -> int:
@@ -396,7 +426,7 @@ def _read(directory: int, name: str, now_ns: int) -> Holder | None:
             namespace=int(raw["namespace"]),
             started=int(raw["started"]),
             undrained=bool(raw["undrained"]),
-            age_s=max(0.0, (now_ns - status.st_mtime_ns) / 1e9),
+            age_s=abs(now_ns - status.st_mtime_ns) / 1e9,
             uid=status.st_uid,
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
 import math
@@ -73,6 +74,10 @@ def grow_old(path: Path, seconds: float) -> None:
         ("**/*.pt", "data", True),
         ("a", "b", False),
         ("a/", "a", True),
+        # A part that takes long to compare may be anything.
+        ("a", "b" * 300, True),
+        ("a", "[" * 200, True),
+        ("a/c", "[" * 200 + "/d", False),
     ],
 )
 def test_patterns_meet_unless_no_path_can_have_both(one: str, other: str, meets: bool) -> None:
@@ -217,6 +222,59 @@ def test_foreign_files_among_the_leases_do_no_harm(
     assert secret.read_text() == "{}"
     first.release()
     assert (place / "evil").exists() and not (place / "aa").exists()
+
+
+@pytest.mark.promise(169)
+@pytest.mark.fault("N3")
+def test_thousands_of_large_leases_of_a_hostile_user_take_little_time_and_hide_no_mount(
+    take: Take,
+    shared: Source,
+    elsewhere: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = take("aa", "ckpt/run")
+    elsewhere("two")
+    take("zz", "ckpt/**", share=True)
+    elsewhere("one")
+    place = file_of(shared, "aa").parent
+    lease = json.loads((place / "aa").read_bytes())
+    patterns = [f"[abc]*{number}" for number in range(3000)]
+    for number in range(200):
+        (place / f"b{number}").write_text(json.dumps({**lease, "boot": "x", "patterns": patterns}))
+    read, compared = 0, 0
+    read_file, compare = os.read, fnmatch.fnmatchcase
+
+    def reading(fd: int, count: int) -> bytes:
+        nonlocal read
+        read += len(content := read_file(fd, count))
+        return content
+
+    def comparing(name: str, pattern: str) -> bool:
+        nonlocal compared
+        compared += 1
+        return compare(name, pattern)
+
+    monkeypatch.setattr(os, "read", reading)
+    monkeypatch.setattr(fnmatch, "fnmatchcase", comparing)
+    first.renew()
+    assert read < 5 << 20 and compared < 70_000
+    assert "zz" in {holder.token for holder in first.others}
+
+
+@pytest.mark.promise(167)
+def test_a_lease_from_before_the_clock_was_set_back_expires(
+    take: Take, shared: Source, elsewhere: Callable[[str], None]
+) -> None:
+    elsewhere("one")
+    first = take("aa")
+    grow_old(file_of(shared, "aa"), -3600)
+    elsewhere("two")
+    assert take("bb", share=True).others == ()
+    # Its next renewal is by the clock of now.
+    elsewhere("one")
+    first.renew()
+    elsewhere("two")
+    assert [holder.token for holder in take("cc", share=True).others] == ["aa", "bb"]
 
 
 @pytest.mark.promise(169)
