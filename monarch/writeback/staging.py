@@ -57,6 +57,7 @@ class Staging:
         self._compared = 0
         self._lock = threading.Lock()
         self._busy = False
+        self._is_failed = False
         self._closed = threading.Event()
 
     def open(self, *, sync: bool) -> Identity:
@@ -196,8 +197,8 @@ class Staging:
         return True, self.moved
 
     def close(self) -> None:
-        """Closes the descriptors; if a call is under way, they are closed when it returns. May wait
-        for the source."""
+        """Closes the descriptors; if a call is under way, they are closed when it returns. If a
+        call has failed, the staged file is empty then. May wait for the source."""
         with self._lock:
             self._closed.set()
             if self._busy:
@@ -212,6 +213,9 @@ class Staging:
             self._busy = True
         try:
             yield
+        except OSError:
+            self._is_failed = True
+            raise
         finally:
             with self._lock:
                 self._busy = False
@@ -220,6 +224,11 @@ class Staging:
                 self._close()
 
     def _close(self) -> None:
+        if self._is_failed:
+            # Until the next try, its bytes would take the room that other changes need.
+            for part_fd in self._fds[1:]:
+                with suppress(OSError):
+                    os.ftruncate(part_fd, 0)
         for fd in self._fds:
             with suppress(OSError):
                 os.close(fd)

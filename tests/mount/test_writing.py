@@ -319,7 +319,7 @@ def test_closing_a_file_does_not_wait_for_a_source_that_refuses_it(
     mounted = monarch.mount(
         source, options=["write=absorb", "writeback.fsync=source", "allow_other=true"]
     )
-    script = "exec 3>\"$1\"; echo begun; read go; echo bytes >&3; exec 3>&-; echo closed"
+    script = 'exec 3>"$1"; echo begun; read go; echo bytes >&3; exec 3>&-; echo closed'
     with subprocess.Popen(
         ["sh", "-c", script, "sh", str(mounted.path / "d/new")],
         stdin=subprocess.PIPE,

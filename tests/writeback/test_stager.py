@@ -15,6 +15,7 @@ import trio.testing
 from monarch.posix.thread_pool import ThreadPool
 from monarch.transfer.pace import TokenBucket
 from monarch.types import Identity
+from monarch.writeback import staging
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.journal import Journal
@@ -28,6 +29,7 @@ from monarch.writeback.stager import Stager
 from monarch.writeback.steps import Steps
 from monarch.writeback.wakeups import Wakeups
 from tests.writeback.files_in_use import FilesInUse
+from tests.writeback.remounts import Ground
 
 
 class Stage:
@@ -204,3 +206,34 @@ async def test_of_a_file_that_is_appended_to_the_recorded_bytes_are_staged(stage
     await stage.stager.stage(entry, in_turn=True)
     assert entry.staged is not None
     assert (entry.staged.size, stage.part(1).read_bytes()) == (3, b"one")
+
+
+@pytest.mark.promise(81)
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize("files", [1, 4])
+async def test_a_content_without_room_at_the_source_takes_none_there_until_the_next_try(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    number: int,
+    files: int,
+) -> None:
+    def half(fd: int, piece: bytes, offset: int) -> None:
+        os.pwrite(fd, piece[: len(piece) // 2], offset)
+        raise OSError(number, os.strerror(number))
+
+    ground = Ground(tmp_path, monkeypatch)
+    async with ground.mount() as life:
+        with monkeypatch.context() as patched:
+            patched.setattr(staging, "_write", half)
+            for index in range(files):
+                await life.write(b"%d" % index, b"bytes" * 1000, synced=True)
+            await trio.sleep(5)
+            await ground.come_to_rest()
+            parts = [it for it in ground.source.glob(".monarch-*.part") if it.is_file()]
+            assert parts and not any(it.stat().st_size for it in parts)
+            assert life.write_back.drain.backlog().failures
+        await life.drained()
+        await life.end()
+    assert (ground.source / "0").read_bytes() == b"bytes" * 1000
+    assert not [it for it in ground.source.glob(".monarch-*.part") if it.is_file()]
