@@ -33,8 +33,10 @@ _QUEUE_ERRORS = 1.0
 _READER_ERRORS = 2.0
 # The relative standard deviation that is assumed for a single sample.
 _ASSUMED_DEVIATION = 0.5
-# A latency counts as at most this multiple of its base.
+# A latency counts as at most this multiple of its base, or of the median of its measurement.
 _MOST_RATIO = 4.0
+# The greatest standard error that is assumed: however noisy the source is, the limit follows.
+_MOST_ERROR = 0.5
 # A queue of this share of the running calls is allowed, and of at least one call.
 _QUEUE_SHARE = 1 / 16
 # The share by which the limit rises at once after the first queue, and the smallest factor by which
@@ -193,6 +195,16 @@ def _mean_of(batches: Iterable[_Batch]) -> _Mean:
     return mean
 
 
+def _without_extremes(latencies: list[float]) -> _Mean:
+    """The mean of a measurement. One call that has waited for something else, like the start of a
+    thread, must not make all others look fast."""
+    most = _MOST_RATIO * sorted(latencies)[len(latencies) // 2]
+    mean = _Mean(_BASE_SAMPLES)
+    for latency in latencies:
+        mean.add(min(latency, most))
+    return mean
+
+
 class Concurrency:
     """Belongs to the event loop. ``most``: the calls that may run at the source in total.
 
@@ -211,7 +223,7 @@ class Concurrency:
         self._round = _Round(0)
         self._running: dict[Call, None] = {}
         self._base: dict[int, _Mean] = {}
-        self._found: dict[int, _Mean] = {}
+        self._found: dict[int, list[float]] = {}
         self._probed = 0
         # The last ratio of latency and base, and the usual latency.
         self._ratio = 1.0
@@ -274,11 +286,11 @@ class Concurrency:
         if call.round != self._round.number:
             return
         if self._probes:
-            found = self._found.setdefault(size, _Mean(_BASE_SAMPLES))
-            found.add(latency)
+            found = self._found.setdefault(size, [])
+            found.append(latency)
             self._probed += 1
             fewest, most = _PROBE_CALLS
-            if self._probed >= (fewest if found.error <= _PROBE_ERROR else most):
+            if self._probed >= (fewest if _without_extremes(found).error <= _PROBE_ERROR else most):
                 self._end_probe(now)
             return
         base = self._base.setdefault(size, _Mean(_BASE_SAMPLES))
@@ -324,7 +336,7 @@ class Concurrency:
         current = self._round
         ratios, running = current.ratios, min(current.busiest, self._limit)
         self._ratio = max(1.0, ratios.mean)
-        error = math.hypot(ratios.error, current.base_errors / ratios.weight)
+        error = min(_MOST_ERROR, math.hypot(ratios.error, current.base_errors / ratios.weight))
         surely = max(1.0, ratios.mean / (1 + _QUEUE_ERRORS * error))
         allowed = max(1.0, running * _QUEUE_SHARE)
         queue = running * (1 - 1 / surely)
@@ -381,8 +393,8 @@ class Concurrency:
 
     def _end_probe(self, now: float) -> None:
         is_new = not self._base
-        for size, found in self._found.items():
-            base = self._base.get(size)
+        for size, latencies in self._found.items():
+            found, base = _without_extremes(latencies), self._base.get(size)
             if base is None:
                 self._base[size] = found
                 continue

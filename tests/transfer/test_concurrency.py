@@ -152,6 +152,13 @@ def test_single_files_that_hang_do_not_stop_the_others() -> None:
     assert max(running for _, running in run.history) <= MOST * 3 // 4
 
 
+def test_one_slow_call_in_a_measurement_does_not_hide_the_queue() -> None:
+    """The first call, of which a thread is started, takes 40 times as long as the next ones."""
+    source = Changing(Latency(0.1), narrow(), 0.05)
+    run = beside(source, readers=0, seconds=3)
+    assert run.limit_at(1.0)[2] <= 8
+
+
 def test_reads_of_readers_take_places_of_fetches_ahead() -> None:
     concurrency = Concurrency(MOST)
     calls = []
