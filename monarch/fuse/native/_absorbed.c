@@ -18,18 +18,17 @@ bool absorbed_prepare(struct absorbed *absorbed) {
 void absorbed_free(struct absorbed *absorbed) {
     if (absorbed->directory >= 0)
         close(absorbed->directory);
-    free(absorbed->keys);
     free(absorbed->objects);
     pthread_mutex_destroy(&absorbed->lock);
 }
 
 /* The place of an inode, or the free place for it. The lock must be held, and one place be free. */
-static size_t place_of(const struct absorbed *absorbed, uint64_t ino) {
+static struct absorbed_object *place_of(const struct absorbed *absorbed, uint64_t ino) {
     /* Consecutive inode numbers are spread over the table. */
     size_t place = (size_t)(ino * 0x9e3779b97f4a7c15 >> 20) & (absorbed->room - 1);
-    while (absorbed->keys[place] != FREE && absorbed->keys[place] != ino)
+    while (absorbed->objects[place].ino != FREE && absorbed->objects[place].ino != ino)
         place = (place + 1) & (absorbed->room - 1);
-    return place;
+    return &absorbed->objects[place];
 }
 
 /* Makes room for one more entry, with at least a third of the table free. The lock must be held. */
@@ -40,23 +39,13 @@ static bool grow(struct absorbed *absorbed) {
     grown.room = FIRST_ROOM;
     while (grown.room < 3 * (absorbed->count + 1))
         grown.room *= 2;
-    grown.keys = calloc(grown.room, sizeof *grown.keys);
     grown.objects = calloc(grown.room, sizeof *grown.objects);
-    if (!grown.keys || !grown.objects) {
-        free(grown.keys);
-        free(grown.objects);
+    if (!grown.objects)
         return false;
-    }
-    for (size_t i = 0; i < absorbed->room; i++) {
-        if (absorbed->keys[i] == FREE || absorbed->keys[i] == GONE)
-            continue;
-        size_t place = place_of(&grown, absorbed->keys[i]);
-        grown.keys[place] = absorbed->keys[i];
-        grown.objects[place] = absorbed->objects[i];
-    }
-    free(absorbed->keys);
+    for (size_t i = 0; i < absorbed->room; i++)
+        if (absorbed->objects[i].ino > GONE)
+            *place_of(&grown, absorbed->objects[i].ino) = absorbed->objects[i];
     free(absorbed->objects);
-    absorbed->keys = grown.keys;
     absorbed->objects = grown.objects;
     absorbed->room = grown.room;
     absorbed->used = absorbed->count;
@@ -67,12 +56,10 @@ bool absorbed_put(struct absorbed *absorbed, uint64_t ino, uint64_t object) {
     pthread_mutex_lock(&absorbed->lock);
     bool kept = grow(absorbed);
     if (kept) {
-        size_t place = place_of(absorbed, ino);
-        bool is_new = absorbed->keys[place] == FREE;
-        absorbed->used += is_new;
-        absorbed->count += is_new;
-        absorbed->keys[place] = ino;
-        absorbed->objects[place] = object;
+        struct absorbed_object *place = place_of(absorbed, ino);
+        absorbed->used += place->ino == FREE;
+        absorbed->count += place->ino == FREE;
+        *place = (struct absorbed_object){ino, object};
     }
     pthread_mutex_unlock(&absorbed->lock);
     return kept;
@@ -81,9 +68,9 @@ bool absorbed_put(struct absorbed *absorbed, uint64_t ino, uint64_t object) {
 void absorbed_forget(struct absorbed *absorbed, uint64_t ino) {
     pthread_mutex_lock(&absorbed->lock);
     if (absorbed->room) {
-        size_t place = place_of(absorbed, ino);
-        if (absorbed->keys[place] == ino) {
-            absorbed->keys[place] = GONE;
+        struct absorbed_object *place = place_of(absorbed, ino);
+        if (place->ino == ino) {
+            place->ino = GONE;
             absorbed->count--;
         }
     }
@@ -95,8 +82,8 @@ static uint64_t object_of(struct absorbed *absorbed, uint64_t ino) {
     uint64_t object = 0;
     pthread_mutex_lock(&absorbed->lock);
     if (absorbed->count) {
-        size_t place = place_of(absorbed, ino);
-        object = absorbed->keys[place] == ino ? absorbed->objects[place] : 0;
+        const struct absorbed_object *place = place_of(absorbed, ino);
+        object = place->ino == ino ? place->number : 0;
     }
     pthread_mutex_unlock(&absorbed->lock);
     return object;

@@ -13,7 +13,9 @@ struct absorbed {
     pthread_mutex_t lock;
     int directory; /* of the objects; -1: there are none */
     uint8_t tier;  /* which has them */
-    uint64_t *keys, *objects;
+    struct absorbed_object {
+        uint64_t ino, number;
+    } *objects;
     size_t room, used; /* all places, and those that are or were in use */
     size_t count;
 };
