@@ -177,12 +177,6 @@ static bool can_bind(const struct open_inode *entry) {
     return entry && entry->kind == OPEN_PYTHON && entry->python_handles == 0;
 }
 
-bool opens_can_bind(struct opens *opens, uint64_t ino) {
-    bool can = can_bind(locked(opens, ino));
-    unlock(stripe_of(opens, ino));
-    return can;
-}
-
 bool opens_bind(struct opens *opens, uint64_t ino, enum open_kind kind, int fd, int32_t backing_id,
                 uint8_t tier, uint64_t size) {
     struct open_inode *entry = locked(opens, ino);
@@ -445,13 +439,6 @@ bool opens_rebind(struct opens *opens, uint64_t ino, int fd, uint8_t tier) {
     return can;
 }
 
-uint64_t opens_changes(struct opens *opens, uint64_t ino) {
-    struct open_inode *entry = locked(opens, ino);
-    uint64_t changes = entry && entry->held ? entry->changes : 0;
-    unlock(stripe_of(opens, ino));
-    return changes;
-}
-
 uint64_t opens_lowest(struct opens *opens, uint64_t ino, bool forget) {
     struct open_inode *entry = locked(opens, ino);
     uint64_t lowest = entry && entry->held ? entry->lowest : UINT64_MAX;
@@ -461,25 +448,20 @@ uint64_t opens_lowest(struct opens *opens, uint64_t ino, bool forget) {
     return lowest;
 }
 
-bool opens_is_open(struct opens *opens, uint64_t ino) {
-    bool open = locked(opens, ino) != NULL;
-    unlock(stripe_of(opens, ino));
-    return open;
-}
+/* ``result`` is evaluated for ``entry``, that of ``ino`` or NULL, with its stripe locked. */
+#define QUESTION(type, name, result)                                                               \
+    type opens_##name(struct opens *opens, uint64_t ino) {                                         \
+        struct open_inode *entry = locked(opens, ino);                                             \
+        type found = (result);                                                                     \
+        unlock(stripe_of(opens, ino));                                                             \
+        return found;                                                                              \
+    }
 
-bool opens_is_passed(struct opens *opens, uint64_t ino) {
-    struct open_inode *entry = locked(opens, ino);
-    bool passed = entry && entry->kind == OPEN_PASSTHROUGH;
-    unlock(stripe_of(opens, ino));
-    return passed;
-}
-
-int64_t opens_reached(struct opens *opens, uint64_t ino) {
-    struct open_inode *entry = locked(opens, ino);
-    int64_t reached = entry ? __atomic_load_n(&entry->reached, __ATOMIC_RELAXED) : 0;
-    unlock(stripe_of(opens, ino));
-    return reached;
-}
+QUESTION(bool, can_bind, can_bind(entry))
+QUESTION(bool, is_open, entry != NULL)
+QUESTION(bool, is_passed, entry && entry->kind == OPEN_PASSTHROUGH)
+QUESTION(uint64_t, changes, entry && entry->held ? entry->changes : 0)
+QUESTION(int64_t, reached, entry ? __atomic_load_n(&entry->reached, __ATOMIC_RELAXED) : 0)
 
 bool opens_pop(struct opens *opens, struct open_remains *to_close) {
     for (int i = 0; i < OPENS_STRIPES; i++) {
