@@ -170,7 +170,10 @@ def test_saves_that_a_program_saw_succeed_survive_a_kill_of_program_and_daemon(
     others = Others(chance, source, [b"run/HEAD", b"run/runs.db", b"run/latest"])
     for act in _WITH_OTHERS if soak else _WITH_OTHERS[number % 3 :][:1]:
         remounts.mount("same", slow=True)
-        (remounts.path / "run").mkdir(exist_ok=True)
+        directory = remounts.path / "run"
+        if not directory.is_dir():
+            # Others have put a file there, or a link that leads nowhere.
+            directory.unlink(missing_ok=True)
         run.work_and_be_killed(first=False)
         kind = chance.choice(KINDS)
         remounts.others_act(partial(others.act, act), act, kind)

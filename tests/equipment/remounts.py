@@ -89,17 +89,22 @@ def tree_of(root: Path, *, closely: bool = False) -> Tree:
             path = os.path.join(above, name)
             if name.startswith(b".monarch-"):
                 continue
-            status = os.lstat(path)
-            kind, mode = kind_of(status.st_mode), stat.S_IMODE(status.st_mode)
-            it = Shown(kind, mode)
-            if kind == "file":
-                it = _file(path, mode)
-            elif kind == "link":
-                it = Shown(kind, 0o777, target=os.readlink(path))
-            if closely:
-                it = _with_more(it, status)
-            found[os.path.relpath(path, top)] = it
+            try:
+                found[os.path.relpath(path, top)] = _entry(path, closely)
+            except FileNotFoundError:
+                # A mount finds when it opens a file that others have removed it.
+                assert name not in os.listdir(above), f"{path!r} is listed, and cannot be found"
     return found
+
+
+def _entry(path: bytes, closely: bool) -> Shown:
+    status = os.lstat(path)
+    it = Shown(kind_of(status.st_mode), stat.S_IMODE(status.st_mode))
+    if it.kind == "file":
+        it = _file(path, it.mode)
+    elif it.kind == "link":
+        it = replace(it, mode=0o777, target=os.readlink(path))
+    return _with_more(it, status) if closely else it
 
 
 def _file(path: bytes, mode: int) -> Shown:
