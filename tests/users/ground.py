@@ -7,17 +7,22 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
-from tests.conftest import MonarchCommand, Mounted
-from tests.equipment.remounted import drained_or_refused
+import pytest
+
+from tests.conftest import MonarchCommand
+from tests.equipment.remounted import Remounts, drained_or_refused, rotated
 from tests.users.calls import Actors
 from tests.users.history import Allowed, History, Judge, Made, Round, Step, replay
-from tests.users.trees import Entry, Tree, build, look
+from tests.users.trees import Entry, Tree, build, entry, look
 
 # Histories that go through their rounds together: one drain for all, within the time for which the
 # drain is held while changes come.
 _TOGETHER = 25
+# The kinds of mounts behind the last round.
+_REMOUNTS = 3
 _DIRECTORIES = ("source", "mnt", "view", "shadow", "plain")
 _IN_MEMORY = ("view", "shadow")
 
@@ -27,17 +32,20 @@ def play(
     directory: Path,
     histories: Sequence[History],
     tell: Callable[[str], None] = lambda line: None,
+    *,
+    number: int = 0,
 ) -> list[str]:
     """Play all histories on one mount; what could not have been without it. ``tell`` gets each
-    message."""
-    ground = Ground(monarch, directory, histories, tell)
-    problems = []
-    try:
-        for first in range(0, len(histories), _TOGETHER):
-            problems += ground.play(histories[first : first + _TOGETHER])
-        problems += ground.mounted_again(histories)
-    finally:
-        ground.close()
+    message, ``number`` chooses the kinds of the mounts that follow."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ground = Ground(monarch, directory, histories, tell, monkeypatch)
+        problems = []
+        try:
+            for first in range(0, len(histories), _TOGETHER):
+                problems += ground.play(histories[first : first + _TOGETHER])
+            problems += ground.mounted_again(histories, rotated(number, _REMOUNTS))
+        finally:
+            ground.close()
     # A file that is drained in the middle of a round cannot be distinguished from the users' own
     # changes, and a drain that stands still changes nothing.
     if len(histories) > _TOGETHER:
@@ -64,6 +72,7 @@ class Ground:
         directory: Path,
         histories: Sequence[History],
         tell: Callable[[str], None],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         self._tell = tell
         # In memory, for they are made anew for each round.
@@ -82,47 +91,64 @@ class Ground:
         for history in histories:
             numbers = {path: number for number, path in enumerate(history.tree)}
             build(self._fds["source"], history.name, Tree(history.tree, numbers))
-        self._monarch = monarch
-        self.mounted = self._mount()
+        self._remounts = Remounts(
+            monarch,
+            self._directories["source"],
+            monkeypatch,
+            write=["write=absorb"],
+            # What stays refused is not waited for.
+            options=["allow_other", "limits.tier_timeout=60", "writeback.end_timeout=1"],
+            disk=False,
+            capacity="1GiB",
+        )
         for name in _DIRECTORIES[1:]:
             self._fds[name] = os.open(self._directories[name], os.O_PATH)
         self._act = Actors({name: str(path) for name, path in self._directories.items()})
         # Calls that the mount carried out and that may not be at the source yet, by history.
         self._pending: dict[str, list[Made]] = {history.name: [] for history in histories}
 
-    def _mount(self, *arguments: str) -> Mounted:
-        return self._monarch.mount(
-            self._directories["source"],
-            tiers={"fast": "1GiB"},
-            options=[
-                *("allow_other", "write=absorb", "limits.tier_timeout=60"),
-                # What stays refused is not waited for.
-                "writeback.end_timeout=1",
-            ],
-            arguments=arguments,
-        )
-
-    def mounted_again(self, histories: Sequence[History]) -> list[str]:
-        """Kill the daemon and mount twice more; what changed at the source, or cannot be read."""
+    def mounted_again(self, histories: Sequence[History], kinds: Sequence[str]) -> list[str]:
+        """Kill the daemon and mount again in these ways: what changed at the source, cannot be
+        read, or is not shown although the source lacks it."""
         before = {history.name: self._look("source", history.name) for history in histories}
+        shown = {
+            f"{history.name}/{path}": it
+            for history in histories
+            for path, it in self._look("mnt", history.name).entries.items()
+        }
         os.close(self._fds.pop("mnt"))
         self._act.close()
-        self.mounted.kill()
+        self._remounts.mounted.kill()
         problems = []
-        for arguments in ((), ("--refresh",)):
-            self.mounted = self._mount(*arguments)
-            self._drain()
+        for kind in kinds:
+            waiting = self._waiting() if kind != "boot" else set()
+            self._remounts.mounted = self._remounts.mount_unseen(kind)
             fd = os.open(self._directories["mnt"], os.O_PATH)
+            for path in waiting & shown.keys():
+                now, was = entry(fd, path), shown[path]
+                if kind == "lost state" and now is not None:
+                    # A new snapshot has the owners and modes that others have set.
+                    now = replace(now, uid=was.uid, gid=was.gid, mode=was.mode)
+                if now != was:
+                    problems.append(f"{path}: mounted again ({kind}), {now}, not {was}")
+            self._drain()
             for name, tree in before.items():
                 if _lasting(self._look("source", name)) != _lasting(tree):
-                    problems.append(f"{name}: mounted again, the source has changed")
+                    problems.append(f"{name}: mounted again ({kind}), the source has changed")
                 try:
                     look(fd, name)
                 except OSError as error:
-                    problems.append(f"{name}: mounted again, it cannot be read: {error}")
+                    problems.append(f"{name}: mounted again ({kind}), it cannot be read: {error}")
             os.close(fd)
-            self.mounted.umount("--abandon")
+            self._remounts.mounted.umount("--abandon")
         return problems
+
+    def _waiting(self) -> set[str]:
+        """The files that the source lacks, or some of their names. A machine that stops may lose
+        those that were not synced."""
+        left = self._remounts.judge.in_tier
+        owed = left.owed()
+        return {os.fsdecode(path) for path, number in left.names().items() if number in owed}
 
     def close(self) -> None:
         if "mnt" in self._fds:
@@ -179,7 +205,7 @@ class Ground:
 
     def _drain(self) -> None:
         """Have all come to the source but what that refuses."""
-        drained_or_refused(self.mounted, self._tell)
+        drained_or_refused(self._remounts.mounted, self._tell)
 
     def _steps(self, history: History, steps: Sequence[Step], origins: Mapping[int, int]) -> Round:
         """``origins``: for inodes of the view those of the source."""

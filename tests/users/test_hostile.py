@@ -50,8 +50,9 @@ def test_users_do_to_each_other_only_what_they_could_do_without_the_mount(
 ) -> None:
     monarch.expects_log(_LOGGED)
     # Half of them in each mode.
-    seeds = range(MODES.index(mode), _SEEDS, len(MODES))
-    problems = play(monarch, tmp_path, [generated(seed) for seed in seeds])
+    first = MODES.index(mode)
+    seeds = range(first, _SEEDS, len(MODES))
+    problems = play(monarch, tmp_path, [generated(seed) for seed in seeds], number=first)
     assert problems == [], "\n".join(problems)
 
 
@@ -68,7 +69,8 @@ def test_users_run_for_the_given_time(
         command = MonarchCommand(directory, monarch.case, mode)
         command.expects_log(_LOGGED)
         try:
-            problems = play(command, directory, [generated(seed + n) for n in range(200)])
+            histories = [generated(seed + n) for n in range(200)]
+            problems = play(command, directory, histories, number=seed // 200)
         finally:
             command.close()
         assert problems == [], "\n".join(problems)
@@ -189,5 +191,5 @@ def test_takeovers_that_were_found_by_hand_do_not_succeed(
     monarch: MonarchCommand, tmp_path: Path
 ) -> None:
     monarch.expects_log(_LOGGED)
-    problems = play(monarch, tmp_path, directed())
+    problems = play(monarch, tmp_path, directed(), number=len(MODES))
     assert problems == [], "\n".join(problems)

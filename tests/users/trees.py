@@ -57,6 +57,16 @@ def look(at: int, below: str) -> Tree:
     return Tree(entries, inodes)
 
 
+def entry(at: int, path: str) -> Entry | None:
+    """The entry with a path beneath the descriptor ``at``, None if there is none."""
+    entries: dict[str, Entry] = {}
+    try:
+        _note(at, path, path, entries, {})
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return entries[path]
+
+
 def _walk(fd: int, above: str, entries: dict[str, Entry], inodes: dict[str, int]) -> None:
     for name in sorted(os.listdir(fd)):
         path = f"{above}{name}"
