@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from monarch.errors import MonarchError
+from tests.equipment.remounts import KINDS
 from tests.model.model import File, Handle, Model, Moment, Version, Wrong
 from tests.model.plan import Operation, Plan
 from tests.model.rig import Rig, Workers, is_refused, rig, wait_until
@@ -22,9 +23,12 @@ from tests.mount.observe import accounts_agree
 # Operations of a reader, which may be under way while something else happens.
 READERS = ("read", "open", "readall", "pread", "map", "touch", "forget", "close", "stat", "list")
 _KiB = 1 << 10
-# How a mount ends after the plan, and how the next one begins.
+# How a mount ends after the plan, and the kind of the next one. The others concern written files.
 _REMOUNTS = [
-    (end, begin) for end in ("clean", "kill") for begin in ("same", "refresh", "lost state")
+    (end, kind)
+    for end in ("clean", "kill")
+    for kind in dict.fromkeys(KINDS)
+    if kind not in ("read-only", "elsewhere", "boot")
 ]
 # Longer than what was read without an open is kept.
 _IDLE_S = 1.4
@@ -110,11 +114,13 @@ class Player:
         for evict in (False, True):
             self._quiet(evict)
             self._read_all()
-        for end, begin in self._dice.sample(_REMOUNTS, 2):
+        # A given snapshot comes last: a mount without it has the names that it had before.
+        for end, kind in sorted(self._dice.sample(_REMOUNTS, 2), key=lambda it: it[1] == "given"):
             self._end(end)
-            if begin == "lost state":
+            if kind == "lost state":
                 self._rig.lose_state()
-            self._mount(begin == "refresh")
+            self._rig.fill(full=kind == "full")
+            self._mount(kind == "refresh", kind)
             self._read_all()
         self._quiet(True)
         self._end("clean")
@@ -123,15 +129,16 @@ class Player:
         for number, name in enumerate(self._model.files):
             self._together((("read", number % self._settings.readers, name),))
 
-    def _mount(self, refresh: bool) -> None:
+    def _mount(self, refresh: bool, kind: str = "same") -> None:
         if self._rig.is_mounted:
             return
         before = self._model.now()
         first = not self._rig.inos
-        names = self._rig.mount(refreshed=refresh)
-        looks = self._settings.freshness != "never"
-        self._model.mounted(names, before, looks=looks, refreshed=refresh or first)
-        if looks or refresh:
+        names = self._rig.mount(refreshed=refresh, kind=kind)
+        looks = "never" not in (self._settings.freshness, kind)
+        is_new = refresh or first or kind == "given"
+        self._model.mounted(names, before, looks=looks, refreshed=is_new)
+        if looks or is_new:
             self._wait_until_compared(before)
         wait_until(self._swept, "what no record knows is removed")
 

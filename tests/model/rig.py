@@ -193,12 +193,14 @@ class Rig:
 
     # -- mount and daemon ------------------------------------------------------------------------
 
-    def mount(self, *, refreshed: bool) -> set[str]:
-        """Mount; the names of its files."""
+    def mount(self, *, refreshed: bool, kind: str = "same") -> set[str]:
+        """Mount in one of the ways ``never`` and ``given``, else as before; the names of its
+        files."""
+        freshness = "never" if kind == "never" else self._settings.freshness
         options = [
             *self._settings.options,
             *MODES[self._settings.mode],
-            f"snapshot.freshness={self._settings.freshness}",
+            f"snapshot.freshness={freshness}",
             f"verify={self._settings.verify}",
         ]
         arguments = ["mount", str(self.source), str(self.mounted.path)]
@@ -206,6 +208,11 @@ class Rig:
         for name, size in self._settings.tiers:
             arguments += ["--tier", f"{self.mounted.tiers[name]}:{size}"]
         arguments += ["-o", ",".join(options), *(["--refresh"] if refreshed else [])]
+        if kind == "given":
+            given = str(self._aside / f"given-{self.mounted.pid}.snapshot")
+            build = ("snapshot", "build", str(self.source), "-o", given)
+            self._workers.monarch(*build, environment=self._environment)
+            arguments += ["--snapshot", given]
         self._workers.monarch(*arguments, environment=self._environment)
         self.mounted.pid = self.ask("ping")["pid"]
         self.is_mounted = True

@@ -140,7 +140,8 @@ class Played:
         if kind == "elsewhere":
             # It shows extended attributes in directories only that it absorbs.
             expected = {name: replace(it, xattrs=()) for name, it in expected.items()}
-        assert differences(expected, shown) == [], remounts.steps
+        found = differences(expected, shown)
+        assert found == [], (found, remounts.steps)
 
 
 def test_random_reads_and_writes_of_one_file_find_the_bytes_that_were_written_last(
