@@ -129,6 +129,8 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     first: dict[int, tuple[int, Op]] = {}
     # The last content of each of these files, and the changes of attributes behind it.
     published: dict[int, list[Numbered]] = {}
+    # Where the bytes of files are that have no room in the tier.
+    through: list[Numbered] = []
     for seq, op in ops:
         if seq not in found.done or op.object not in names:
             continue
@@ -150,7 +152,9 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
         if op.object in published and op.kind in ("content", "attr", "xattr"):
             here = replace(op, path=paths[0], paths=tuple(paths))
             published[op.object].append((seq, here))
-    done = [*first.values(), *chain.from_iterable(published.values())]
+        if op.kind == "through" and op.object in new:
+            through.append((seq, op))
+    done = [*first.values(), *chain.from_iterable(published.values()), *through]
     yield from merge(sorted(done, key=itemgetter(0)), _undone(found), key=itemgetter(0))
 
 

@@ -10,6 +10,7 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
+import trio
 import trio.testing
 
 from monarch.namespace.build import build
@@ -222,3 +223,22 @@ async def test_files_without_an_fsync_survive_a_reboot_after_a_clean_end(
         await life.end()
     assert (ground.source / "result").read_bytes() == b"never synced"
     assert (ground.source / "d/a").read_bytes() == b"never synced either"
+
+
+@pytest.mark.promise(67, 129)
+async def test_a_file_that_went_to_the_source_directly_is_read_there_with_another_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    async def full() -> tuple[int, int]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount() as life:
+        monkeypatch.setattr(life.front.objects.spares, "take", full)
+        await life.open(b"a")
+        # The record that the tier has no room for it is done, and its content is not recorded.
+        await trio.sleep(5)
+    for kind in ("same", "lost state"):
+        async with ground.mount(works=False, **how(kind, ground)) as life:
+            assert life.shown()[b"a"].content == b"old a"
+    assert (await brought(ground))[b"a"].content == b"old a"
