@@ -33,7 +33,7 @@ from monarch.tiers.ownership import PRIVATE, own_directory
 from monarch.tiers.records import Records, other_generations
 from monarch.tiers.verify import SEAL, UNKNOWN, UNRECORDED, Suspect, compare
 from monarch.types import Identity, Ino
-from monarch.writeback.earlier import inspect
+from monarch.writeback.earlier import inspect, renewed_in
 from monarch.writeback.objects import object_path
 from monarch.writeback.store import PREFIX as ABSORBED
 
@@ -82,6 +82,8 @@ class _StateCheck:
     def __post_init__(self) -> None:
         self._findings = findings.Findings()
         self._snapshot: Snapshot | None = None
+        # The versions that the drain has made of files of the snapshot.
+        self._renewed: dict[Ino, Identity] = {}
 
     def run(self) -> FsckReport:
         what = f"state directory {os.fspath(self._state)!r}"
@@ -108,6 +110,8 @@ class _StateCheck:
         for path in sorted(self._state.glob("*.part")):
             self._mend("stage", findings.STATE, path, _INTERRUPTED, path)
         self._check_snapshot(Path(note.snapshot))
+        for noted in note.tiers:
+            self._know_renewed(Path(noted.path) / PRIVATE)
         self._check_copies(tiers)
         for noted in note.tiers:
             self._check_written(noted.name, Path(noted.path) / PRIVATE)
@@ -187,6 +191,14 @@ class _StateCheck:
             kind = "snapshot" if own else "snapshot-given"
             self._mend(kind, findings.STATE, path, damages[0], path)
 
+    def _know_renewed(self, private: Path) -> None:
+        if self._snapshot is None:
+            return
+        for directory in sorted(private.glob(f"{ABSORBED}*")):
+            # The check of the written files reports a journal that cannot be read.
+            with suppress(OSError, TierError):
+                self._renewed |= renewed_in(directory, self._snapshot.id)
+
     # -- copies ------------------------------------------------------------------------------------
 
     def _check_copies(self, tiers: Sequence[_OpenTier]) -> None:
@@ -227,7 +239,7 @@ class _StateCheck:
                 records,
                 seals=tier.seals,
                 whole=self._digests,
-                version_of=partial(self._version, generation),
+                version_of=partial(self._version, generation, records),
             ):
                 self._findings.files += step.files
                 self._findings.nbytes += step.nbytes
@@ -241,11 +253,17 @@ class _StateCheck:
         is_same = self._snapshot is not None and self._snapshot.id == generation
         return self._snapshot if is_same else None
 
-    def _version(self, generation: str, ino: Ino) -> Identity | None:
-        """The identity of a file in the snapshot; None for copies of another snapshot."""
+    def _version(self, generation: str, records: Records, ino: Ino) -> Identity | None:
+        """The identity of a file in the snapshot, or since a change by the drain that the record of
+        its copy has; None for copies of another snapshot."""
+        snapshot, renewed = self._snapshot_of(generation), self._renewed.get(ino)
+        if snapshot is None:
+            return None
+        record = records.get(ino)
+        if record is not None and record.identity == renewed:
+            return renewed
         try:
-            snapshot = self._snapshot_of(generation)
-            return None if snapshot is None else snapshot.attributes(ino).identity
+            return snapshot.attributes(ino).identity
         except IndexError:
             return Identity(-1, 0, 0, 0)
 

@@ -140,9 +140,7 @@ class FreshnessWatch:
         self.stale = changed > 0
 
     async def _differing(self, batch: Sequence[Ino]) -> list[Ino]:
-        questions = [
-            (ino, self.names.path(ino), self.names.attributes(ino).identity) for ino in batch
-        ]
+        questions = [(ino, self.names.path(ino), self.names.stored(ino).identity) for ino in batch]
         self.checks += len(questions)
         return await self.source_threads.run(_differing, self.source, questions)
 
@@ -165,9 +163,9 @@ class FreshnessWatch:
             (ino, doubt)
             for ino, doubt in batch
             # If the version is another by now, the change was noticed.
-            if not self.names.is_written(ino)
+            if not self.names.is_rewritten(ino)
             and not self.names.is_gone(ino)
-            and self.names.attributes(ino).identity == doubt.identity
+            and self.names.stored(ino).identity == doubt.identity
         ]
         questions = [(ino, self.names.path(ino), doubt.identity) for ino, doubt in asked]
         differing = set(await self.source_threads.run(_differing, self.source, questions))

@@ -202,7 +202,7 @@ class _FsckRun:
 
     def _version(self, ino: Ino) -> Identity | None:
         try:
-            return self._of.names.attributes(ino).identity
+            return self._of.names.stored(ino).identity
         except IndexError:
             return Identity(-1, 0, 0, 0)
 

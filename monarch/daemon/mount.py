@@ -170,6 +170,7 @@ def _write_back(
             evict=read.promotions.evict,
             evicted=read.promotions.removed,
             is_open=read.bindings.is_open,
+            renewed=read.renewals.renewed,
         ),
         kernel=caches,
     )

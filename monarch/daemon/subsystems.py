@@ -35,6 +35,7 @@ from monarch.transfer.source_load import DatapathView, NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.vfs.read_side import ReadSide
+from monarch.writeback.earlier import renewed_by_drain
 from monarch.writeback.setup import WriteBack
 from monarch.writeback.store import make_room
 
@@ -100,6 +101,7 @@ def open_tiers(parts: Parts) -> Tiers:
         generation=snapshot.id,
         inodes=snapshot.records,
         columns=snapshot.columns,
+        renewed=renewed_by_drain(settings, snapshot.id),
         mountpoint=os.fspath(settings.mountpoint),
         source=os.fspath(settings.source),
     )

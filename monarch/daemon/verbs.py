@@ -203,7 +203,7 @@ class Verbs:
         for root in roots:
             for ino, attributes in self.names.walk(root):
                 # A file written through the mount has no copy.
-                if not self.names.is_written(ino):
+                if not self.names.is_rewritten(ino):
                     yield ino, attributes.size
 
 

@@ -233,6 +233,7 @@ class Namespace(Tree):
             raise Refused(errno.EMLINK)
         node, directory = self.copy_up(ino), self.copy_up(parent)
         self._put(parent, name, node)
+        node.is_separate = True
         node.nlink += 1
         node.ctime_ns = now_ns
         self._touch(directory, now_ns)
@@ -341,6 +342,7 @@ class Namespace(Tree):
         self._free(parent, name)
         del node.names[parent, name]
         self._put(to_parent, to_name, node)
+        node.is_separate = True
         node.parent = first_name(node)[0]
         node.ctime_ns = now_ns
         if is_dir:

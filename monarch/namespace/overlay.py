@@ -51,8 +51,12 @@ class Node:
     is the source's number of it, 0 if it was made here.
 
     Fields marked by ``keeps_*`` were set through the mount; the others of a node without an object
-    follow the source when that changes. ``removed_xattrs``: names of extended attributes that an
-    earlier mount has removed, and that the source may have.
+    follow the source when that changes. ``is_separate``: it had an object once, or got another name
+    here, so it is not read as a file of the snapshot any more. ``removed_xattrs``: extended
+    attributes that the source may have, and that were removed by an earlier mount, or here from a
+    file without an object. ``undrained`` is the number in the journal of the last change of
+    attributes that the source may lack, if the file had no object then; 0 if there is none. Until
+    then ``xattrs`` of such a file are those that differ from the source's.
     """
 
     ino: Ino
@@ -77,6 +81,8 @@ class Node:
     keeps_mode: bool = False
     keeps_owner: bool = False
     keeps_times: bool = False
+    is_separate: bool = False
+    undrained: int = 0
     removed_xattrs: frozenset[bytes] = frozenset()
 
     @property
@@ -86,6 +92,12 @@ class Node:
     @property
     def is_file(self) -> bool:
         return stat.S_ISREG(self.mode)
+
+    @property
+    def has_source_bytes(self) -> bool:
+        """Whether it is a file of the snapshot with the source's bytes, and under no new name."""
+        is_separate = self.object or self.is_separate or self.ino >= WRITTEN_INO
+        return self.is_file and not is_separate
 
     @property
     def attributes(self) -> Attributes:
@@ -99,6 +111,7 @@ class Node:
     def set_object(self, number: int) -> None:
         """The written file with this number has the bytes from now on."""
         self.object = number
+        self.is_separate = True
 
     def take_object(self) -> int:
         """The source has the bytes from now on. Returns the number of the written file, or 0."""

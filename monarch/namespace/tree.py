@@ -118,6 +118,20 @@ class Tree:
             return self._known.refreshed.get(ino)
         return self._known.attributes(ino)
 
+    def is_rewritten(self, ino: Ino) -> bool:
+        """Whether it was made or changed through the mount, and not only the attributes or names of
+        a file."""
+        node = self._overlay.peek(ino)
+        return node is not None and not node.has_source_bytes
+
+    def stored(self, ino: Ino) -> Attributes:
+        """The attributes of the version whose bytes a reader gets: those at the source, if only
+        attributes of the file were changed through the mount."""
+        node = self._overlay.peek(ino)
+        if node is None or not node.has_source_bytes:
+            return self.attributes(ino)
+        return self._overlay.refreshed(ino) or self._known.attributes(ino)
+
     def readlink(self, ino: Ino) -> bytes:
         """The target of a symbolic link. Raises ValueError for anything else."""
         node = self._overlay.peek(ino)
@@ -234,9 +248,14 @@ class Tree:
         """The path of the entry at the source, relative to its root.
 
         An inode that was made through the mount is where the mount shows it, unless ``move``
-        records another path; raises Refused, ENOENT, if it has no name.
+        records another path; raises Refused, ENOENT, if it has no name. A file of the snapshot that
+        has lost names there has one of the others.
         """
         moved = self._known.moved(ino)
+        node = self._overlay.peek(ino) if ino < WRITTEN_INO else None
+        if node is not None and node.names and node.has_source_bytes:
+            paths = list(self.visible_paths(ino))
+            return moved if moved in paths else paths[0]
         if moved:
             return moved
         return self.snapshot.path(ino) if ino < WRITTEN_INO else self.visible_path(ino)

@@ -76,6 +76,12 @@ class Doubts:
         # The added part is for the drift of the clocks.
         self._put(ino, Doubt(identity, since_ns + WINDOW_NS + WINDOW_NS // 1000, by_bytes))
 
+    def renew(self, ino: Ino, before: Identity, now: Identity) -> None:
+        """A version has another identity by a change of its attributes: it is checked as that."""
+        doubt = self._doubts.get(ino)
+        if doubt is not None and doubt.identity == before:
+            self._doubts[ino] = Doubt(now, doubt.due_ns, doubt.by_bytes)
+
     def by_bytes(self, ino: Ino, identity: Identity) -> bool:
         """Whether a later mount must not trust a copy of that version."""
         doubt = self._doubts.get(ino)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +59,8 @@ class Hierarchy:
     """The tiers, fastest first, in the generation of one snapshot, with their records.
 
     ``columns`` returns the rows of the snapshot's inode table for a range of inode numbers;
-    ``inodes`` returns all of it, and is called only to adopt copies of an earlier snapshot. Raises
-    TierError and LockedError.
+    ``inodes`` returns all of it, and is called only to adopt copies of an earlier snapshot.
+    ``renewed`` as of ``Records.forget_other_versions``. Raises TierError and LockedError.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Hierarchy:
         generation: str,
         inodes: InodeTable,
         columns: Callable[[range], npt.NDArray[np.void]],
+        renewed: Mapping[Ino, Identity],
         mountpoint: str,
         source: str,
     ) -> None:
@@ -87,7 +88,7 @@ class Hierarchy:
                     used.use(generation)
             self.records = Records(state, generation, [tier.id for tier in self.tiers])
             opened.callback(self.records.close, clean=False)
-            self.records.forget_other_versions(columns)
+            self.records.forget_other_versions(columns, renewed)
             self._adopt(state, generation, inodes)
             opened.pop_all()
 

@@ -22,7 +22,7 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,9 @@ _LAYOUT = np.dtype(
         "itemsize": _RECORD_BYTES,
     }
 )
+
+
+_NONE: Mapping[Ino, Identity] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +218,14 @@ class Records:
         place = os.pread(self._fd, 1, _offset(ino))
         return bool(place) and bool(self._tiers[place[0]]) and self.get(ino) is None
 
-    def forget_other_versions(self, known: Callable[[range], npt.NDArray[np.void]]) -> None:
+    def forget_other_versions(
+        self,
+        known: Callable[[range], npt.NDArray[np.void]],
+        renewed: Mapping[Ino, Identity] = _NONE,
+    ) -> None:
         """Forgets copies of other versions than those that ``known`` returns for inode numbers: the
-        last daemon may have found a change that its snapshot did not have."""
+        last daemon may have found a change that its snapshot did not have. ``renewed``: versions
+        that the drain has made of files since the snapshot, with the same bytes."""
         for first, table in self._tables():
             held = np.flatnonzero(self._tiers[table["place"]])
             if not len(held):
@@ -228,7 +236,9 @@ class Records:
             for name in ("size", "mtime_ns", "ctime_ns", "source_ino"):
                 same &= table[name][held] == rows[name]
             for ino in (held[~same] + first).tolist():
-                self.clear(Ino(ino))
+                record = self.get(Ino(ino)) if ino in renewed else None
+                if record is None or record.identity != renewed[Ino(ino)]:
+                    self.clear(Ino(ino))
 
     def load(
         self,

@@ -225,6 +225,13 @@ class Tier:
                 put_seal(fd, ino, identity)
             failpoints.failpoint("verify-sealed")
 
+    def renew_seal(self, ino: Ino, before: Identity, now: Identity) -> None:
+        """Seals a copy as another version with the same bytes, unless its seal is broken. Raises
+        OSError."""
+        with closing_fd(self._opened_copy(ino)) as fd:
+            if self.seals and os.fstat(fd).st_mtime_ns == seal(ino, before):
+                put_seal(fd, ino, now)
+
     def _opened_copy(self, ino: Ino, access: int = os.O_RDONLY) -> int:
         # O_NONBLOCK: another program may have put a fifo in the place of a copy.
         flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -254,7 +254,7 @@ class Engine:
                 promote = self._controller.next_wanted(partial(_item, self._names))
                 if promote is None:
                     break
-                if not self.submit(promote, self._names.attributes(promote.ino).identity):
+                if not self.submit(promote, self._names.stored(promote.ino).identity):
                     break
 
     async def _copy_worker(self, tier: Tier) -> None:
@@ -399,7 +399,7 @@ class Engine:
         if (
             not is_wanted
             # A reader found that the file changed after its bytes were read.
-            or self._names.attributes(promote.ino).identity != flight.identity
+            or self._names.stored(promote.ino).identity != flight.identity
         ):
             self._controller.dropped(promote.ino, promote.size)
             self.remove_copy(promote.ino, promote.tier)
@@ -466,7 +466,7 @@ def _require_wanted(flight: Flight) -> None:
 
 def _item(names: Names, ino: Ino) -> Item | None:
     try:
-        attributes = names.attributes(ino)
+        attributes = names.stored(ino)
     except MonarchError:
         return None
     return Item.of(attributes) if attributes.is_file else None

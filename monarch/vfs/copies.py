@@ -61,7 +61,7 @@ class Copies:
                 self.failed(ino, number, error)
                 self._kernel.drop_pages(ino)
             return None
-        known = self._names.attributes(ino).identity
+        known = self._names.stored(ino).identity
         if self._residency.tier_of(ino) != number or known != attributes.identity:
             # It was evicted meanwhile, or replaced by the copy of another version.
             copy.close()

@@ -44,7 +44,7 @@ class FileSystem:
         self.names = read.names
         self.bindings = read.bindings
         self.revalidation = read.revalidation
-        self._kernel = read.kernel
+        self._kernel, self._renewals = read.kernel, read.renewals
         self.writing = self.others = attributes = None
         if write_back is not None:
             self.writing, self.others = write_back.front, write_back.others
@@ -112,7 +112,11 @@ class FileSystem:
         return self.writing.space.statfs() if self.writing is not None else None
 
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
-        return {"visits": self.readers.run, "sizes": self._kernel.run}
+        return {
+            "visits": self.readers.run,
+            "sizes": self._kernel.run,
+            "seals": self._renewals.run,
+        }
 
 
 class ExtendedAttributes:
@@ -136,7 +140,7 @@ class ExtendedAttributes:
             there = await writing.xattrs_elsewhere(ino)
             if there is not None:
                 return there.get(name)
-        is_written = writing is not None and self._names.is_written(ino)
+        is_written = writing is not None and self._names.is_rewritten(ino)
         if writing is not None and is_written and name not in (XATTR_TIER, XATTR_STATE):
             return writing.xattr(ino, name)
         if not self._names.attributes(ino).is_file:

@@ -67,9 +67,9 @@ class Promotions:
         """The datapath has fetched a file in the version of the snapshot, at ``since_ns`` of the
         monotonic clock or later: makes a copy of it if placement admits it."""
         names = self._names
-        if self._residency.is_changed(ino) or names.is_gone(ino) or names.is_written(ino):
+        if self._residency.is_changed(ino) or names.is_gone(ino) or names.is_rewritten(ino):
             return
-        attributes = names.attributes(ino)
+        attributes = names.stored(ino)
         self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
         promote = self._controller.opened(Item.of(attributes))
         if promote is not None:
@@ -82,11 +82,11 @@ class Promotions:
         while True:
             await trio.sleep(self._retry_s)
             for binding in self._bindings.all():
-                if binding.file is not None and not self._names.is_written(binding.ino):
+                if binding.file is not None and not self._names.is_rewritten(binding.ino):
                     self._offer(binding, binding.file, trio.current_time())
 
     def _offer(self, binding: Binding, file: SourceFile, now: float) -> None:
-        attributes = self._names.attributes(binding.ino)
+        attributes = self._names.stored(binding.ino)
         if now < binding.offer_s or identity_of(file.status) != attributes.identity:
             return
         promote = self._controller.offered(Item.of(attributes))
@@ -99,7 +99,7 @@ class Promotions:
         """Starts a copy on request; False if no tier has space for it."""
         if self._residency.tier_of(ino) != SOURCE:
             return True
-        attributes = self._names.attributes(ino)
+        attributes = self._names.stored(ino)
         promote = self._controller.warm(Item.of(attributes))
         if promote is None:
             return self._residency.is_copying(ino)

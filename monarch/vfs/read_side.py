@@ -24,6 +24,7 @@ from monarch.vfs.copies import Copies
 from monarch.vfs.interfaces import CopyEngine, FastPath, TierCalls
 from monarch.vfs.kernel_view import KernelView
 from monarch.vfs.promotions import Promotions
+from monarch.vfs.renewals import Renewals
 from monarch.vfs.revalidation import Revalidation
 from monarch.vfs.source_files import SourceFiles
 
@@ -38,6 +39,7 @@ class ReadSide:
     revalidation: Revalidation
     copies: Copies
     source_files: SourceFiles
+    renewals: Renewals
     names: Namespace
     residency: Residency
     records: Records
@@ -83,5 +85,6 @@ def build_read_side(
     source_files = SourceFiles(
         names, source_calls, source_load, revalidation, residency, kernel, doubts, metrics
     )
-    parts = bindings, kernel, promotions, revalidation, copies, source_files
+    renewals = Renewals(by_number, records, residency, promotions, tier_calls, doubts)
+    parts = bindings, kernel, promotions, revalidation, copies, source_files, renewals
     return ReadSide(*parts, names, residency, records, settings.limits, metrics, fast)

@@ -135,7 +135,7 @@ class Readers:
         if self._names.is_gone(ino):
             await self._revalidation.find_again(ino)
         for _ in range(_ATTEMPTS):
-            attributes = self._names.attributes(ino)
+            attributes = self._names.stored(ino)
             binding = await self._copies.bind(attributes) or await self._bind_flight(attributes)
             if binding is not None:
                 return binding
@@ -232,7 +232,7 @@ class Readers:
                 return data
             # The copy is lost, the reader is not: it continues at the source.
             if binding.fd >= 0:
-                file = await self._source_files.open(self._names.attributes(binding.ino))
+                file = await self._source_files.open(self._names.stored(binding.ino))
                 if binding.fd < 0:
                     file.release()
                 else:

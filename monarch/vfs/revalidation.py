@@ -79,7 +79,7 @@ class Revalidation:
     async def _refresh(self, known: Attributes, status: os.stat_result, acls: Acls) -> None:
         """A file of the snapshot has changed; ``acls`` are its lists as known so far."""
         ino = known.ino
-        access = (known.mode, known.uid, known.gid, acls)
+        access = (*self._shown_access(ino), acls)
         acls = await self._source_calls.acls(ino, self._names.path(ino))
         mode = self._shown_mode(status, acls)
         only_access = replace(known, mode=mode, uid=status.st_uid, gid=status.st_gid)
@@ -105,12 +105,16 @@ class Revalidation:
         if fresh != known or acls != access[3]:
             self._names.refresh(ino, fresh, acls)
             self._noticed(ino, "changed at the source")
-        if (mode, status.st_uid, status.st_gid, acls) != access:
+        if (*self._shown_access(ino), acls) != access:
             # The kernel has admitted the caller by the old mode; after this error it checks again.
             raise SourceError(f"{self._names.path_text(ino)}: access changed", errno=errno.ESTALE)
 
+    def _shown_access(self, ino: Ino) -> tuple[int, int, int]:
+        shown = self._names.attributes(ino)
+        return shown.mode, shown.uid, shown.gid
+
     async def _look_again_at_written(self, node: Node) -> None:
-        """The same for a file that was written here and is read from the source now."""
+        """The same for a file that was written or changed here and is read from the source now."""
         ino, path = node.ino, self._names.visible_path(node.ino)
         status = await self._source_calls.status(ino, path)
         if len(node.names) > 1:
@@ -118,9 +122,14 @@ class Revalidation:
         if status is None and not await self._can_be_gone(node.attributes):
             raise self._source_calls.failed(ino, errno.EIO)
         if status is None or not stat.S_ISREG(status.st_mode):
+            if node.has_source_bytes:
+                self._promotions.forget_copy(ino)
             self._unlink(list(node.names))
             self._metrics.changed()
             raise self._gone(ino)
+        if node.has_source_bytes:
+            await self._look_again_at_changed(node, status)
+            return
         acls = await self._source_calls.acls(ino, path)
         known = node.attributes
         # The source had all that was set here, and another program has changed it.
@@ -136,6 +145,16 @@ class Revalidation:
         self._kernel.invalidate_attributes(ino)
         if (known.mode, known.uid, known.gid) != (now.mode, now.uid, now.gid):
             raise SourceError(f"{os.fsdecode(path)!r}: access changed", errno=errno.ESTALE)
+
+    async def _look_again_at_changed(self, node: Node, status: os.stat_result) -> None:
+        """The same if only attributes of a file of the snapshot were changed here: changes that the
+        source may lack stay."""
+        known, acls = self._names.stored(node.ino), self._names.acls(node.ino)
+        if identity_of(status) == known.identity:
+            return
+        if not node.undrained:
+            node.follow_all()
+        await self._refresh(known, status, acls)
 
     async def _drop_names_of_others(self, node: Node) -> None:
         """Removes from a file those of its names that are another file's at the source, unless all

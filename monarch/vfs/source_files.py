@@ -114,7 +114,7 @@ class SourceFiles:
             now = await self.identity_now(ino, file)
         finally:
             file.release()
-        known = self._names.attributes(ino)
+        known = self._names.stored(ino)
         if (now.size, now.mtime_ns) != (known.size, known.mtime_ns):
             await self._revalidation.look_again(ino)
 

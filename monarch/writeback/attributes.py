@@ -9,18 +9,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from monarch.errors import Refused, SourceChanged
+from monarch.namespace.listing import XATTRS_MAX
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.placement.residency import SOURCE
 from monarch.posix.credentials import Credentials
 from monarch.transfer.source_calls import SourceCalls
-from monarch.types import Attributes, Ino, file_now_ns
+from monarch.types import WRITTEN_INO, Attributes, Ino, file_now_ns
 from monarch.writeback.copy_up import CopyUp, known_at_source
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
 from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import DrainedObjects
+from monarch.writeback.undrained_attributes import UndrainedAttributes, applied
 from monarch.writeback.write_gate import WriteGate
 
 XATTR_DURABLE = b"user.monarch.durable"
@@ -43,6 +45,7 @@ class WrittenAttributes:
     _recorder: Recorder
     _drained: DrainedObjects
     _states: ObjectStates
+    _undrained: UndrainedAttributes
     _source_calls: SourceCalls
     _tier: int
 
@@ -75,7 +78,9 @@ class WrittenAttributes:
         node = self._names.node(ino)
         if node is None or node.names:
             self._gate.require_node_covered(ino)
-        if self._names.attributes(ino).is_file:
+        is_file = self._names.attributes(ino).is_file
+        # The source keeps the bytes of a file that was not written, which are not needed for this.
+        if is_file and (size is not None or not self._is_at_source(ino)):
             node = await self._copies.copy_up(ino, empty=size == 0, by=by, keep=size is not None)
             if size is not None:
                 # It stays open meanwhile: else it could be drained, and be read from the source.
@@ -90,6 +95,7 @@ class WrittenAttributes:
             return self._names.attributes(ino)
         self._gate.require_held(ino)
         await self._gate.require_room()
+        node = self._names.node(ino)
         was = known_at_source(self._names, ino)
         # Only owners change modes. For other users the kernel does: it takes the set-ID bits from a
         # program into which they write.
@@ -99,7 +105,7 @@ class WrittenAttributes:
         if node is not None and not is_of_times and self._is_recorded_with(node, mode, uid, gid):
             self._names.change(ino, now_ns=file_now_ns())
             return self._names.attributes(ino)
-        if node is not None and node.object > 0 and (atime_ns is not None or mtime_ns is not None):
+        if node is not None and node.object > 0 and is_of_times:
             # Before the node has them: a stat meanwhile takes over the times of the object.
             await self._files.set_times(
                 node,
@@ -128,12 +134,21 @@ class WrittenAttributes:
                     atime_ns=atime_ns,
                     mtime_ns=mtime_ns,
                     same=mtime_ns is not None and self._recorder.is_recorded(node),
+                    file=is_file and not node.object,
                     ino=ino,
                     by=owner if mode is not None and by.uid not in (0, owner.uid) else by,
                     was=was,
                 )
             )
         return self._names.attributes(ino)
+
+    def _is_at_source(self, ino: Ino) -> bool:
+        """Whether it is a file of the source that was not written here: its bytes stay there when
+        its attributes change."""
+        node = self._names.node(ino)
+        if node is not None:
+            return node.has_source_bytes and bool(node.names)
+        return ino < WRITTEN_INO and self._names.attributes(ino).is_file
 
     def _is_recorded_with(
         self, node: Node, mode: int | None, uid: int | None, gid: int | None
@@ -179,13 +194,17 @@ class WrittenAttributes:
         path = self._names.path(ino)
         if self._gate.patterns and not self._gate.patterns.covers(path):
             return None
+        before = self._undrained.xattrs(ino)
         found = await self._at_source(ino, path)
         if found is None:
             return None
         there = {name: value for name, value in found.items() if not name.startswith(_OURS)}
         # The source may lack changes of a directory that were made through an earlier mount.
         node = self._names.node(ino)
-        return there if node is None or node.is_file else _changed(there, node)
+        if node is not None and node.is_dir:
+            return _changed(there, node)
+        # The drain may have brought some of those of a file there meanwhile.
+        return applied(applied(there, before), self._undrained.xattrs(ino))
 
     async def _at_source(self, ino: Ino, path: bytes) -> dict[bytes, bytes] | None:
         """The source's extended attributes of an entry. The source may have another entry at its
@@ -209,7 +228,11 @@ class WrittenAttributes:
             raise Refused(errno.EPERM)
         if not name.startswith(_KEPT):
             raise Refused(errno.EOPNOTSUPP)
-        if self._names.attributes(ino).is_file:
+        there: dict[bytes, bytes] | None = None
+        is_file = self._names.attributes(ino).is_file
+        if is_file and name.startswith(b"user.") and self._is_at_source(ino):
+            there = await self.xattrs_elsewhere(ino)
+        elif is_file:
             await self._copies.copy_up(ino, empty=False, by=by)
         elif self._names.attributes(ino).is_dir:
             await self._know_xattrs_of_source(ino, path)
@@ -222,7 +245,10 @@ class WrittenAttributes:
             self._gate.require_memory(self._names.more_for_xattr(ino, name, value))
             await self._gate.require_room()
         now_ns, was = file_now_ns(), known_at_source(self._names, ino)
-        node = self._names.set_xattr(ino, name, value, now_ns=now_ns)
+        if there is not None and self._is_at_source(ino):
+            node = self._change_at_source(ino, name, value, there, now_ns)
+        else:
+            node = self._names.set_xattr(ino, name, value, now_ns=now_ns)
         self._recorder.note(
             Op(
                 strict=True,
@@ -232,10 +258,29 @@ class WrittenAttributes:
                 ino=ino,
                 object=node.object,
                 xattrs={name: value},
+                file=is_file and not node.object,
                 by=by,
                 was=was,
             )
         )
+
+    def _change_at_source(
+        self, ino: Ino, name: bytes, value: bytes | None, there: dict[bytes, bytes], now_ns: int
+    ) -> Node:
+        """Shows a change of a file that has no object, and had the attributes ``there``. Raises
+        Refused."""
+        shown = applied(there, self._undrained.xattrs(ino))
+        if value is None and name not in shown:
+            raise Refused(errno.ENODATA)
+        more = {} if value is None else {name: value}
+        if (
+            value is not None
+            and sum(len(key) + len(kept) for key, kept in (shown | more).items()) > XATTRS_MAX
+        ):
+            raise Refused(errno.ENOSPC)
+        node = self._names.change(ino, now_ns=now_ns)
+        self._undrained.show_xattrs(node, {name: value})
+        return node
 
     async def _know_xattrs_of_source(self, ino: Ino, path: bytes) -> None:
         """Know those that the source has of a directory: an earlier mount may have set them."""

@@ -21,6 +21,7 @@ from monarch.posix.files import copy_data
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
 from monarch.writeback.op import Op
+from monarch.writeback.open_file import set_times
 from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import DrainedObjects, SourceFiles
@@ -95,6 +96,8 @@ class CopyUp:
             was = known_at_source(self._names, ino)
             # The version that was copied: an open that is under way may find another one.
             await self._files.wait_for_opening(ino)
+            if staged < 0:
+                self._keep_times(ino, fd)
         except BaseException as error:
             beside = b"" if staged < 0 else self._names.visible_path(ino)
             self._unlinked.abandon_object(number, *{fd, staged}, staged_beside=beside)
@@ -102,9 +105,8 @@ class CopyUp:
                 raise Refused(errno.ENOSPC) from error
             raise
         path, node = self._names.visible_path(ino), self._names.copy_up(ino)
+        self._have_xattrs(node, xattrs)
         node.set_object(number)
-        if not node.xattrs:
-            self._names.have_xattrs(node, xattrs)
         paths = tuple(self._names.visible_paths(ino))
         self._recorder.note(
             Op(
@@ -132,6 +134,23 @@ class CopyUp:
                 self._recorder.record(node)
             self._files.release(ino)
         return node
+
+    def _keep_times(self, ino: Ino, fd: int) -> None:
+        """Gives an object the times that were set while the file had none. Raises Refused."""
+        node = self._names.node(ino)
+        if node is not None and node.has_source_bytes and node.keeps_times:
+            with self._objects.refusing():
+                set_times(fd, node.atime_ns, node.mtime_ns)
+
+    def _have_xattrs(self, node: Node, there: dict[bytes, bytes]) -> None:
+        """A file gets an object, and had the attributes ``there`` at the source: changes of them
+        that the source may lack stay."""
+        if node.has_source_bytes:
+            kept = {name: there[name] for name in there.keys() - node.removed_xattrs}
+            self._names.have_xattrs(node, kept | node.xattrs)
+            node.removed_xattrs, node.undrained = frozenset(), 0
+        elif not node.xattrs:
+            self._names.have_xattrs(node, there)
 
     async def _place_for(self, ino: Ino, by: Credentials) -> tuple[int, int, int]:
         """The number and the descriptor of a new object, and -1; or, if the tier has no room for

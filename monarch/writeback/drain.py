@@ -145,6 +145,7 @@ class Drain:
     def put(self, seq: int, op: Op) -> None:
         """A change was appended to the journal. Never waits."""
         self._courtesy.note_change()
+        self.state.entries.queued(op)
         self.state.foresee(op)
         self.queue.append(
             Entry(seq, op, time.time_ns(), self._journal.file.written, was_tried=False)
@@ -407,8 +408,14 @@ class Drain:
             self._marks.unsynced.add(op)
         # A content that was given up leaves the source with what it has.
         is_given_up = entry.is_moot and op.kind == "content"
+        known = self.state.expected(entry.seq, op).known if op.file else None
         if not (is_given_up or (entry.published and identity is None)):
             self.state.note(op, identity)
+        if op.file:
+            dropped = self.writer.log.dropped_xattrs
+            attributes = self._contents.attributes
+            attributes.drained(entry.seq, op, known, identity, dropped=dropped)
+        self.state.entries.left(op)
         staged = entry.staged
         self._stager.forget(entry)
         if identity is None:

@@ -24,7 +24,7 @@ from monarch.control.state_directory import (
 from monarch.errors import TierError
 from monarch.text import counted, format_bytes
 from monarch.tiers.ownership import PRIVATE
-from monarch.types import WRITTEN_INO
+from monarch.types import WRITTEN_INO, Identity, Ino
 from monarch.writeback.history import Numbered, names_of
 from monarch.writeback.journal import Replay, read_replay
 from monarch.writeback.journal_found import boot_now, token_of
@@ -82,6 +82,31 @@ def changed_in_place(ops: Iterable[Numbered]) -> set[bytes]:
             case "link" if entry not in made:
                 paths |= {op.path, op.to}
     return paths
+
+
+def renewed_by_drain(settings: MountSettings, snapshot_id: str) -> dict[Ino, Identity]:
+    """The versions that the drain has made, by changes of attributes alone, of files of a snapshot,
+    by inode number. Raises TierError if a journal cannot be read."""
+    renewed: dict[Ino, Identity] = {}
+    for tier in settings.tiers:
+        with suppress(OSError):
+            renewed |= renewed_in(directory_of(tier.path, settings.source), snapshot_id)
+    return renewed
+
+
+def renewed_in(directory: Path, snapshot_id: str) -> dict[Ino, Identity]:
+    """The same by the journal in a directory. Raises OSError."""
+    renewed: dict[Ino, Identity] = {}
+    if not (directory / "journal").exists() or snapshot_known(directory) != snapshot_id:
+        return renewed
+    found = read_replay(directory)
+    for seq, op in found.ops:
+        ino = Ino(op.ino)
+        if op.kind in ("take", "content"):
+            renewed.pop(ino, None)
+        elif op.file and ino < WRITTEN_INO and (now := found.done.get(seq)) is not None:
+            renewed[ino] = now
+    return renewed
 
 
 def renumbered(found: Replay) -> Replay:
@@ -154,8 +179,10 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
             published[op.object].append((seq, here))
         if op.kind == "through" and op.object in new:
             through.append((seq, op))
-    done = [*first.values(), *chain.from_iterable(published.values()), *through]
-    yield from merge(sorted(done, key=itemgetter(0)), _undone(found), key=itemgetter(0))
+    done = [*first.values(), *chain.from_iterable(published.values())]
+    yield from merge(
+        sorted([*done, *through], key=itemgetter(0)), _undone(found), key=itemgetter(0)
+    )
 
 
 def _undone(found: Replay) -> Iterator[Numbered]:

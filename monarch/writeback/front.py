@@ -17,7 +17,7 @@ from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool
 from monarch.text import errno_words
 from monarch.transfer.source_calls import SourceCalls
-from monarch.types import Ino
+from monarch.types import Identity, Ino
 from monarch.writeback.attributes import WrittenAttributes
 from monarch.writeback.commits import FsyncFailures
 from monarch.writeback.copy_up import CopyUp
@@ -50,7 +50,8 @@ class Reading:
     ``copied_up`` is called with each inode that the source no longer has as the mount shows it.
     ``look_again`` compares a file with the source. ``evict`` drops a copy and returns its size in
     bytes; ``evicted`` waits until all dropped copies are deleted. ``is_open`` returns whether a
-    process has a file open that was not written through the mount.
+    process has a file open that was not written through the mount. ``renewed`` as of
+    ``UndrainedAttributes``.
     """
 
     copied_up: Callable[[Ino], None]
@@ -58,6 +59,7 @@ class Reading:
     evict: Callable[[Ino], int]
     evicted: Callable[[], Awaitable[None]]
     is_open: Callable[[Ino], bool]
+    renewed: Callable[[Ino, Identity, Identity], None]
 
 
 class WriteFront:
@@ -111,7 +113,16 @@ class WriteFront:
         )
         states, tier = table.states, place.tier.number
         self.attributes = WrittenAttributes(
-            names, gate, files, copies, recorder, drained, states, source_calls, tier
+            names,
+            gate,
+            files,
+            copies,
+            recorder,
+            drained,
+            states,
+            table.attributes,
+            source_calls,
+            tier,
         )
 
     async def run(self) -> None:

@@ -113,7 +113,8 @@ def _each_without(
             left = op
         elif op.object in taken:
             if op.kind not in ("take", "content", "gone"):
-                left = replace(op, object=0, was=op.was or taken[op.object])
+                was, is_of_file = op.was or taken[op.object], op.kind in ("attr", "xattr")
+                left = replace(op, object=0, was=was, file=is_of_file)
         elif op.kind in ("rename", "unlink"):
             if rename := replaced.pop(op.path, None):
                 left = _unlink_of_replaced(rename, op)

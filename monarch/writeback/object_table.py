@@ -21,6 +21,7 @@ from monarch.writeback.history import Numbered, names_of
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
 from monarch.writeback.open_file import UNTOUCHED, OpenFile
+from monarch.writeback.undrained_attributes import UndrainedAttributes
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +53,18 @@ class ObjectTable:
     """``open`` has the open files by object.
 
     ``unshown``: objects of files that earlier mounts have left and that have a name by the journal,
-    but not in the tree: that name. Their changes are drained all the same.
+    but not in the tree: that name. Their changes are drained all the same. ``attributes``: the
+    changes of files without an object; ``renewed`` as of ``UndrainedAttributes``.
     """
 
-    def __init__(self, names: Namespace) -> None:
+    def __init__(
+        self,
+        names: Namespace,
+        renewed: Callable[[Ino, Identity, Identity], None] = lambda ino, before, now: None,
+    ) -> None:
         self._names = names
         self.states = ObjectStates()
+        self.attributes = UndrainedAttributes(names, renewed)
         self.open: dict[int, OpenFile] = {}
         self._inos: dict[int, Ino] = {}
         self.unshown: dict[int, bytes] = {}

@@ -32,7 +32,7 @@ _KINDS = frozenset(get_args(Kind))
 _NAMES = ("path", "to")
 _NUMBERS = ("ino", "object", "over_ino", "over_object", "rdev", "size", "intact")
 _IDENTITIES = ("was", "over")
-_FLAGS = ("synced", "through", "same", "strict")
+_FLAGS = ("synced", "through", "same", "strict", "file")
 _ATTRIBUTES = ("mode", "uid", "gid", "mtime_ns", "atime_ns")
 
 
@@ -72,7 +72,7 @@ class Op:
     ``path``, and ``over`` that of the entry that a rename replaced; None for one made through the
     mount. ``over_ino`` and ``over_object`` are the numbers of the replaced entry, 0 if it had none.
     ``strict``: ``was`` and ``over`` are complete, so the drain compares the source with them; false
-    in journals of older versions.
+    in journals of older versions. ``file``: an attr or xattr of a regular file that had no object.
     """
 
     kind: Kind
@@ -94,6 +94,7 @@ class Op:
     through: bool = False
     same: bool = False
     strict: bool = False
+    file: bool = False
     by: Credentials | None = None
     also: tuple[Credentials, ...] = ()
     was: Identity | None = None

@@ -48,8 +48,9 @@ class WriteOperations:
     _copied_up: Callable[[Ino], None]
 
     def has(self, ino: Ino) -> bool:
-        """Whether it is a file that was made or changed here."""
-        return (node := self._names.node(ino)) is not None and node.is_file
+        """Whether it is a file that was made or written here, or has lost all names here."""
+        node = self._names.node(ino)
+        return node is not None and node.is_file and not (node.has_source_bytes and node.names)
 
     async def open(self, ino: Ino, flags: int, by: Credentials) -> None:
         """Open a file for writing, or one that is written here for reading."""

@@ -362,7 +362,9 @@ class Others:
         if not self._names.attributes(ino).is_file:
             return False
         node = self._names.node(ino)
-        if node is not None and node.object and not self._front.drained.is_settled(node):
+        if node is not None and (
+            node.undrained or (node.object and not self._front.drained.is_settled(node))
+        ):
             return True
         return self._is_open(ino) or self._front.opens.is_in_use(ino)
 

@@ -24,7 +24,8 @@ class _Plan:
     """What happens to the files and directories of discarded changes.
 
     ``removed``: removed from the mount. ``anew``: recorded anew for the source. ``back``: shown
-    again as they are at the source. ``names`` are removed, but their files have other names, which
+    again as they are at the source; ``shown``: the same for files whose attributes alone were
+    changed. ``names`` are removed, but their files have other names, which
     stay. ``put_back``: directories that get the name again that they have at the source.
     """
 
@@ -32,6 +33,7 @@ class _Plan:
         self.removed: dict[Ino, Node] = {}
         self.anew: dict[Ino, Node] = {}
         self.back: dict[Ino, Node] = {}
+        self.shown: dict[Ino, Node] = {}
         self.names: dict[bytes, None] = {}
         self.put_back: dict[Ino, bytes] = {}
 
@@ -104,6 +106,9 @@ class Refusals:
             if node.names and node.object:
                 await self._front.source.give_back(node)
                 self._kernel.invalidate_attributes(node.ino)
+        for node in plan.shown.values():
+            if await self._front.source.show_again(node):
+                self._kernel.invalidate_attributes(node.ino)
         return removed
 
     def _about(self, path: bytes) -> Sequence[Refusal]:
@@ -121,7 +126,7 @@ class Refusals:
         BusyError."""
         plan, table = _Plan(), self._front.object_table
         for op in ops:
-            node = table.node(op.object) if op.object else self._names.node(Ino(op.ino))
+            node = table.node(op.object) if op.object else self._without_object(op)
             if op.kind in ("unlink", "rmdir") or node is None or not node.names:
                 continue
             names = list(self._names.visible_paths(node.ino))
@@ -147,6 +152,8 @@ class Refusals:
                 plan.anew[node.ino] = node
             elif op.kind == "content":
                 plan.back[node.ino] = node
+            elif op.file:
+                plan.shown[node.ino] = node
         for ino in plan.anew:
             plan.back.pop(ino, None)
         for node in plan.back.values():
@@ -165,6 +172,13 @@ class Refusals:
                             hint="move it elsewhere first",
                         )
         return plan
+
+    def _without_object(self, op: Op) -> Node | None:
+        ino: int | None = op.ino
+        if op.file and op.ino < 0:
+            # A change of an earlier mount, with another snapshot.
+            ino = self._names.resolve(op.path)
+        return None if ino is None else self._names.node(Ino(ino))
 
     def _require_free(self, path: bytes, node: Node) -> None:
         """Raises UsageError if a directory cannot get its earlier name ``path`` again."""

@@ -28,17 +28,21 @@ log = logging.getLogger(__name__)
 _LOGGED = 5
 
 
-def replay(names: Namespace, ops: Iterable[tuple[int, Op]], *, now_ns: int) -> None:
+def replay(names: Namespace, ops: Iterable[tuple[int, Op]], *, now_ns: int) -> dict[int, Ino]:
     """Applies ``ops``, with their sequence numbers, to ``names``. ``now_ns`` is the time of changes
-    without a recorded time.
+    without a recorded time. Returns the inodes of changes of files without an object, by sequence
+    number: the extended attributes among these changes are not applied.
 
     A record that cannot be applied is logged and left out: no error in a journal may prevent the
     mount.
     """
     failed = 0
+    without_object: dict[int, Ino] = {}
     for seq, op in ops:
         try:
-            _Replayed(names, op, now_ns).do()
+            ino = _Replayed(names, op, now_ns).do()
+            if ino is not None:
+                without_object[seq] = ino
         except Exception as error:
             failed += 1
             if failed <= _LOGGED:
@@ -50,6 +54,7 @@ def replay(names: Namespace, ops: Iterable[tuple[int, Op]], *, now_ns: int) -> N
                 )
     if failed > _LOGGED:
         log.warning("%d more records do not fit", failed - _LOGGED)
+    return without_object
 
 
 class _Replayed:
@@ -60,8 +65,11 @@ class _Replayed:
         self._op = op
         self._now_ns = op.mtime_ns if op.mtime_ns is not None else now_ns
 
-    def do(self) -> None:
+    def do(self) -> Ino | None:
+        """The inode of a file without an object that was changed; else None."""
         op = self._op
+        if op.file:
+            return self._change_file()
         if op.object and op.kind in ("rename", "link", "unlink", "attr", "xattr"):
             self._have_object()
         match op.kind:
@@ -93,6 +101,39 @@ class _Replayed:
                 self._set_xattrs(self._require(op.path))
             case "gone":
                 pass
+        return None
+
+    def _change_file(self) -> Ino:
+        """Changes the attributes of a file without an object."""
+        op, names = self._op, self._names
+        ino = self._still_file()
+        node = names.change(
+            ino,
+            mode=op.mode,
+            uid=op.uid,
+            gid=op.gid,
+            atime_ns=op.atime_ns,
+            mtime_ns=op.mtime_ns,
+            now_ns=self._now_ns,
+        )
+        if not node.has_source_bytes:
+            self._set_xattrs(ino)
+        return ino
+
+    def _still_file(self) -> Ino:
+        """The file at one of the paths of the change. Raises Refused, ENOENT, if others have put
+        another file there."""
+        op = self._op
+        for path in (op.path, *op.paths):
+            ino = self._names.resolve(path)
+            if ino is None or not self._names.attributes(ino).is_file:
+                continue
+            there = self._names.at_source(ino)
+            if ino == op.ino or there is None or op.was is None:
+                return ino
+            if there.source_ino == op.was.source_ino:
+                return ino
+        raise Refused(errno.ENOENT)
 
     def _set_xattrs(self, ino: Ino) -> None:
         for name, value in self._op.xattrs.items():
@@ -135,7 +176,7 @@ class _Replayed:
         another file at the source until the operation is drained."""
         ino = self._names.resolve(self._op.path)
         if ino is not None and self._names.attributes(ino).is_file:
-            self._names.copy_up(ino).object = self._op.object
+            self._names.copy_up(ino).set_object(self._op.object)
 
     def _require(self, path: bytes) -> Ino:
         ino = self._names.resolve(path)

@@ -200,7 +200,7 @@ def build_write_back(
             with closing_fd(os.open(place.directory, os.O_RDONLY | os.O_DIRECTORY)) as fd:
                 fast.set_objects(fd, tier=place.tier.number)
         names.report_names(fast.name_given, fast.name_taken, fast.forget_attributes)
-    table = ObjectTable(names)
+    table = ObjectTable(names, read.renewed)
     reserve = WriteReserve(given.reserve, place.tier.number, ledger, table.states)
     drain = Drain(
         contents=table,
@@ -248,7 +248,7 @@ def _replay(place: WriteStore, front: WriteFront, drain: Drain) -> None:
     found = renumbered(place.found) if is_new else place.found
     drain.load(found)
     ops = _rewritten(place, found, drain, snapshot_id) if is_new else list(found.ops)
-    replay(names, ops, now_ns=file_now_ns())
+    changed = replay(names, ops, now_ns=file_now_ns())
     waiting = sum(seq not in found.done for seq, _ in ops)
     if waiting:
         log.info(
@@ -259,6 +259,7 @@ def _replay(place: WriteStore, front: WriteFront, drain: Drain) -> None:
     for node in recorder.take_up(ops, found.done, place.objects):
         # The daemon was killed before it could remove the object of an unlinked file.
         front.unlinked.leave(node)
+    front.object_table.attributes.take_up(ops, found.done, changed)
     front.source.take_up()
     _release(front, found.damaged)
     place.objects.sweep({op.object for _, op in ops} | found.doubted.keys())

@@ -16,7 +16,7 @@ from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import closing_fd, status_at
 from monarch.text import errno_words
 from monarch.tiers.source import identity_of
-from monarch.types import Identity
+from monarch.types import Identity, kept_ns
 from monarch.writeback.expected import Expected, SourceLog, is_shared, shared
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, NOT_SUPPORTED, SourceAttributes, sync_entry
@@ -248,7 +248,28 @@ class SourceEntries:
         with acting_as(by):
             self._attributes.set(fd, op)
         sync_entry(fd)
-        return identity_of(os.fstat(fd))
+        now = identity_of(os.fstat(fd))
+        if op.object or not stat.S_ISREG(found.st_mode):
+            return now
+        return _with_known_bytes(expected, found, now, op)
+
+
+def _with_known_bytes(expected: Expected, found: os.stat_result, now: Identity, op: Op) -> Identity:
+    """The identity ``now`` of a file without an object after a change of its attributes.
+
+    It is that of the bytes that the mount knows. If others may have changed them before, it differs
+    from the file's own identity, so that the mount notices their change, and no later change of the
+    mount overwrites it.
+    """
+    known = expected.known
+    is_untouched = now.size == found.st_size and (
+        op.mtime_ns is not None or now.mtime_ns == kept_ns(found.st_mtime_ns)
+    )
+    if known is None or (is_untouched and identity_of(found) == known):
+        return now
+    if is_untouched and expected.is_same(found, version=True):
+        return replace(now, ctime_ns=known.ctime_ns)
+    return replace(known, source_ino=now.source_ino)
 
 
 def _own_path(

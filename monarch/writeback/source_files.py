@@ -246,6 +246,18 @@ class SourceFiles:
                 raise Refused(errno.ESTALE) from error
             raise
 
+    async def show_again(self, node: Node) -> bool:
+        """Shows a file as it is at the source after changes of its attributes were given up.
+        Returns False if other changes of the file wait."""
+        if not node.names or not node.has_source_bytes or node.undrained:
+            return False
+        node.follow_all()
+        ino = node.ino
+        self._names.refresh(ino, self._names.stored(ino), self._names.acls(ino))
+        with suppress(Refused, SourceError):
+            await self.look_again(ino)
+        return True
+
     async def give_back(self, node: Node) -> None:
         """Show a file that no process has open as the source has it. What was written here is given
         up, and the drain brings no more of it."""

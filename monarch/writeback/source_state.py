@@ -18,13 +18,22 @@ from monarch.writeback.op import Op
 T = TypeVar("T")
 
 _WITHOUT_OBJECT = ("mkdir", "symlink", "mknod")
+# How many earlier identities of a file are kept: as many as its changes that may wait in the queue.
+_MOST_BEFORE = 1024
 
 
-class _Entries:
+class Entries:
     """Entries without an object: ``made`` has their identities at the source by inode number."""
 
     def __init__(self) -> None:
         self.made: dict[int, Identity] = {}
+        # Of files that have changes in the queue: the identities from which changes of the drain
+        # have led to the one in ``made``.
+        self._before: dict[int, dict[Identity, None]] = {}
+        # The number of changes in the queue, by inode number.
+        self._waiting: dict[int, int] = {}
+        # Times of modification that an earlier mount may have set without marking it.
+        self.set_times: dict[int, frozenset[int]] = {}
         # Entries of an older snapshot, by their former identity, with the identity that changes of
         # the drain gave them. A newer snapshot numbers them differently, and may be older than the
         # changes.
@@ -38,6 +47,40 @@ class _Entries:
             was = now
         return was
 
+    def current_file(self, ino: int, was: Identity | None) -> Identity | None:
+        """The same for a file: others may have changed it since the drain has, and the mount may
+        have noticed that."""
+        made = self.made.get(ino)
+        if made is None or was is None or ino < 0 or was == made:
+            return self.current(ino, was)
+        before = self._before.get(ino)
+        return made if not before or was in before else was
+
+    def queued(self, op: Op) -> None:
+        """A change is in the queue."""
+        for ino in {op.ino, op.over_ino} - {0}:
+            self._waiting[ino] = self._waiting.get(ino, 0) + 1
+
+    def left(self, op: Op) -> None:
+        """A change has left the queue, after it was noted."""
+        for ino in {op.ino, op.over_ino} - {0}:
+            count = self._waiting.pop(ino, 1) - 1
+            if count:
+                self._waiting[ino] = count
+            elif ino in self._before:
+                self.forget(ino)
+
+    def forget_settled(self) -> None:
+        """Forgets files without changes in the queue: later changes name the present identity."""
+        for ino in self._before.keys() - self._waiting.keys():
+            self.forget(ino)
+
+    def forget(self, ino: int) -> None:
+        """Forgets a file that has an object from now on, or no changes in the queue."""
+        self.made.pop(ino, None)
+        self._before.pop(ino, None)
+        self.set_times.pop(ino, None)
+
     def note(self, ino: int, before: Identity | None, now: Identity) -> None:
         """Call this when the drain has changed an entry."""
         self.made[ino] = now
@@ -45,12 +88,24 @@ class _Entries:
             self._became[_version(before)] = now
             self._became.pop(_version(now), None)
 
+    def note_file(
+        self, ino: int, before: Identity | None, now: Identity, was: Identity | None
+    ) -> None:
+        """The same for a file that the mount knew as ``was``."""
+        self.note(ino, before, now)
+        if led := dict.fromkeys(each for each in (before, was) if each is not None):
+            earlier = self._before.setdefault(ino, {})
+            earlier.update(led)
+            while len(earlier) > _MOST_BEFORE:
+                del earlier[next(iter(earlier))]
+
 
 class SourceState:
     """Belongs to the event loop, and never calls the source: the drain reports its changes here.
 
     The tables determine the identity that the next change of a file must find at the source
-    (``expected``) before it replaces, removes or changes an entry.
+    (``expected``) before it replaces, removes or changes an entry. ``entries`` are those without an
+    object.
     """
 
     def __init__(self) -> None:
@@ -59,7 +114,7 @@ class SourceState:
         self._present: set[int] = set()
         # The last known identity of the source's file, by object.
         self._known: dict[int, Identity] = {}
-        self._entries = _Entries()
+        self.entries = Entries()
         # Objects of files that were created on the mount.
         self._new: set[int] = set()
         # Objects of files of the source whose "take" is still in the queue.
@@ -92,7 +147,7 @@ class SourceState:
         if replay.known is not None:
             known = replay.known
             self._known.update(known.known)
-            self._entries.made.update(known.made)
+            self.entries.made.update(known.made)
             self._over.update(known.over)
             for number, inos in known.ours.items():
                 self._ours[number] = self._ours.get(number, frozenset()) | inos
@@ -112,15 +167,21 @@ class SourceState:
             if seq in replay.done:
                 if not (op.kind == "take" and op.object in settled):
                     self.note(op, replay.done[seq])
+                else:
+                    self.entries.forget(op.ino)
                 if op.kind == "content":
                     self.rebase(op, replay.done[seq])
                 if op.object in replay.staged:
                     # These files were staged after the last change that is marked as done.
                     ours = self._ours.get(op.object, frozenset())
                     self._ours[op.object] = ours | replay.staged[op.object]
-            elif op.object and op.mtime_ns is not None:
-                times = self._set_times.get(op.object, frozenset())
-                self._set_times[op.object] = times | {op.mtime_ns}
+            elif op.mtime_ns is not None and (op.object or op.file):
+                table = self._set_times if op.object else self.entries.set_times
+                key = op.object or op.ino
+                table[key] = table.get(key, frozenset()) | {op.mtime_ns}
+            if seq not in replay.done:
+                self.entries.queued(op)
+        self.entries.forget_settled()
         if replay.known is not None:
             # Contents that show which bytes were changed may be missing.
             self._base.clear()
@@ -137,11 +198,11 @@ class SourceState:
             numbers |= {op.object, op.over_object}
             inos |= {op.ino, op.over_ino}
             for ino, was in ((op.ino, op.was), (op.over_ino, op.over)):
-                if (now := self._entries.current(ino, was)) is not None and now != was:
+                if (now := self.entries.current(ino, was)) is not None and now != was:
                     made[ino] = now
         return Known(
             known=_of(self._known, numbers),
-            made=made | _of(self._entries.made, inos),
+            made=made | _of(self.entries.made, inos),
             over=_of(self._over, numbers),
             ours=_of(self._ours, numbers),
             new=frozenset(self._new & numbers),
@@ -180,7 +241,7 @@ class SourceState:
         """Whether the source has nothing of an entry that was created on the mount."""
         number = op.object
         if not number:
-            return op.was is None and op.ino > 0 and op.ino not in self._entries.made
+            return op.was is None and op.ino > 0 and op.ino not in self.entries.made
         return number in self._new and not (number in self._present or number in self._known)
 
     def is_needless(self, op: Op, is_removed: Callable[[int], bool]) -> bool:
@@ -194,10 +255,7 @@ class SourceState:
                 return op.object in self._new and not any(op.object in table for table in had)
             case "unlink" | "rmdir":
                 return (
-                    op.ino != 0
-                    and op.strict
-                    and op.was is None
-                    and op.ino not in self._entries.made
+                    op.ino != 0 and op.strict and op.was is None and op.ino not in self.entries.made
                 )
         return False
 
@@ -205,7 +263,7 @@ class SourceState:
         """The entry that may be at the source where the change ``op``, number ``seq``, is made."""
         number = op.object
         if not number:
-            return Expected(seq=seq, known=self._entries.current(op.ino, op.was))
+            return self._expected_entry(seq, op)
         return Expected(
             seq=seq,
             known=self._known.get(number),
@@ -219,6 +277,15 @@ class SourceState:
             longest=self._longest.get(number, 0),
             is_file=True,
         )
+
+    def _expected_entry(self, seq: int, op: Op) -> Expected:
+        entries = self.entries
+        if not (op.file or op.kind == "unlink"):
+            return Expected(seq=seq, known=entries.current(op.ino, op.was))
+        known = entries.current_file(op.ino, op.was)
+        times = entries.set_times.get(op.ino, ()) if known is not None else ()
+        as_set = tuple(replace(known, mtime_ns=time_ns) for time_ns in times if known is not None)
+        return Expected(seq=seq, known=known, as_set=as_set, is_file=op.file)
 
     def expected_over(self, rename: Op) -> Expected:
         """The entry that may be at the source under the new name of a rename."""
@@ -238,7 +305,7 @@ class SourceState:
 
     def _replaced(self, rename: Op) -> tuple[Identity, ...]:
         """The possible identities at the source of the file that a rename has replaced."""
-        made = self._entries.current(rename.over_ino, rename.over)
+        made = self.entries.current(rename.over_ino, rename.over)
         found = [rename.over, self._known.get(rename.over_object), made]
         over = (*self._over.get(rename.over_object, ()), *self._as_set(rename.over_object))
         return (*over, *(each for each in found if each))
@@ -261,10 +328,11 @@ class SourceState:
                 self._to_take.discard(number)
                 self._present.add(number)
                 # The drain may have changed attributes since the mount has read the identity.
-                known = self._entries.current(op.ino, op.was)
+                known = self.entries.current_file(op.ino, op.was)
                 if known is not None and number not in self._known:
                     self._known[number] = known
                     self._base[number] = known.size
+                self.entries.forget(op.ino)
             case "content" if identity is not None:
                 self._present.add(number)
                 self._known[number] = identity
@@ -290,16 +358,20 @@ class SourceState:
                 self._renew(self._known.get(number), identity)
                 self._known[number] = identity
             case "rmdir":
-                self._entries.made.pop(op.ino, None)
+                self.entries.made.pop(op.ino, None)
             case "mkdir" | "symlink" | "mknod" if identity is None and op.strict:
                 # The name belongs to another entry at the source: later changes are not made there.
                 self._given_up.add(op.ino)
             case _ if identity is not None and op.ino:
-                before = self._entries.current(op.ino, op.was)
+                current = self.entries.current_file if op.file else self.entries.current
+                before = current(op.ino, op.was)
                 if before is not None and is_shared(before):
                     identity = shared(identity)
                 self._renew(before, identity)
-                self._entries.note(op.ino, before, identity)
+                if op.file:
+                    self.entries.note_file(op.ino, before, identity, op.was)
+                else:
+                    self.entries.note(op.ino, before, identity)
 
     def _renew(self, before: Identity | None, now: Identity) -> None:
         """Records a change of a file that may also wait to be replaced under another name."""

@@ -187,6 +187,7 @@ class Life:
                 evict=lambda ino: 0,
                 evicted=_nothing,
                 is_open=lambda ino: False,
+                renewed=lambda ino, before, now: None,
             ),
             kernel=NoKernel(),
         )

@@ -37,6 +37,7 @@ class Rig:
             root,
             generation="g",
             inodes=lambda: iter(()),
+            renewed={},
             columns=lambda inos: np.empty(0, np.void),
             mountpoint="/mnt",
             source="/pfs",

@@ -201,11 +201,11 @@ class NoCopies:
     def submit(self, promote: Promote, identity: Identity, **more: object) -> bool:
         return False
 
-    def take_over(self, ino: Ino) -> bool:
-        return False
-
     def flight(self, ino: Ino) -> None:
         return None
+
+    def take_over(self, ino: Ino) -> bool:
+        return False
 
     def remove_copy(self, ino: Ino, tier: int) -> None: ...
 
@@ -265,6 +265,7 @@ class Life:
                 evict=lambda ino: 0,
                 evicted=_nothing,
                 is_open=lambda ino: ino in self.read,
+                renewed=lambda ino, before, now: None,
             ),
             kernel=NoKernel(),
         )
@@ -425,7 +426,7 @@ class Life:
         if kind == "link":
             return Shown(kind, 0o777, target=self.names.readlink(ino), ino=ino)
         if kind != "file":
-            there = self.write_back.drain.state._entries.made.get(ino) or self.names.at_source(ino)
+            there = self.write_back.drain.state.entries.made.get(ino) or self.names.at_source(ino)
             return Shown(kind, mode, ino=ino, source_ino=there.source_ino if there else 0)
         content = self._content(path, ino)
         xattrs: Mapping[bytes, bytes] = node.xattrs if node is not None else {}

@@ -133,7 +133,7 @@ def torn_unheard(source: Path, walk: Writer, walks: list[Writer], drain: Drain) 
             if other is not walk and op.kind in ("mkdir", "rename"):
                 theirs.add(op.names()[-1])
     for path, node in walk._world.tree.items():
-        known = drain.state._entries.made.get(node.ino) if node.kind == "dir" else None
+        known = drain.state.entries.made.get(node.ino) if node.kind == "dir" else None
         there = source / os.fsdecode(path)
         if known is None or is_shared(known) or not there.is_dir():
             continue

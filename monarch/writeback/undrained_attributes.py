@@ -1,0 +1,162 @@
+"""Changes of attributes of files that have no object: the source has the bytes, and perhaps not yet
+the attributes.
+
+While the source may lack a change, the file shows what was set here, and follows the source in all
+else. When the source has it, the file has another identity there, by the drain and not by others:
+the identity that the mount knows is renewed, and so are the records of the file's copies.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import replace
+
+from monarch.namespace.namespace import Namespace
+from monarch.namespace.overlay import Node
+from monarch.types import WRITTEN_INO, Attributes, Identity, Ino
+from monarch.writeback.history import Numbered
+from monarch.writeback.op import Op
+
+
+class UndrainedAttributes:
+    """Belongs to the event loop. ``renewed`` is called with the inode number of each file that the
+    drain has changed, and its identity at the source before and after that."""
+
+    def __init__(
+        self, names: Namespace, renewed: Callable[[Ino, Identity, Identity], None]
+    ) -> None:
+        self._names = names
+        self._renewed = renewed
+        # The inodes of changes of earlier mounts, by seq: a new snapshot has numbered them anew.
+        self._inos: dict[int, Ino] = {}
+
+    def noted(self, ino: Ino, seq: int) -> None:
+        """A change of a file is in the journal."""
+        node = self._names.node(ino)
+        if node is not None and node.has_source_bytes:
+            node.undrained = seq
+
+    def drained(
+        self,
+        seq: int,
+        op: Op,
+        before: Identity | None,
+        now: Identity | None,
+        *,
+        dropped: Container[tuple[bytes, bytes]],
+    ) -> None:
+        """A change has left the drain. The file was known as ``before`` at the source and is
+        ``now``, None if it was not changed there. ``dropped`` are the extended attributes, by path
+        and name, that the source has not taken: this mount continues to show them."""
+        ino = self._inos.pop(seq, Ino(op.ino))
+        node = self._names.node(ino)
+        if node is None or node.object:
+            return
+        there = self._names.at_source(ino)
+        if now is not None and there is not None and there.identity == before:
+            # Otherwise the mount has noticed another change since.
+            self._refresh(ino, there, op, now)
+            if ino < WRITTEN_INO:
+                self._renewed(ino, there.identity, now)
+        if node.undrained == seq:
+            node.undrained = 0
+            if node.has_source_bytes:
+                # The others are read from the source again.
+                paths = {op.path, *op.paths}
+                kept = {
+                    name: value
+                    for name, value in node.xattrs.items()
+                    if now is not None and any((path, name) in dropped for path in paths)
+                }
+                self._names.have_xattrs(node, kept)
+                node.removed_xattrs = frozenset()
+
+    def _refresh(self, ino: Ino, there: Attributes, op: Op, now: Identity) -> None:
+        """The source has a file as ``now`` after ``op``; ``there`` is what was known of it."""
+        mode = there.mode if op.mode is None else stat.S_IFMT(there.mode) | stat.S_IMODE(op.mode)
+        fresh = replace(
+            there,
+            mode=mode,
+            uid=there.uid if op.uid is None else op.uid,
+            gid=there.gid if op.gid is None else op.gid,
+            size=now.size,
+            mtime_ns=now.mtime_ns,
+            ctime_ns=now.ctime_ns,
+            source_ino=now.source_ino,
+        )
+        self._names.refresh(ino, fresh, self._names.acls(ino))
+
+    def take_up(
+        self,
+        ops: Iterable[Numbered],
+        done: Mapping[int, Identity | None],
+        inos: Mapping[int, Ino],
+    ) -> None:
+        """Takes over the changes of earlier mounts, which the tree shows. ``inos`` has the inodes
+        of the changes of files without an object, by seq."""
+        files: dict[Ino, list[Numbered]] = {}
+        for seq, op in ops:
+            if seq in inos:
+                files.setdefault(inos[seq], []).append((seq, op))
+            elif op.kind in ("take", "content"):
+                # What the source had before does not matter any more.
+                files.pop(Ino(op.ino), None)
+        for ino, changes in files.items():
+            node = self._names.node(ino)
+            if node is not None and not node.object:
+                self._take_up(node, changes, done)
+
+    def _take_up(
+        self, node: Node, changes: Iterable[Numbered], done: Mapping[int, Identity | None]
+    ) -> None:
+        known: set[Identity] = set()
+        # The version that copies may have, and that the source has now.
+        before: Identity | None = None
+        now: Identity | None = None
+        for seq, op in changes:
+            if seq not in done:
+                self._inos[seq] = node.ino
+                self.noted(node.ino, seq)
+                if node.has_source_bytes:
+                    self.show_xattrs(node, op.xattrs)
+                continue
+            became, there = done[seq], self._names.at_source(node.ino)
+            if became is None or there is None:
+                continue
+            known.add(there.identity)
+            if op.was is not None and op.was not in known:
+                # The mount had noticed a change by others: earlier copies have other bytes.
+                before = op.was
+            elif before is None:
+                before = there.identity
+            now = became
+            self._refresh(node.ino, there, op, now)
+            known |= {before, now}
+        if before is not None and now is not None and node.ino < WRITTEN_INO:
+            self._renewed(node.ino, before, now)
+
+    def xattrs(self, ino: Ino) -> Mapping[bytes, bytes | None]:
+        """The changes of extended attributes that the source may lack of a file without an object;
+        None for a removed one."""
+        node = self._names.node(ino)
+        if node is None or not node.has_source_bytes:
+            return {}
+        return {**dict.fromkeys(node.removed_xattrs), **node.xattrs}
+
+    def show_xattrs(self, node: Node, changes: Mapping[bytes, bytes | None]) -> None:
+        """Shows extended attributes that the source may lack; None removes one."""
+        if not changes:
+            return
+        given = {name: value for name, value in changes.items() if value is not None}
+        kept = {name: value for name, value in node.xattrs.items() if name not in changes}
+        self._names.have_xattrs(node, kept | given)
+        node.removed_xattrs = (node.removed_xattrs | changes.keys()) - given.keys()
+
+
+def applied(
+    there: Mapping[bytes, bytes], changes: Mapping[bytes, bytes | None]
+) -> dict[bytes, bytes]:
+    """Extended attributes after changes of them; None removes one."""
+    changed = {**there, **changes}
+    return {name: value for name, value in changed.items() if value is not None}
