@@ -58,7 +58,7 @@ class Files(Names, Protocol):
     @property
     def entries(self) -> int: ...
     def is_gone(self, ino: Ino) -> bool: ...
-    def is_written(self, ino: Ino) -> bool: ...
+    def is_rewritten(self, ino: Ino) -> bool: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -130,10 +130,10 @@ class FetchAhead:
     def _fetchable(self, ino: Ino) -> Attributes | None:
         """The attributes of a file that is to be fetched; None, after the answer, if it is not."""
         names = self._names
-        if not 1 <= ino <= names.entries or names.is_written(ino) or names.is_gone(ino):
+        if not 1 <= ino <= names.entries or names.is_rewritten(ino) or names.is_gone(ino):
             self._foreseen.refused(ino)
             return None
-        attributes = names.attributes(ino)
+        attributes = names.stored(ino)
         if not attributes.is_file:
             self._foreseen.refused(ino)
             return None

@@ -383,3 +383,19 @@ async def test_a_version_that_the_mount_does_not_know_is_not_shared(
         flight.identity = replace(flight.identity, mtime_ns=1)
         assert await rig.content(ino) == b"a" * 1000
     assert rig.opens_of("a") == 2
+
+
+@pytest.mark.promise(172)
+async def test_a_file_whose_attributes_were_changed_is_fetched_like_any_other(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    content = files(20)
+    rig = rigs(content)
+    for name in content:
+        rig.names.change(rig.ino(name), mode=0o640, mtime_ns=5, now_ns=5)
+    async with rig.running():
+        rig.foresee(*content)
+        await until(lambda: all(rig.residency.tier_of(rig.ino(name)) for name in content))
+        for name in content:
+            assert await rig.content(rig.ino(name)) == content[name]
+    assert set(rig.source.opens.values()) == {1}
