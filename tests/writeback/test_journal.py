@@ -444,7 +444,7 @@ def test_a_file_of_the_source_whose_bytes_were_not_changed_is_not_lost(directory
         mode,
     )
     replay = read(directory, boot="two")
-    assert [op for _, op in replay.ops] == [replace(mode, object=0)]
+    assert [op for _, op in replay.ops] == [replace(mode, object=0, file=True)]
     assert replay.lost == ()
 
 
