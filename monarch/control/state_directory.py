@@ -200,9 +200,14 @@ def read_undrained(state: Path) -> UndrainedNote | None:
         return None
 
 
+def _opener(path: str, flags: int) -> int:
+    # Opening a fifo in the place of a note would wait for a process that writes into it.
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+
+
 def _read_known(state: Path, name: str = NOTE) -> dict[str, Any]:
     """A raw note. Raises OSError, ValueError, and TierError for a newer version."""
-    with open(state / name, "rb") as file:
+    with open(state / name, "rb", opener=_opener) as file:
         raw = json.loads(file.read(_MAX_NOTE_BYTES))
     if not isinstance(raw, dict):
         raise ValueError("it is not an object")

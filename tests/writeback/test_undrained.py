@@ -159,6 +159,23 @@ def test_an_unreadable_note_is_reported_and_a_newer_one_is_refused(
         read_undrained(tmp_path)
 
 
+@pytest.mark.promise(179)
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")],
+    ids=["fifo", "directory", "link"],
+)
+@pytest.mark.timeout(20)
+def test_something_else_in_the_place_of_the_note_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], object]
+) -> None:
+    path = undrained_file(tmp_path)
+    make(path)
+    with caplog.at_level(logging.WARNING):
+        assert read_undrained(tmp_path) is None
+    assert "cannot be read" in caplog.text
+
+
 # -- the note while a mount runs ---------------------------------------------------------------
 
 
