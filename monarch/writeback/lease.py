@@ -104,6 +104,13 @@ class Holder:
     def is_in_force(self) -> bool:
         return not self.undrained and self.age_s <= STALE_S and not self._is_dead()
 
+    def is_before(self, other: Holder) -> bool:
+        """Whether this lease was made before ``other``, whose mount begins now. A lease from the
+        future was made before the clock was set back."""
+        if self.since_ns > other.since_ns + int(STALE_S * 1e9):
+            return True
+        return (self.since_ns, self.token) < (other.since_ns, other.token)
+
     def _is_dead(self) -> bool:
         """Whether the holder is a process of this machine that has ended."""
         if (self.boot, self.namespace) != (boot_now(), _pid_namespace()):
@@ -222,11 +229,7 @@ class Lease:
                     ended.words(),
                 )
         lease.others = tuple(holder for holder in holders if holder.is_in_force)
-        earlier = [
-            holder
-            for holder in lease.others
-            if (holder.since_ns, holder.token) < (lease._me.since_ns, token)
-        ]
+        earlier = [holder for holder in lease.others if holder.is_before(lease._me)]
         if earlier and not shared:
             lease.release()
             raise LockedError(

@@ -130,7 +130,7 @@ def test_of_two_that_came_at_once_the_later_one_is_refused(
     lease = json.loads(file_of(shared, "aa").read_bytes())
     elsewhere("two")
     # As if the other had begun later, and had not looked yet.
-    file_of(shared, "aa").write_text(json.dumps({**lease, "since_ns": lease["since_ns"] + 10**12}))
+    file_of(shared, "aa").write_text(json.dumps({**lease, "since_ns": lease["since_ns"] + 10**9}))
     assert [holder.token for holder in take("bb").others] == ["aa"]
 
 
@@ -259,6 +259,20 @@ def test_thousands_of_large_leases_of_a_hostile_user_take_little_time_and_hide_n
     first.renew()
     assert read < 5 << 20 and compared < 70_000
     assert "zz" in {holder.token for holder in first.others}
+
+
+@pytest.mark.promise(167)
+def test_a_mount_from_before_the_clock_was_set_back_still_refuses_a_second_one(
+    take: Take, shared: Source, elsewhere: Callable[[str], None]
+) -> None:
+    elsewhere("one")
+    take("aa")
+    lease = json.loads(file_of(shared, "aa").read_bytes())
+    elsewhere("two")
+    hour_ns = 3600 * 10**9
+    file_of(shared, "aa").write_text(json.dumps({**lease, "since_ns": lease["since_ns"] + hour_ns}))
+    with pytest.raises(LockedError):
+        take("bb")
 
 
 @pytest.mark.promise(167)
