@@ -6,6 +6,8 @@ import errno
 import logging
 import os
 from collections.abc import Collection
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,8 @@ _NEW_NAMES_PATIENCE_S = 0.4
 _MEMORY_SHARE = 64
 # The log names at most this many entries that could not be read.
 _SHOWN_PATHS = 5
+# The source is recognised by at most so many names in its root.
+_KNOWN_BY = 256
 
 
 class Chosen(NamedTuple):
@@ -244,7 +248,7 @@ def _require_same_root(source: Source, kept: Snapshot | None, changes: Earlier) 
     if kept is None:
         what = "is empty" if changes.undone and _is_empty(source) else ""
     else:
-        is_same = source.status(b"").st_ino == kept.attributes(ROOT_INO).source_ino
+        is_same = _is_the_root_of(source, kept, changes)
         what = "" if is_same else "is another directory than at the last mount"
     if what:
         raise SourceError(
@@ -253,6 +257,24 @@ def _require_same_root(source: Source, kept: Snapshot | None, changes: Earlier) 
             errno=errno.ENODEV,
             hint="mount its file system; to drain them into this directory, mount with --refresh",
         )
+
+
+def _is_the_root_of(source: Source, kept: Snapshot, changes: Earlier) -> bool:
+    """Whether the source is the directory that ``kept`` describes. The roots of two file systems
+    have the same inode number, for example 2, so the names in them are compared, too."""
+    now, known = source.status(b""), kept.attributes(ROOT_INO)
+    if now.st_ino != known.source_ino:
+        return False
+    if kept_ns(now.st_mtime_ns) == known.mtime_ns:
+        return True
+    names = [(name, it.source_ino) for name, it in islice(kept.list_from(ROOT_INO, 0), _KNOWN_BY)]
+    # A file has another inode number after a change of it was drained.
+    names += [(name, 0) for name in islice(changes.roots, _KNOWN_BY)]
+    for name, ino in names:
+        with suppress(FileNotFoundError):
+            if source.status(name).st_ino == ino or not ino:
+                return True
+    return not names
 
 
 def _is_empty(source: Source) -> bool:

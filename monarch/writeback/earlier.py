@@ -38,11 +38,12 @@ class Earlier:
     """What earlier mounts left in the tiers. ``undone``: the number of changes that the source
     lacks; ``snapshot_id``: the snapshot that the journal of these changes, or of the last mount
     if there are none. ``changed``: the paths of files that were changed in place, drained or
-    not."""
+    not. ``roots``: the names in the root of the source that drained changes have concerned."""
 
     undone: int
     snapshot_id: str
     changed: frozenset[bytes]
+    roots: frozenset[bytes] = frozenset()
 
 
 def earlier(settings: MountSettings) -> Earlier:
@@ -50,6 +51,7 @@ def earlier(settings: MountSettings) -> Earlier:
     be read."""
     undone, snapshot_id = 0, ""
     changed: set[bytes] = set()
+    roots: set[bytes] = set()
     for tier in settings.tiers:
         directory = directory_of(tier.path, settings.source)
         with suppress(OSError):
@@ -57,10 +59,13 @@ def earlier(settings: MountSettings) -> Earlier:
                 continue
             found = read_replay(directory)
             changed |= changed_in_place(found.ops)
+            for seq, op in found.ops:
+                if seq in found.done:
+                    roots.update(name.partition(b"/")[0] for name in op.names())
             ops = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
             if (ops and not undone) or not snapshot_id:
                 undone, snapshot_id = len(ops), snapshot_known(directory)
-    return Earlier(undone, snapshot_id, frozenset(changed))
+    return Earlier(undone, snapshot_id, frozenset(changed), frozenset(roots - {b""}))
 
 
 def changed_in_place(ops: Iterable[Numbered]) -> set[bytes]:

@@ -1,0 +1,100 @@
+"""Another file system in the place of the source: changes are not drained into it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trio.testing
+
+from monarch.errors import SourceError
+from tests.mount.command import needs_root
+from tests.writeback.remounts import Ground
+
+Mount = Callable[[], None]
+
+
+@pytest.fixture
+def exchange(tmp_path: Path) -> Iterator[Mount]:
+    """Mounts another file system at the path of the source. Each has the same root inode number."""
+    (tmp_path / "source").mkdir()
+    mounted = 0
+
+    def mount() -> None:
+        nonlocal mounted
+        how = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "source")]
+        subprocess.run(how, check=True)
+        mounted += 1
+
+    mount()
+    yield mount
+    for _ in range(mounted):
+        subprocess.run(["umount", "-l", str(tmp_path / "source")], check=True)
+
+
+@needs_root
+@pytest.mark.promise(178)
+@pytest.mark.parametrize("is_drained", [True, False])
+async def test_no_change_is_drained_into_another_file_system_with_the_same_root_number(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    exchange: Mount,
+    is_drained: bool,
+) -> None:
+    ground = Ground(tmp_path, monkeypatch)
+    (ground.source / "a").write_bytes(b"of the source")
+    number = ground.source.stat().st_ino
+    if is_drained:
+        async with ground.mount() as life:
+            await life.write(b"a", b"drained")
+            await life.drained()
+            await life.end()
+    async with ground.mount(works=False) as life:
+        await life.write(b"new", b"of the mount", synced=True)
+        await life.end(abandoned=True)
+    exchange()
+    (ground.source / "other").write_bytes(b"of another disk")
+    assert ground.source.stat().st_ino == number
+    with pytest.raises(SourceError) as raised:
+        async with ground.mount():
+            pass
+    assert raised.value.errno == errno.ENODEV and "is another directory" in str(raised.value)
+    assert set(os.listdir(ground.source)) <= {"other", ".monarch-leases.part"}
+    async with ground.mount(refreshed=True) as life:
+        await life.drained()
+        await life.end()
+    assert (ground.source / "new").read_bytes() == b"of the mount"
+
+
+@needs_root
+@pytest.mark.promise(178)
+@pytest.mark.parametrize("change", ["replaced", "renamed", "removed"])
+async def test_a_source_is_recognised_after_all_names_in_its_root_have_changed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    exchange: Mount,
+    change: str,
+) -> None:
+    ground = Ground(tmp_path, monkeypatch)
+    (ground.source / "a").write_bytes(b"of the source")
+    async with ground.mount(freshness="never") as life:
+        if change == "replaced":
+            await life.write(b"a", b"drained")
+        elif change == "renamed":
+            await life.rename(b"a", b"b")
+        else:
+            await life.write(b"b", b"drained")
+            life.unlink(b"a")
+        await life.drained()
+        await life.write(b"new", b"of the mount", synced=True)
+        life.kill()
+    async with ground.mount(freshness="never") as life:
+        await life.drained()
+        await life.end()
+    assert (ground.source / "new").read_bytes() == b"of the mount"
