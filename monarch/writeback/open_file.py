@@ -7,6 +7,7 @@ methods, so that no caller asks which of them it is.
 
 from __future__ import annotations
 
+import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -184,7 +185,14 @@ class SourceBytes(FileBytes):
     is_from_source = True
 
     async def run(self, function: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        path, on = self._names.visible_path(self._ino), self._calls.source.on
+        try:
+            path = self._names.visible_path(self._ino)
+        except Refused as error:
+            if error.errno != errno.ENOENT:
+                raise
+            # A file without a name is read as long as it is open. It cannot be opened again.
+            return await self._calls.call(self._ino, function, self.fd, *args)
+        on = self._calls.source.on
         return await self._calls.call(self._ino, on, self._file, path, function, *args)
 
     async def sync(self, node: Node) -> int:

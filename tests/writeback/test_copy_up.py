@@ -205,3 +205,29 @@ async def test_a_version_of_others_that_such_an_open_finds_is_not_replaced_by_an
             life.files.release(ino)
             await life.drained()
             assert (ground.source / "a").read_bytes() == b"of others"
+
+
+@pytest.mark.promise(5)
+@pytest.mark.parametrize("how", ["unlink", "rename over", "remove directory"])
+async def test_a_file_that_is_read_at_the_source_is_read_on_without_a_name(
+    ground: Ground, clock: trio.testing.MockClock, how: str
+) -> None:
+    async with ground.mount() as life:
+        ino = await released(life)
+        await life.open(b"a", os.O_RDONLY)
+        if how == "unlink":
+            life.unlink(b"a")
+        elif how == "rename over":
+            await life.write(b"new", b"new")
+            await life.rename(b"new", b"a")
+        else:
+            await life.mkdir(b"gone")
+            await life.rename(b"a", b"gone/a")
+            life.unlink(b"gone/a")
+            life.rmdir(b"gone")
+        assert await life.files.read(ino, 0, 10) == b"old"
+        await life.drained()
+        await trio.sleep(5)
+        assert await life.files.read(ino, 0, 10) == b"old"
+        life.files.release(ino)
+        await life.end()
