@@ -144,7 +144,7 @@ class Walk:
         await life.mkfifo(self._free(life))
 
     async def _chmod(self, life: Life) -> None:
-        mode = self._chance.choice([0o600, 0o640, 0o755, 0o6755])
+        mode = self._chance.choice([0o600, 0o640, 0o755])
         await life.chmod(self._any(life, "file", "dir", "fifo"), mode)
 
     async def _utime(self, life: Life) -> None:
