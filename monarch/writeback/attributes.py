@@ -80,7 +80,8 @@ class WrittenAttributes:
             self._gate.require_node_covered(ino)
         is_file = self._names.attributes(ino).is_file
         # The source keeps the bytes of a file that was not written, which are not needed for this.
-        if is_file and (size is not None or not self._is_at_source(ino)):
+        has_lost_names = node is not None and node.has_source_bytes and not node.names
+        if is_file and (size is not None or not (has_lost_names or self._is_at_source(ino))):
             node = await self._copies.copy_up(ino, empty=size == 0, by=by, keep=size is not None)
             if size is not None:
                 # It stays open meanwhile: else it could be drained, and be read from the source.
@@ -96,7 +97,7 @@ class WrittenAttributes:
         self._gate.require_held(ino)
         await self._gate.require_room()
         node = self._names.node(ino)
-        was = known_at_source(self._names, ino)
+        was = None if has_lost_names else known_at_source(self._names, ino)
         # Only owners change modes. For other users the kernel does: it takes the set-ID bits from a
         # program into which they write.
         now = self._names.attributes(ino)

@@ -51,6 +51,23 @@ def later(path: str, change: Callable[[], object]) -> bool:
 # -- modes and owners ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_has_lost_its_name_keeps_changing_its_attributes(
+    name: str, replaced: bool
+) -> None:
+    with opened(name, os.O_RDONLY) as fd:
+        if replaced:
+            os.rename("full/inner", name)
+        else:
+            os.unlink(name)
+        os.fchmod(fd, 0o600)
+        os.utime(fd, ns=(PAST, LATER))
+        status = os.fstat(fd)
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert (status.st_mtime_ns, status.st_nlink) == (LATER, 0)
+        assert os.pread(fd, len(OLD), 0) == OLD
+
+
 @pytest.mark.parametrize("bits", [0o000, 0o400, 0o644, 0o755, 0o1777, 0o777])
 def test_chmod_gives_files_and_directories_their_mode(name: str, bits: int) -> None:
     os.chmod(name, bits & 0o777)
