@@ -15,7 +15,7 @@ from typing import Protocol
 from monarch.config.settings import ForesightSettings
 from monarch.foresight.announced import Announcements
 from monarch.foresight.recognition import LEAST_FILES, WINDOW
-from monarch.foresight.stream import Stream, Subtree
+from monarch.foresight.stream import Bits, Stream, Subtree
 from monarch.telemetry.report import ForesightReport, StreamReport
 from monarch.types import ROOT_INO, Attributes, Ino
 
@@ -61,7 +61,11 @@ class Foresight:
         self._jobs: OrderedDict[int, _Job] = OrderedDict()
         self._subtrees: dict[tuple[Ino, int], Subtree] = {}
         self._fetched_files = self._fetched_bytes = 0
-        self._unread_files = self._unread_bytes = 0
+        # Files that were given out, and those that were fetched, and not opened since: two bits
+        # for each entry, since files of an announced order are in no subtree.
+        self._given = Bits(names.entries + 1)
+        self._unread = Bits(names.entries + 1)
+        self._unread_bytes = 0
 
     def on_more(self, wake: Callable[[], None]) -> None:
         """``wake`` is called from now on when ``next`` may return files again."""
@@ -80,9 +84,10 @@ class Foresight:
             return
         if self.announced.opened(ino) and self._settings.announced:
             self._wake()
-        was_fetched = [subtree.opened(position) for subtree, position in self._places(ino)]
-        if any(was_fetched):
-            self._unread_files -= 1
+        for subtree, position in self._places(ino):
+            subtree.opened(position)
+        self._given.discard(ino)
+        if self._unread.discard(ino):
             self._unread_bytes -= self._names.attributes(ino).size
         known = self._job(job)
         stream = self._stream_of(known, ino)
@@ -102,13 +107,13 @@ class Foresight:
             return
         self._fetched_files += 1
         self._fetched_bytes += nbytes
-        arrived = [subtree.arrived(position) for subtree, position in self._places(ino)]
-        if any(arrived):
-            self._unread_files += 1
-            self._unread_bytes += nbytes
+        if self._given.discard(ino) and self._unread.add(ino):
+            # Not ``nbytes``, which differs from the size at the open if the source has changed.
+            self._unread_bytes += self._names.attributes(ino).size
 
     def refused(self, ino: Ino) -> None:
         """Records that a file that was given out is not fetched."""
+        self._given.discard(ino)
         for subtree, position in self._places(ino):
             subtree.ahead.discard(position)
 
@@ -128,6 +133,8 @@ class Foresight:
                 found = [(stream, ask(stream, share)) for stream in waiting]
                 given += [ino for _, inos in found for ino in inos]
                 waiting = [stream for stream, inos in found if inos]
+        for ino in given:
+            self._given.add(ino)
         return given
 
     def report(self, *, counts_opens: bool) -> ForesightReport:
@@ -143,7 +150,7 @@ class Foresight:
             self.announced.report(),
             self._fetched_files,
             self._fetched_bytes,
-            self._unread_files,
+            self._unread.count,
             self._unread_bytes,
         )
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass, field
 
 import pytest
 
 from monarch.config.settings import ForesightSettings
+from monarch.foresight.announced import Announcer
 from monarch.foresight.foresight import Foresight
-from monarch.types import Ino
+from monarch.foresight.messages import NO_DESCRIPTOR, Begin, Piece
+from monarch.types import ROOT_INO, Ino
 from tests.foresight.streams import SIZE, Tree, with_noise, workers
 
 TRAIN, VAL = 0, 1
@@ -259,3 +262,40 @@ def test_a_file_that_is_opened_while_it_is_fetched_is_not_unread() -> None:
     job.foresight.fetched(ino, SIZE)
     report = job.foresight.report(counts_opens=True)
     assert (report.fetched_files, report.unread_files, report.unread_bytes) == (1, 0, 0)
+
+
+@pytest.mark.promise(182)
+def test_files_of_an_announced_order_are_not_opened_until_they_are() -> None:
+    """They are in no directory that a job reads."""
+    job = Job(rate=0)
+    files = list(job.files(VAL))[:100]
+    announcer = Announcer(uid=1000, pid=7, started=1)
+    job.foresight.announced.begin(announcer, ROOT_INO, Begin(1, NO_DESCRIPTOR, 0, 100))
+    job.foresight.announced.extend(announcer, Piece(1, 0, array("I", files)))
+    for ino in job.foresight.next(100):
+        job.foresight.fetched(ino, SIZE)
+    assert unread(job) == (100, 100 * SIZE)
+    job.open(files[:60])
+    assert unread(job) == (40, 40 * SIZE)
+
+
+@pytest.mark.promise(182)
+def test_files_of_a_job_that_was_forgotten_are_unread_until_another_opens_them() -> None:
+    directories = [(1, 100)] * 80
+    job = Job(rate=0, tree=Tree(*directories))
+    first = list(job.tree.files[0])
+    job.open(first[:64])
+    ahead = job.foresight.next(10)
+    for ino in ahead:
+        job.foresight.fetched(ino, SIZE)
+    for number, files in enumerate(job.tree.files[1:], start=100):
+        job.open(list(files), number)
+    assert unread(job) == (10, 10 * SIZE)
+    job.open([*ahead], 500)
+    assert unread(job) == (0, 0)
+
+
+def unread(job: Job) -> tuple[int, int]:
+    """The files that were fetched ahead and not opened since, and their bytes."""
+    report = job.foresight.report(counts_opens=True)
+    return report.unread_files, report.unread_bytes
