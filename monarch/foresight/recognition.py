@@ -9,6 +9,7 @@ uniformly at random. The tests do not depend on how many workers open files in t
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ _NOISE = 0.1
 # "local" costs bytes at the source; a wrong "not uniform" only delays.
 _ALPHA_LOCAL = 1e-9
 _ALPHA_UNIFORM = 1e-3
+_ALPHA_ADVANCES = 1e-3
 _ALPHA_REPEATS = 1e-4
 
 # A step of the readers above which an order counts as strided.
@@ -84,9 +86,39 @@ def is_uniform(positions: Sequence[int], n: int) -> bool:
     # Half of a place is the error of whole numbers.
     if distance - 0.5 / n > _uniform_distance(m):
         return False
-    ascents = sum(b > a for a, b in pairwise(positions))
-    deviation = abs(ascents - (m - 1) / 2) / math.sqrt((m + 1) / 12)
+    deviation = abs(_excess_ascents(positions))
     return math.erfc(max(0.0, deviation - 0.5) / math.sqrt(2)) >= _ALPHA_UNIFORM
+
+
+def advances(positions: Sequence[int], before: Sequence[int]) -> bool:
+    """Whether the window continues in its order, and is no random choice of one part of it.
+
+    Either files that are neighbours are opened one after the other more often than by chance: each
+    of several readers advances in a part of its own, so the ascents of the inverse order count. Or
+    the window is further than the one ``before``, by the rank sum test (Mann and Whitney, Annals of
+    Mathematical Statistics 18, 1947): many readers that open one file each permute a window.
+    """
+    times = sorted(range(len(positions)), key=positions.__getitem__)
+    excess = max(_excess_ascents(times), _excess_rank(positions, before))
+    return math.erfc(excess / math.sqrt(2)) / 2 < _ALPHA_ADVANCES
+
+
+def _excess_rank(positions: Sequence[int], before: Sequence[int]) -> float:
+    """The pairs of ``before`` and ``positions`` that ascend, above their mean, in standard
+    deviations of two random choices of the same positions."""
+    m, n = len(positions), len(before)
+    if not m or not n:
+        return 0.0
+    ordered = sorted(before)
+    pairs = sum(bisect_left(ordered, position) for position in positions)
+    return (pairs - m * n / 2) / math.sqrt(m * n * (m + n + 1) / 12)
+
+
+def _excess_ascents(numbers: Sequence[int]) -> float:
+    """The ascents of a permutation above their mean, in standard deviations of a random one."""
+    m = len(numbers)
+    ascents = sum(b > a for a, b in pairwise(numbers))
+    return (ascents - (m - 1) / 2) / math.sqrt((m + 1) / 12)
 
 
 def stride(positions: Sequence[int]) -> tuple[int, int]:

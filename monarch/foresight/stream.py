@@ -79,8 +79,8 @@ class Bits:
 class Subtree:
     """The files at one depth of a directory: consecutive inode numbers. Shared by its streams.
 
-    ``read`` has the files that were opened since the mount, ``ahead`` those that were given out and
-    not opened since, ``fetched`` those of them that were fetched. Three bits for each file.
+    ``read`` has the files that were opened since the mount, and ``ahead`` those that were given out
+    and not opened since. Two bits for each file.
     """
 
     def __init__(self, directory: Ino, depth: int, files: range) -> None:
@@ -89,21 +89,15 @@ class Subtree:
         self.files = files
         self.read = Bits(len(files))
         self.ahead = Bits(len(files))
-        self.fetched = Bits(len(files))
         self._next_fill = 0
         # Whether a stream keeps the order of its epochs: 12 bytes for each file.
         self.is_order_kept = False
         self.streams = 0
 
-    def opened(self, position: int) -> bool:
-        """Records an open; whether the file was fetched ahead, and is opened for the first time
-        since."""
+    def opened(self, position: int) -> None:
+        """Records an open."""
         self.read.add(position)
-        return self.ahead.discard(position) and self.fetched.discard(position)
-
-    def arrived(self, position: int) -> bool:
-        """Records that a file was fetched; False if it was opened meanwhile."""
-        return position in self.ahead and self.fetched.add(position)
+        self.ahead.discard(position)
 
     def give(self, position: int) -> Ino | None:
         """The file at a position, if it was not read or given out before."""
@@ -156,7 +150,9 @@ class Stream:
         self.opens = 0
         self.repeats = 0
         self._n = len(subtree.files)
+        # The opens that are tested next, and those of the window before.
         self._window: list[int] = []
+        self._before: list[int] = []
         self._window_size = recognition.window_of(self._n)
         self._seen = Bits(self._n)
         # The latest opens, none of a file that is new in this epoch.
@@ -196,7 +192,7 @@ class Stream:
         if len(self._window) < self._window_size:
             return False
         self._judge()
-        self._window.clear()
+        self._before, self._window = self._window, []
         return True
 
     def close(self) -> None:
@@ -257,14 +253,16 @@ class Stream:
         """What the tests say of the window; where it is, if it is local."""
         window = self._window
         if self._last is not None and len(self._last.positions) >= LEAST_FILES:
-            known = self._last_places(self._last)
+            known = self._last_places(self._last, window)
             if len(known) >= _KNOWN * len(window):
                 found = recognition.locality(known, len(self._last.positions))
-                if found is not None:
+                if found is not None and recognition.advances(
+                    known, self._last_places(self._last, self._before)
+                ):
                     return "same order", found
         found = recognition.locality(window, self._n)
         step, remainder = recognition.stride(window)
-        if found is not None:
+        if found is not None and recognition.advances(window, self._before):
             self.step, self._remainder = step, remainder
             return "sequential" if step == 1 else "strided", found
         if recognition.is_skewed(self.opens, self.repeats + len(self._run), self._n):
@@ -284,7 +282,7 @@ class Stream:
         reached = self._front + self.distance * (self.step if self.pattern == "strided" else 1)
         places = self._window
         if self.pattern == "same order" and self._last is not None:
-            places = self._last_places(self._last)
+            places = self._last_places(self._last, self._window)
         # A worker that is behind the others is foreseen, too.
         foreseen = sum(found.low <= place <= reached for place in places)
         if found.low <= reached and foreseen >= _FORESEEN * len(self._window):
@@ -295,9 +293,9 @@ class Stream:
         self._front = found.high
         self._given = max(self._given, self._front)
 
-    def _last_places(self, last: _Order) -> list[int]:
-        """The places of the window's files in the order of the last epoch."""
-        return [place for place in last.places[self._window].tolist() if place != _NOT_READ]
+    def _last_places(self, last: _Order, window: list[int]) -> list[int]:
+        """The places of a window's files in the order of the last epoch."""
+        return [place for place in last.places[window].tolist() if place != _NOT_READ]
 
     # -- the files to fetch ----------------------------------------------------------------------
 

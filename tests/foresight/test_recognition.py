@@ -71,6 +71,18 @@ def test_each_order_is_recognised_within_the_error_rate(kind: str, readers: int)
     assert found[kind] >= 0.97 * SEEDS, found
 
 
+@pytest.mark.parametrize("readers", [16, 64])
+def test_many_readers_of_one_order_are_sequential(readers: int) -> None:
+    """With one file each they permute a window as if it were random."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        opened = workers(FILES[500:3_000], readers, 1, rng)
+        stream = Stream(Subtree(ROOT_INO, 1, FILES), keeps_order=False)
+        for ino in opened[: 10 * recognition.WINDOW]:
+            stream.opened(Ino(ino))
+        assert stream.pattern == "sequential"
+
+
 def test_opens_without_an_order_stay_unknown() -> None:
     """Half of the opens are of one directory, the other half of all: none of the patterns."""
     for seed in range(100):
@@ -80,6 +92,23 @@ def test_opens_without_an_order_stay_unknown() -> None:
             part = FILES[:2000] if rng.random() < 0.5 else FILES
             stream.opened(Ino(rng.choice(part)))
         assert stream.pattern == "unknown"
+
+
+@pytest.mark.promise(182)
+@pytest.mark.parametrize("readers", [1, 4])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_a_random_order_of_the_first_files_is_not_sequential(share: float, readers: int) -> None:
+    """As of a job that trains with the first files of a directory, and validates with the rest."""
+    found: Counter[str] = Counter()
+    for seed in range(SEEDS // 10):
+        rng = random.Random(seed)
+        part = FILES[: int(share * N)]
+        opened = workers(rng.sample(part, 20 * recognition.WINDOW), readers, 16, rng)
+        stream = Stream(Subtree(ROOT_INO, 1, FILES), keeps_order=False)
+        for ino in opened:
+            stream.opened(Ino(ino))
+        found[stream.pattern] += 1
+    assert found["unknown"] >= (1 - ERROR_RATE) * found.total(), found
 
 
 def test_the_tails_of_the_distributions_are_right() -> None:
