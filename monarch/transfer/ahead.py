@@ -134,7 +134,8 @@ class FetchAhead:
             self._foreseen.refused(ino)
             return None
         attributes = names.stored(ino)
-        if not attributes.is_file:
+        # A further name of a file is never opened: readers open the number of its first name.
+        if not attributes.is_file or attributes.ino != ino:
             self._foreseen.refused(ino)
             return None
         if self._controller.is_placed(ino) or self.is_open(ino):

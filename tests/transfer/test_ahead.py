@@ -248,6 +248,21 @@ async def test_numbers_that_are_no_files_are_refused(rigs: Rigs, clock: MockCloc
         await until(lambda: rig.foreseen.refusals == numbers)
 
 
+async def test_a_further_name_of_a_file_is_refused(
+    rigs: Rigs, source: Path, clock: MockClock
+) -> None:
+    (source / "a").write_bytes(b"a" * 1000)
+    os.link(source / "a", source / "b")
+    rig = rigs({})
+    first, further = rig.ino("a"), Ino(rig.ino("a") + 1)
+    assert first == rig.ino("b")
+    async with rig.running():
+        rig.foreseen.order.append(further)
+        rig.ahead.wake()
+        await until(lambda: bool(rig.foreseen.refusals or rig.foreseen.coming))
+    assert rig.foreseen.refusals == [further] and rig.opens_of("a") == 0
+
+
 async def test_a_file_that_is_open_or_has_a_copy_is_left_to_its_readers(
     rigs: Rigs, clock: MockClock
 ) -> None:
