@@ -151,6 +151,8 @@ def test_saves_that_a_program_saw_succeed_survive_a_kill_of_program_and_daemon(
     soak = bool(request.config.getoption("--soak"))
     kills, number = 20 if soak else 1, PROGRAMS.index(program)
     chance = random.Random(number)
+    # A source that has lost all of its names is taken for another directory.
+    (source / "kept").touch()
     remounts = Remounts(monarch, source, monkeypatch, write=["absorb=run/**"], disk=has_disk)
     run = Run(saving, remounts, program, monarch.directory)
     # All kinds of remounts, two for each kill, from another one on for each program.
