@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from monarch.errors import MonarchError, Refused
@@ -254,8 +255,10 @@ class Tree:
         moved = self._known.moved(ino)
         node = self._overlay.peek(ino) if ino < WRITTEN_INO else None
         if node is not None and node.names and node.has_source_bytes:
-            paths = list(self.visible_paths(ino))
-            return moved if moved in paths else paths[0]
+            # A directory above may have lost its own name since.
+            with suppress(Refused):
+                paths = list(self.visible_paths(ino))
+                return moved if moved in paths else paths[0]
         if moved:
             return moved
         return self.snapshot.path(ino) if ino < WRITTEN_INO else self.visible_path(ino)
