@@ -8,8 +8,8 @@ import uuid
 from pathlib import Path
 
 from tests.conftest import MonarchCommand
-from tests.users.ground import play
 from tests.users.history import generated
+from tests.users.runner import play
 
 
 def main() -> int:

@@ -15,7 +15,6 @@ import pytest
 from tests.conftest import MonarchCommand
 from tests.mount.command import needs_fuse, needs_root
 from tests.users.calls import SHARED, Call
-from tests.users.ground import play
 from tests.users.history import (
     History,
     Step,
@@ -25,6 +24,7 @@ from tests.users.history import (
     surroundings,
     users_of,
 )
+from tests.users.runner import play
 from tests.users.trees import Entry
 
 pytestmark = [needs_root, needs_fuse]

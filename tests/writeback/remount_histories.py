@@ -1,8 +1,8 @@
 """Random histories of mounts that end anywhere and are mounted again in every way.
 
-A history is a few lives of a mount. Between two of them others may act at the source, the tier may
-be filled, the machine may start again. Each acknowledged change must be shown, reach the source, or
-be named: ``Story`` compares the mount and the source with these changes.
+A history is a few sessions of a mount. Between two of them others may act at the source, the tier
+may be filled, the machine may start again. Each acknowledged change must be shown, reach the
+source, or be named: ``Story`` compares the mount and the source with these changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from monarch.errors import Refused, SourceError
 from monarch.namespace.build import build
 from monarch.posix import failpoints
 from tests.equipment.remounts import KINDS, Ending, Judge, Others, Shown, Tree
-from tests.writeback.remounts import Ground, Life
+from tests.writeback.remounts import Rig, Session
 from tests.writeback.rig import Killed, World, is_killed
 
 FILES = [b"a", b"b", b"c", b"d/a", b"d/b", b"e/a", b"e/f/a", b"e/f/b", b"h/i/b", b"\xff\n"]
@@ -41,7 +41,7 @@ class Walk:
         self._open: dict[bytes, int] = {}
         self._count = 0
 
-    async def step(self, life: Life) -> None:
+    async def step(self, session: Session) -> None:
         kind = self._chance.choice(
             ["write"] * 4
             + ["save"] * 3
@@ -53,179 +53,181 @@ class Walk:
         )
         # What a mount refuses is no matter here.
         with suppress(Refused, SourceError), trio.move_on_after(30):
-            await getattr(self, "_" + kind)(life)
+            await getattr(self, "_" + kind)(session)
 
     def _bytes(self) -> bytes:
         self._count += 1
         return (b"<%d>" % self._count) * self._chance.choice([0, 1, 1, 40])
 
-    def _free(self, life: Life) -> bytes:
+    def _free(self, session: Session) -> bytes:
         """An unused name, if there is one."""
         names = [*FILES, *FOLDERS]
-        free = [name for name in names if life.names.resolve(name) is None]
+        free = [name for name in names if session.names.resolve(name) is None]
         return self._chance.choice(free or names)
 
-    def _any(self, life: Life, *kinds: str) -> bytes:
-        there = life.kinds()
+    def _any(self, session: Session, *kinds: str) -> bytes:
+        there = session.kinds()
         found = sorted(path for path, kind in there.items() if kind in kinds)
         if not found and b"a" in there:
             # The kernel would not let a process write into a directory.
             raise Refused(errno.EISDIR)
         return self._chance.choice(found) if found else b"a"
 
-    async def _rename_to(self, life: Life, path: bytes, to: bytes) -> None:
+    async def _rename_to(self, session: Session, path: bytes, to: bytes) -> None:
         # Before: a task that is killed meanwhile has recorded it.
         self._moved(path, to)
-        await life.rename(path, to)
+        await session.rename(path, to)
 
-    async def _pause(self, life: Life) -> None:
+    async def _pause(self, session: Session) -> None:
         await trio.sleep(self._chance.choice([0.3, 3]))
 
-    async def _write(self, life: Life) -> None:
-        path = self._chance.choice([self._any(life, "file"), self._free(life)])
-        await life.write(path, self._bytes(), synced=self._chance.random() < 0.5)
+    async def _write(self, session: Session) -> None:
+        path = self._chance.choice([self._any(session, "file"), self._free(session)])
+        await session.write(path, self._bytes(), synced=self._chance.random() < 0.5)
 
-    async def _save(self, life: Life) -> None:
+    async def _save(self, session: Session) -> None:
         """As a careful program does: beside it, synced, and then over it."""
-        beside, path = self._free(life), self._any(life, "file")
-        await life.write(beside, self._bytes(), synced=True)
-        await self._rename_to(life, beside, path)
-        await life.front.recorder.sync()
+        beside, path = self._free(session), self._any(session, "file")
+        await session.write(beside, self._bytes(), synced=True)
+        await self._rename_to(session, beside, path)
+        await session.front.recorder.sync()
 
-    async def _come_and_go(self, life: Life) -> None:
-        path = self._free(life)
-        await life.write(path, self._bytes())
-        life.unlink(path)
+    async def _come_and_go(self, session: Session) -> None:
+        path = self._free(session)
+        await session.write(path, self._bytes())
+        session.unlink(path)
 
-    async def _begin(self, life: Life) -> None:
-        path = self._chance.choice([self._any(life, "file"), self._free(life)])
+    async def _begin(self, session: Session) -> None:
+        path = self._chance.choice([self._any(session, "file"), self._free(session)])
         if path not in self._open:
-            self._open[path] = await life.open(path)
+            self._open[path] = await session.open(path)
 
-    async def _go_on(self, life: Life) -> None:
+    async def _go_on(self, session: Session) -> None:
         for ino in [*self._open.values()][:1]:
-            await life.files.write(ino, self._chance.randrange(20), b"more " + self._bytes())
+            await session.files.write(ino, self._chance.randrange(20), b"more " + self._bytes())
 
-    async def _sync(self, life: Life) -> None:
+    async def _sync(self, session: Session) -> None:
         for ino in [*self._open.values()][:1]:
-            await life.front.fsyncs.sync(ino, None)
+            await session.front.fsyncs.sync(ino, None)
 
-    async def _close(self, life: Life) -> None:
+    async def _close(self, session: Session) -> None:
         for path in [*self._open][:1]:
-            life.files.release(self._open.pop(path))
+            session.files.release(self._open.pop(path))
 
-    async def _rename(self, life: Life) -> None:
-        to = self._chance.choice([self._any(life, "file", "link"), self._free(life)])
-        await self._rename_to(life, self._any(life, "file", "link", "fifo"), to)
+    async def _rename(self, session: Session) -> None:
+        to = self._chance.choice([self._any(session, "file", "link"), self._free(session)])
+        await self._rename_to(session, self._any(session, "file", "link", "fifo"), to)
 
-    async def _rename_folder(self, life: Life) -> None:
-        to = self._chance.choice([self._any(life, "dir"), self._free(life), self._free(life)])
-        await self._rename_to(life, self._any(life, "dir"), to)
+    async def _rename_folder(self, session: Session) -> None:
+        to = self._chance.choice(
+            [self._any(session, "dir"), self._free(session), self._free(session)]
+        )
+        await self._rename_to(session, self._any(session, "dir"), to)
 
-    async def _link(self, life: Life) -> None:
-        path, to = self._any(life, "file", "link"), self._free(life)
+    async def _link(self, session: Session) -> None:
+        path, to = self._any(session, "file", "link"), self._free(session)
         self._moved(path, to)
-        await life.link(path, to)
+        await session.link(path, to)
 
-    async def _unlink(self, life: Life) -> None:
-        life.unlink(self._any(life, "file", "link", "fifo"))
+    async def _unlink(self, session: Session) -> None:
+        session.unlink(self._any(session, "file", "link", "fifo"))
 
-    async def _mkdir(self, life: Life) -> None:
-        await life.mkdir(self._free(life), self._chance.choice([0o755, 0o700]))
+    async def _mkdir(self, session: Session) -> None:
+        await session.mkdir(self._free(session), self._chance.choice([0o755, 0o700]))
 
-    async def _rmdir(self, life: Life) -> None:
-        life.rmdir(self._any(life, "dir"))
+    async def _rmdir(self, session: Session) -> None:
+        session.rmdir(self._any(session, "dir"))
 
-    async def _symlink(self, life: Life) -> None:
-        path = self._free(life)
-        await life.symlink(path, b"../" + path)
+    async def _symlink(self, session: Session) -> None:
+        path = self._free(session)
+        await session.symlink(path, b"../" + path)
 
-    async def _mkfifo(self, life: Life) -> None:
-        await life.mkfifo(self._free(life))
+    async def _mkfifo(self, session: Session) -> None:
+        await session.mkfifo(self._free(session))
 
-    async def _chmod(self, life: Life) -> None:
+    async def _chmod(self, session: Session) -> None:
         mode = self._chance.choice([0o600, 0o640, 0o755])
-        await life.chmod(self._any(life, "file", "dir", "fifo"), mode)
+        await session.chmod(self._any(session, "file", "dir", "fifo"), mode)
 
-    async def _utime(self, life: Life) -> None:
-        await life.utime(self._any(life, "file"), self._chance.randrange(10**18))
+    async def _utime(self, session: Session) -> None:
+        await session.utime(self._any(session, "file"), self._chance.randrange(10**18))
 
-    async def _setxattr(self, life: Life) -> None:
+    async def _setxattr(self, session: Session) -> None:
         value = self._chance.choice([None, b"\0value", b""])
-        await life.setxattr(self._any(life, "file"), b"user.n%d" % self._count, value)
+        await session.setxattr(self._any(session, "file"), b"user.n%d" % self._count, value)
 
     def all_closed(self) -> None:
         """Those who had files open are gone, with their mount."""
         self._open.clear()
 
 
-def prepared(root: Path, monkeypatch: pytest.MonkeyPatch, *, disk: Path | None = None) -> Ground:
-    ground = Ground(root, monkeypatch, disk)
-    source = ground.source
+def prepared(root: Path, monkeypatch: pytest.MonkeyPatch, *, disk: Path | None = None) -> Rig:
+    rig = Rig(root, monkeypatch, disk)
+    source = rig.source
     (source / "d").mkdir()
     (source / "h/i").mkdir(parents=True)
     for name in ("a", "b", "d/a", "h/of the source", "h/i/of the source"):
         (source / name).write_bytes(b"old " + name.encode())
     (source / "c").hardlink_to(source / "b")
-    return ground
+    return rig
 
 
 class Story:
     """One history of mounts, and the judge of it."""
 
-    def __init__(self, ground: Ground, chance: random.Random) -> None:
-        self.ground = ground
+    def __init__(self, rig: Rig, chance: random.Random) -> None:
+        self.rig = rig
         self.chance = chance
-        self.judge = Judge(ground.source, ground.left)
+        self.judge = Judge(rig.source, rig.left)
         self.walk = Walk(chance, self.judge.moved)
-        self._others = Others(chance, ground.source, FILES)
+        self._others = Others(chance, rig.source, FILES)
 
     def others_act(self, kind: str) -> None:
         self.judge.others_act(self._others.act, kind)
 
     async def lived(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """One life of random steps, ended somehow."""
-        chance, more = self.chance, how(kind, self.ground)
+        """One session of random steps, ended somehow."""
+        chance, more = self.chance, how(kind, self.rig)
         way = chance.choice(["kill", "kill", "kill", "abandon", "clean"])
         turn, passed = chance.randrange(1, 60), 0
         steps = chance.randrange(0, 14)
         works = chance.random() < 0.5
         ending = Ending({}, way)
-        lives: list[Life] = []
+        sessions: list[Session] = []
 
         def reached(name: str) -> None:
             nonlocal passed
-            if not lives or not (name.startswith("drain-") or name == "journal-appended"):
+            if not sessions or not (name.startswith("drain-") or name == "journal-appended"):
                 return
             passed += 1
             if passed >= turn:
                 if name == "journal-appended":
                     # The names are those that the journal leads to, and must not be used without
                     # it.
-                    ending.tree = lives[0].kill()
+                    ending.tree = sessions[0].kill()
                 raise Killed(name)
 
         with monkeypatch.context() as patched:
             if way == "kill":
                 patched.setattr(failpoints, "failpoint", reached)
             try:
-                async with self.ground.mount(works=works, **more) as life:
-                    self.judge.check_shown(life.shown(), kind)
-                    lives.append(life)
+                async with self.rig.mount(works=works, **more) as session:
+                    self.judge.check_shown(session.shown(), kind)
+                    sessions.append(session)
                     try:
                         for _ in range(steps):
-                            await self.walk.step(life)
+                            await self.walk.step(session)
                             if chance.random() < 0.3:
                                 await trio.sleep(0.001)
                         if way == "clean" and works and not self.judge.theirs:
-                            await life.end()
+                            await session.end()
                         elif way in ("clean", "abandon"):
-                            await life.end(abandoned=True)
+                            await session.end(abandoned=True)
                             ending.way = "abandon"
                     finally:
                         with trio.CancelScope(shield=True):
-                            await self.ground.come_to_rest()
-                        ending.tree = ending.tree or life.shown()
+                            await self.rig.come_to_rest()
+                        ending.tree = ending.tree or session.shown()
             except BaseException as error:
                 if not is_killed(error):
                     raise
@@ -234,43 +236,43 @@ class Story:
 
     async def ended(self, kind: str) -> None:
         """A last mount drains all that the source accepts, and reports the rest."""
-        async with self.ground.mount(**how(kind, self.ground)) as life:
-            self.judge.check_shown(life.shown(), kind)
-            self.judge.before = Ending(life.shown(), "clean")
+        async with self.rig.mount(**how(kind, self.rig)) as session:
+            self.judge.check_shown(session.shown(), kind)
+            self.judge.before = Ending(session.shown(), "clean")
             with trio.move_on_after(_PATIENCE_S):
-                await life.drained()
-            now, trouble = life.shown(), life.write_back.drain.backlog().trouble
+                await session.drained()
+            now, trouble = session.shown(), session.write_back.drain.backlog().trouble
             self.judge.check_drained(now, trouble)
-            await life.end(abandoned=trouble is not None)
+            await session.end(abandoned=trouble is not None)
         self.judge.ended(Ending(now, "clean"))
         self.judge.check_nothing_left(trouble)
-        async with self.ground.mount(refreshed=True) as life:
-            assert bool(self.ground.put_off) == (trouble is not None)
-            self.judge.check_shown(life.shown(), "refresh")
+        async with self.rig.mount(refreshed=True) as session:
+            assert bool(self.rig.put_off) == (trouble is not None)
+            self.judge.check_shown(session.shown(), "refresh")
 
 
-def how(kind: str, ground: Ground) -> dict[str, Any]:
+def how(kind: str, rig: Rig) -> dict[str, Any]:
     """How to mount again."""
-    if ground.disk is not None:
-        ground.fill(kind == "full")
+    if rig.disk is not None:
+        rig.fill(kind == "full")
     match kind:
         case "refresh":
             return {"refreshed": True}
         case "never":
             return {"freshness": "never"}
         case "given":
-            ground.given += 1
-            given = ground.root / f"given-{ground.given}.snapshot"
-            build(ground.source, given, jobs=1)
+            rig.given += 1
+            given = rig.root / f"given-{rig.given}.snapshot"
+            build(rig.source, given, jobs=1)
             return {"snapshot": {"file": given, "jobs": 1}}
         case "lost state":
-            ground.lose_state()
+            rig.lose_state()
         case "read-only":
             return {"write": False}
         case "elsewhere":
             return {"write": False, "absorb": ["none/here/**"]}
         case "boot":
-            ground.boot_again()
+            rig.boot_again()
     return {}
 
 
@@ -301,9 +303,9 @@ async def remounts_of(
     """Mounts what a killed world has left ``count`` times, each time in another way, with changes
     by processes and by others; at last brings all to the source."""
     chance = random.Random(number)
-    ground = Ground(world.source.parent, monkeypatch)
-    (ground.root / "boot").write_text(f"{world.boot}\n")
-    story = Story(ground, chance)
+    rig = Rig(world.source.parent, monkeypatch)
+    (rig.root / "boot").write_text(f"{world.boot}\n")
+    story = Story(rig, chance)
     story.judge.ended(Ending(_as_shown(world), "kill"))
     others = chance.random() < 0.5
     # What the machine's stop takes is judged by what the mount before it has shown.

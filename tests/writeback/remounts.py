@@ -1,6 +1,6 @@
 """Mounts without a kernel: the write side of a mount, ended and begun anew.
 
-``Ground`` has everything that outlives a mount. ``Life`` is one mount: the real tree, journal,
+``Rig`` has everything that outlives a mount. ``Session`` is one mount: the real tree, journal,
 objects and drain, wired as the daemon wires them, with threads that are idle when it is over.
 """
 
@@ -56,7 +56,7 @@ ROOT = Credentials(os.geteuid(), os.getegid())
 
 
 @dataclass
-class Ground:
+class Rig:
     """Source, tier and state, and the start of the machine."""
 
     root: Path
@@ -146,11 +146,11 @@ class Ground:
     @asynccontextmanager
     async def mount(
         self, *, refreshed: bool = False, works: bool = True, **more: Any
-    ) -> AsyncIterator[Life]:
-        """One life; it is killed at the end of the block, or by what is raised there. Without
+    ) -> AsyncIterator[Session]:
+        """One session; it is killed at the end of the block, or by what is raised there. Without
         ``works`` the drain does nothing."""
         settings = self.settings(**more)
-        life = None
+        session = None
         with ExitStack() as cleanup:
             source = Source(os.fsencode(self.source))
             cleanup.callback(source.close)
@@ -165,19 +165,19 @@ class Ground:
             assert place is not None
             is_closed = False
             try:
-                life = Life(self, settings, chosen.snapshot, source, place)
+                session = Session(self, settings, chosen.snapshot, source, place)
                 async with trio.open_nursery() as nursery:
-                    for name, task in life.write_back.tasks().items():
+                    for name, task in session.write_back.tasks().items():
                         if works or name != "drain":
                             nursery.start_soon(task)
-                    yield life
+                    yield session
                     nursery.cancel_scope.cancel()
             finally:
                 with trio.CancelScope(shield=True):
                     await self.come_to_rest()
-                if life is not None:
-                    is_closed = life.is_closed
-                    life.let_go()
+                if session is not None:
+                    is_closed = session.is_closed
+                    session.let_go()
                 if not is_closed:
                     place.journal.close()
                     place.lock.release()
@@ -217,16 +217,16 @@ class NoCopies:
         return True
 
 
-class Life:
+class Session:
     def __init__(
         self,
-        ground: Ground,
+        rig: Rig,
         settings: MountSettings,
         snapshot: Snapshot,
         source: Source,
         place: WriteStore,
     ) -> None:
-        self.ground = ground
+        self.rig = rig
         self.source = source
         self.is_closed = False
         # Files that a process has open to read, of which the event loop was not notified.
@@ -240,11 +240,11 @@ class Life:
             snapshot,
             residency.mark_differing,
             first_ino=Ino(max(WRITTEN_INO, place.found.next_ino)),
-            spill=ground.state / "names",
+            spill=rig.state / "names",
         )
         self.source_calls = SourceCalls(
             source,
-            ground._threads(4, "source", abandon=False),
+            rig._threads(4, "source", abandon=False),
             names=self.names,
             metrics=metrics,
             timeout_s=None,
@@ -299,7 +299,7 @@ class Life:
     def kill(self) -> Tree:
         """What it shows; nothing that still runs of it can tell the journal anything more."""
         shown = self.shown()
-        self.ground.monkeypatch.setattr(self.write_back.place.journal.file, "append", _killed)
+        self.rig.monkeypatch.setattr(self.write_back.place.journal.file, "append", _killed)
         return shown
 
     def let_go(self) -> None:
@@ -320,7 +320,7 @@ class Life:
         if abandoned:
             self.write_back.abandon()
         await self.write_back.finish()
-        await self.ground.come_to_rest()
+        await self.rig.come_to_rest()
         self.write_back.close()
         self.is_closed = True
 
@@ -390,14 +390,14 @@ class Life:
     async def drained(self) -> None:
         """All that was recorded is at the source."""
         await self.write_back.drain.progress.settle()
-        await self.ground.come_to_rest()
+        await self.rig.come_to_rest()
 
     async def at_rest(self) -> None:
         """All that the source takes is there."""
         drain = self.write_back.drain
         # What the source refuses is not counted.
         await drain._wakeups.until(lambda: not len(drain.queue))
-        await self.ground.come_to_rest()
+        await self.rig.come_to_rest()
 
     # -- what is seen --------------------------------------------------------------------------
 
@@ -456,7 +456,7 @@ class Life:
                 self.write_back.place.journal.token.encode("ascii"),
                 node.object,
             )
-            published = self.ground.source / os.fsdecode(beside)
+            published = self.rig.source / os.fsdecode(beside)
             with suppress(OSError):
                 return published.with_name(os.fsdecode(part)).read_bytes()
             with suppress(OSError):
@@ -470,7 +470,7 @@ class Life:
         known, found = self.names.at_source(ino), b"ENOENT"
         for at in (self.names.path(ino), shown):
             with suppress(OSError):
-                there = self.ground.source / os.fsdecode(at)
+                there = self.rig.source / os.fsdecode(at)
                 if not stat.S_ISREG(there.lstat().st_mode):
                     continue
                 found = there.read_bytes()

@@ -277,7 +277,7 @@ class World:
         self.open()
 
     def open(self) -> Replay:
-        """A new life: what the journal holds, for a drain that does not run yet."""
+        """A new session: what the journal holds, for a drain that does not run yet."""
         self.journal = Journal.open(self.directory, source=os.fsencode(self.source), boot=self.boot)
         self.objects = Disk(self.directory, self.on_disk)
         replay = self.journal.replay()
@@ -585,7 +585,7 @@ class World:
     # -- ends --------------------------------------------------------------------------------
 
     def kill(self) -> Replay:
-        """The daemon is gone, and with it those who wrote; the next life begins."""
+        """The daemon is gone, and with it those who wrote; the next session begins."""
         self.journal.close()
         for node in self.tree.values():
             node.writers = 0

@@ -18,33 +18,33 @@ from monarch.types import Identity
 from monarch.writeback import copy_up
 from monarch.writeback.source_entries import SourceEntries
 from tests.writeback.remount_histories import how
-from tests.writeback.remounts import ROOT, Ground, Life
+from tests.writeback.remounts import ROOT, Rig, Session
 
 pytestmark = pytest.mark.promise(172)
 
 MTIME_NS = 1_234_567_890 * 10**9
-Change = Callable[[Life], Awaitable[object]]
+Change = Callable[[Session], Awaitable[object]]
 
 
-async def chown(life: Life) -> None:
-    await life.front.attributes.change(life.ino(b"a"), uid=12, gid=34, by=ROOT)
+async def chown(session: Session) -> None:
+    await session.front.attributes.change(session.ino(b"a"), uid=12, gid=34, by=ROOT)
 
 
 CHANGES: dict[str, Change] = {
-    "chmod": lambda life: life.chmod(b"a", 0o640),
+    "chmod": lambda session: session.chmod(b"a", 0o640),
     "chown": chown,
-    "utime": lambda life: life.utime(b"a", MTIME_NS),
-    "setxattr": lambda life: life.setxattr(b"a", b"user.note", b"1"),
+    "utime": lambda session: session.utime(b"a", MTIME_NS),
+    "setxattr": lambda session: session.setxattr(b"a", b"user.note", b"1"),
 }
 
 
 @pytest.fixture
-def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
-    ground = Ground(tmp_path, monkeypatch)
-    (ground.source / "a").write_bytes(b"of the source")
-    (ground.source / "a").chmod(0o644)
-    os.setxattr(ground.source / "a", "user.old", b"0")
-    return ground
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    rig = Rig(tmp_path, monkeypatch)
+    (rig.source / "a").write_bytes(b"of the source")
+    (rig.source / "a").chmod(0o644)
+    os.setxattr(rig.source / "a", "user.old", b"0")
+    return rig
 
 
 @pytest.fixture
@@ -57,72 +57,72 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Source, name, read)
 
 
-def at(ground: Ground, name: str = "a") -> os.stat_result:
-    return (ground.source / name).stat()
+def at(rig: Rig, name: str = "a") -> os.stat_result:
+    return (rig.source / name).stat()
 
 
-def known(life: Life, path: bytes = b"a") -> Identity:
-    return life.names.stored(life.ino(path)).identity
+def known(session: Session, path: bytes = b"a") -> Identity:
+    return session.names.stored(session.ino(path)).identity
 
 
-async def xattrs(life: Life, path: bytes = b"a") -> dict[bytes, bytes]:
-    found = await life.front.attributes.xattrs_elsewhere(life.ino(path))
+async def xattrs(session: Session, path: bytes = b"a") -> dict[bytes, bytes]:
+    found = await session.front.attributes.xattrs_elsewhere(session.ino(path))
     if found is not None:
         return found
-    node = life.names.node(life.ino(path))
+    node = session.names.node(session.ino(path))
     assert node is not None
     return node.xattrs
 
 
-async def shows(life: Life, kind: str, path: bytes = b"a") -> bool:
+async def shows(session: Session, kind: str, path: bytes = b"a") -> bool:
     """Whether the mount shows a change of ``CHANGES``."""
-    now = life.front.attributes.of(life.ino(path))
+    now = session.front.attributes.of(session.ino(path))
     # A mount that absorbs other paths shows only those that the source may lack.
     both = {b"user.old": b"0", b"user.note": b"1"}
     return {
         "chmod": stat.S_IMODE(now.mode) == 0o640,
         "chown": (now.uid, now.gid) == (12, 34),
         "utime": now.mtime_ns == MTIME_NS,
-        "setxattr": await xattrs(life, path) in (both, {b"user.note": b"1"}),
+        "setxattr": await xattrs(session, path) in (both, {b"user.note": b"1"}),
     }[kind]
 
 
-def has(ground: Ground, kind: str, name: str = "a") -> bool:
+def has(rig: Rig, kind: str, name: str = "a") -> bool:
     """Whether the source has it."""
-    now = at(ground, name)
+    now = at(rig, name)
     return {
         "chmod": stat.S_IMODE(now.st_mode) == 0o640,
         "chown": (now.st_uid, now.st_gid) == (12, 34),
         "utime": now.st_mtime_ns == MTIME_NS,
-        "setxattr": set(os.listxattr(ground.source / name)) == {"user.old", "user.note"},
+        "setxattr": set(os.listxattr(rig.source / name)) == {"user.old", "user.note"},
     }[kind]
 
 
-def check_no_object(life: Life, path: bytes = b"a") -> None:
-    node = life.names.node(life.ino(path))
+def check_no_object(session: Session, path: bytes = b"a") -> None:
+    node = session.names.node(session.ino(path))
     assert node is not None and not node.object
-    assert not life.front.operations.has(node.ino)
+    assert not session.front.operations.has(node.ino)
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 async def test_a_change_is_shown_and_drained_without_a_read_of_the_file(
-    kind: str, ground: Ground, no_reads: None
+    kind: str, rig: Rig, no_reads: None
 ) -> None:
-    async with ground.mount() as life:
-        await CHANGES[kind](life)
-        check_no_object(life)
-        assert await shows(life, kind)
-        assert life.shown()[b"a"].safety == "source"
-        await life.drained()
-        assert has(ground, kind) and await shows(life, kind)
+    async with rig.mount() as session:
+        await CHANGES[kind](session)
+        check_no_object(session)
+        assert await shows(session, kind)
+        assert session.shown()[b"a"].safety == "source"
+        await session.drained()
+        assert has(rig, kind) and await shows(session, kind)
         # What the mount knows of the file is what the source has: its copies stay valid.
-        assert known(life) == identity_of(at(ground))
-        node = life.names.node(life.ino(b"a"))
+        assert known(session) == identity_of(at(rig))
+        node = session.names.node(session.ino(b"a"))
         assert node is not None and not node.undrained and not node.xattrs
         # Many such files take no memory when they are drained.
-        entries = life.write_back.drain.state.entries
+        entries = session.write_back.drain.state.entries
         assert not entries.made and not entries._before and not entries._waiting
-        assert life.write_back.drain.backlog().conflicts == 0
+        assert session.write_back.drain.backlog().conflicts == 0
 
 
 @pytest.mark.parametrize("kind", CHANGES)
@@ -130,316 +130,312 @@ async def test_a_change_is_shown_and_drained_without_a_read_of_the_file(
     "remount", ["same", "refresh", "never", "given", "lost state", "boot", "read-only", "elsewhere"]
 )
 async def test_a_change_that_is_not_drained_survives_each_remount(
-    kind: str, remount: str, ground: Ground, no_reads: None
+    kind: str, remount: str, rig: Rig, no_reads: None
 ) -> None:
-    async with ground.mount(works=False) as life:
-        await CHANGES[kind](life)
+    async with rig.mount(works=False) as session:
+        await CHANGES[kind](session)
         # A later change of the same file by its new state.
-        await life.chmod(b"a", 0o640)
-        await life.front.recorder.sync()
+        await session.chmod(b"a", 0o640)
+        await session.front.recorder.sync()
     for works in (False, True):
-        async with ground.mount(works=works, **how(remount, ground)) as life:
-            check_no_object(life)
-            assert await shows(life, kind) and await shows(life, "chmod")
+        async with rig.mount(works=works, **how(remount, rig)) as session:
+            check_no_object(session)
+            assert await shows(session, kind) and await shows(session, "chmod")
             if works:
-                await life.drained()
-                assert has(ground, kind) and has(ground, "chmod")
-                assert known(life) == identity_of(at(ground))
-                assert life.write_back.drain.backlog().conflicts == 0
-    assert (ground.source / "a").read_bytes() == b"of the source"
+                await session.drained()
+                assert has(rig, kind) and has(rig, "chmod")
+                assert known(session) == identity_of(at(rig))
+                assert session.write_back.drain.backlog().conflicts == 0
+    assert (rig.source / "a").read_bytes() == b"of the source"
 
 
 @pytest.mark.parametrize("remount", ["same", "refresh", "never", "lost state"])
 async def test_a_drained_change_is_known_to_the_next_mount(
-    remount: str, ground: Ground, no_reads: None
+    remount: str, rig: Rig, no_reads: None
 ) -> None:
-    async with ground.mount(freshness="never") as life:
+    async with rig.mount(freshness="never") as session:
         for kind in CHANGES:
-            await CHANGES[kind](life)
-        await life.drained()
-    more = {"freshness": "never"} if remount == "same" else how(remount, ground)
-    async with ground.mount(**more) as life:
+            await CHANGES[kind](session)
+        await session.drained()
+    more = {"freshness": "never"} if remount == "same" else how(remount, rig)
+    async with rig.mount(**more) as session:
         for kind in CHANGES:
-            assert await shows(life, kind)
-        assert known(life) == identity_of(at(ground))
-        await life.chmod(b"a", 0o600)
-        await life.drained()
-        assert stat.S_IMODE(at(ground).st_mode) == 0o600
-        assert life.write_back.drain.backlog().conflicts == 0
+            assert await shows(session, kind)
+        assert known(session) == identity_of(at(rig))
+        await session.chmod(b"a", 0o600)
+        await session.drained()
+        assert stat.S_IMODE(at(rig).st_mode) == 0o600
+        assert session.write_back.drain.backlog().conflicts == 0
 
 
 @pytest.mark.promise(157)
 async def test_an_extended_attribute_that_the_source_does_not_take_is_shown_by_this_mount(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    async with ground.mount() as life:
+    async with rig.mount() as session:
         monkeypatch.setattr(os, "setxattr", refused)
-        await life.setxattr(b"a", b"user.note", b"1")
-        await life.drained()
-        assert await xattrs(life) == {b"user.old": b"0", b"user.note": b"1"}
-        log = life.write_back.drain.writer.log
+        await session.setxattr(b"a", b"user.note", b"1")
+        await session.drained()
+        assert await xattrs(session) == {b"user.old": b"0", b"user.note": b"1"}
+        log = session.write_back.drain.writer.log
         assert list(log.dropped_xattrs) == [(b"a", b"user.note")]
-    async with ground.mount() as life:
-        assert await xattrs(life) == {b"user.old": b"0"}
+    async with rig.mount() as session:
+        assert await xattrs(session) == {b"user.old": b"0"}
 
 
-async def test_a_removed_extended_attribute_stays_removed(ground: Ground) -> None:
-    async with ground.mount(works=False) as life:
+async def test_a_removed_extended_attribute_stays_removed(rig: Rig) -> None:
+    async with rig.mount(works=False) as session:
         with pytest.raises(Refused) as refused:
-            await life.setxattr(b"a", b"user.none", None)
+            await session.setxattr(b"a", b"user.none", None)
         assert refused.value.errno == errno.ENODATA
-        await life.setxattr(b"a", b"user.note", b"1")
-        await life.setxattr(b"a", b"user.old", None)
-        assert await xattrs(life) == {b"user.note": b"1"}
+        await session.setxattr(b"a", b"user.note", b"1")
+        await session.setxattr(b"a", b"user.old", None)
+        assert await xattrs(session) == {b"user.note": b"1"}
         with pytest.raises(Refused) as refused:
-            await life.setxattr(b"a", b"user.old", None)
+            await session.setxattr(b"a", b"user.old", None)
         assert refused.value.errno == errno.ENODATA
-    async with ground.mount(works=False) as life:
-        assert await xattrs(life) == {b"user.note": b"1"}
+    async with rig.mount(works=False) as session:
+        assert await xattrs(session) == {b"user.note": b"1"}
         # The object of a file that is written then has them, too.
-        await life.write(b"a", b"written")
-        assert await xattrs(life) == {b"user.note": b"1"}
-    async with ground.mount() as life:
-        await life.drained()
-        assert os.listxattr(ground.source / "a") == ["user.note"]
+        await session.write(b"a", b"written")
+        assert await xattrs(session) == {b"user.note": b"1"}
+    async with rig.mount() as session:
+        await session.drained()
+        assert os.listxattr(rig.source / "a") == ["user.note"]
 
 
 @pytest.mark.fault("N6")
 async def test_bytes_of_others_are_shown_with_the_attributes_that_were_set(
-    ground: Ground,
+    rig: Rig,
 ) -> None:
-    async with ground.mount(works=False) as life:
-        await life.chmod(b"a", 0o640)
-        (ground.source / "a").write_bytes(b"of others, and longer")
-        (ground.source / "a").chmod(0o606)
-        await life.front.source._revalidate(life.ino(b"a"))
-        now = life.names.attributes(life.ino(b"a"))
+    async with rig.mount(works=False) as session:
+        await session.chmod(b"a", 0o640)
+        (rig.source / "a").write_bytes(b"of others, and longer")
+        (rig.source / "a").chmod(0o606)
+        await session.front.source._revalidate(session.ino(b"a"))
+        now = session.names.attributes(session.ino(b"a"))
         assert now.size == 21 and stat.S_IMODE(now.mode) == 0o640
-        assert known(life) == identity_of(at(ground))
-    async with ground.mount() as life:
-        await life.drained()
-        assert has(ground, "chmod") and (ground.source / "a").read_bytes().startswith(b"of others")
+        assert known(session) == identity_of(at(rig))
+    async with rig.mount() as session:
+        await session.drained()
+        assert has(rig, "chmod") and (rig.source / "a").read_bytes().startswith(b"of others")
         # Others have it again, so their attributes count.
-        (ground.source / "a").chmod(0o606)
+        (rig.source / "a").chmod(0o606)
         with pytest.raises(Exception, match="access changed"):
-            await life.front.source._revalidate(life.ino(b"a"))
-        assert stat.S_IMODE(life.names.attributes(life.ino(b"a")).mode) == 0o606
+            await session.front.source._revalidate(session.ino(b"a"))
+        assert stat.S_IMODE(session.names.attributes(session.ino(b"a")).mode) == 0o606
 
 
 @pytest.mark.fault("N6")
-async def test_a_change_by_others_before_the_drain_is_noticed_behind_it(ground: Ground) -> None:
-    async with ground.mount(works=False) as life:
-        await life.chmod(b"a", 0o640)
-        before = at(ground)
-        (ground.source / "a").write_bytes(b"OF THE SOURCE")
-        os.utime(ground.source / "a", ns=(before.st_mtime_ns, before.st_mtime_ns))
-    async with ground.mount() as life:
-        await life.drained()
+async def test_a_change_by_others_before_the_drain_is_noticed_behind_it(rig: Rig) -> None:
+    async with rig.mount(works=False) as session:
+        await session.chmod(b"a", 0o640)
+        before = at(rig)
+        (rig.source / "a").write_bytes(b"OF THE SOURCE")
+        os.utime(rig.source / "a", ns=(before.st_mtime_ns, before.st_mtime_ns))
+    async with rig.mount() as session:
+        await session.drained()
         # Only the time of change tells it, and the drain has changed that, too.
-        assert has(ground, "chmod") and known(life) != identity_of(at(ground))
+        assert has(rig, "chmod") and known(session) != identity_of(at(rig))
 
 
 @pytest.mark.fault("N6")
 @pytest.mark.promise(79)
 async def test_bytes_of_others_are_not_overwritten_behind_a_change_of_attributes(
-    ground: Ground,
+    rig: Rig,
 ) -> None:
-    async with ground.mount(works=False) as life:
-        await life.chmod(b"a", 0o640)
-        await life.write(b"a", b"written here")
-        (ground.source / "a").write_bytes(b"of others")
-    async with ground.mount() as life:
-        await life.drained()
-        assert (ground.source / "a").read_bytes() == b"of others"
-        (conflict,) = life.write_back.drain.writer.log.conflicts
-        kept = ground.source / os.fsdecode(conflict.kept)
+    async with rig.mount(works=False) as session:
+        await session.chmod(b"a", 0o640)
+        await session.write(b"a", b"written here")
+        (rig.source / "a").write_bytes(b"of others")
+    async with rig.mount() as session:
+        await session.drained()
+        assert (rig.source / "a").read_bytes() == b"of others"
+        (conflict,) = session.write_back.drain.writer.log.conflicts
+        kept = rig.source / os.fsdecode(conflict.kept)
         assert kept.read_bytes() == b"written here"
 
 
 @pytest.mark.fault("N6")
 @pytest.mark.promise(79)
-async def test_times_do_not_hide_what_others_have_written(ground: Ground) -> None:
-    async with ground.mount(works=False) as life:
-        await life.utime(b"a", MTIME_NS)
-        (ground.source / "a").write_bytes(b"of others")
-    async with ground.mount() as life:
-        await life.drained()
-        assert at(ground).st_mtime_ns != MTIME_NS
-        assert life.write_back.drain.backlog().conflicts == 1
+async def test_times_do_not_hide_what_others_have_written(rig: Rig) -> None:
+    async with rig.mount(works=False) as session:
+        await session.utime(b"a", MTIME_NS)
+        (rig.source / "a").write_bytes(b"of others")
+    async with rig.mount() as session:
+        await session.drained()
+        assert at(rig).st_mtime_ns != MTIME_NS
+        assert session.write_back.drain.backlog().conflicts == 1
 
 
-async def test_a_time_set_without_a_mark_is_no_conflict(ground: Ground) -> None:
-    async with ground.mount(works=False) as life:
-        await life.utime(b"a", MTIME_NS)
-    os.utime(ground.source / "a", ns=(MTIME_NS, MTIME_NS))
-    async with ground.mount() as life:
-        await life.drained()
-        assert has(ground, "utime") and life.write_back.drain.backlog().conflicts == 0
+async def test_a_time_set_without_a_mark_is_no_conflict(rig: Rig) -> None:
+    async with rig.mount(works=False) as session:
+        await session.utime(b"a", MTIME_NS)
+    os.utime(rig.source / "a", ns=(MTIME_NS, MTIME_NS))
+    async with rig.mount() as session:
+        await session.drained()
+        assert has(rig, "utime") and session.write_back.drain.backlog().conflicts == 0
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("works", [False, True])
-async def test_a_file_that_is_written_afterwards_has_both(
-    kind: str, works: bool, ground: Ground
-) -> None:
-    async with ground.mount(works=works) as life:
-        await CHANGES[kind](life)
+async def test_a_file_that_is_written_afterwards_has_both(kind: str, works: bool, rig: Rig) -> None:
+    async with rig.mount(works=works) as session:
+        await CHANGES[kind](session)
         if works:
-            await life.drained()
-        ino = await life.open(b"a")
+            await session.drained()
+        ino = await session.open(b"a")
         # Until a byte is written, the time stays.
-        assert await shows(life, kind)
-        await life.files.write(ino, 0, b"OF")
-        life.files.release(ino)
-        await CHANGES["utime"](life)
-        assert await shows(life, kind)
-    async with ground.mount() as life:
-        await life.drained()
-        assert has(ground, kind) and has(ground, "utime")
-        assert (ground.source / "a").read_bytes() == b"OF the source"
-        assert life.write_back.drain.backlog().conflicts == 0
+        assert await shows(session, kind)
+        await session.files.write(ino, 0, b"OF")
+        session.files.release(ino)
+        await CHANGES["utime"](session)
+        assert await shows(session, kind)
+    async with rig.mount() as session:
+        await session.drained()
+        assert has(rig, kind) and has(rig, "utime")
+        assert (rig.source / "a").read_bytes() == b"OF the source"
+        assert session.write_back.drain.backlog().conflicts == 0
 
 
 @pytest.mark.parametrize("kind", ["chmod", "utime"])
 @pytest.mark.parametrize("works", [False, True])
 async def test_a_changed_file_can_be_renamed_linked_and_removed(
-    kind: str, works: bool, ground: Ground
+    kind: str, works: bool, rig: Rig
 ) -> None:
     for name in ("b", "c"):
-        (ground.source / name).write_bytes(b"more")
-    async with ground.mount(works=works) as life:
+        (rig.source / name).write_bytes(b"more")
+    async with rig.mount(works=works) as session:
         for path in (b"b", b"c"):
-            await life.chmod(path, 0o600)
-            await life.utime(path, MTIME_NS)
-        await CHANGES[kind](life)
+            await session.chmod(path, 0o600)
+            await session.utime(path, MTIME_NS)
+        await CHANGES[kind](session)
         if works:
-            await life.drained()
-        await life.rename(b"a", b"new")
-        await life.link(b"new", b"other")
+            await session.drained()
+        await session.rename(b"a", b"new")
+        await session.link(b"new", b"other")
         # Over a file that was changed as well.
-        await life.rename(b"new", b"b")
-        life.unlink(b"c")
-        assert await shows(life, kind, b"b")
-    async with ground.mount(**how("lost state", ground)) as life:
-        assert await shows(life, kind, b"b")
-        await life.drained()
-        assert sorted(path.name for path in ground.source.glob("[!.]*")) == ["b", "other"]
-        assert has(ground, kind, "b") and (ground.source / "b").read_bytes() == b"of the source"
-        assert life.write_back.drain.backlog().conflicts == 0
+        await session.rename(b"new", b"b")
+        session.unlink(b"c")
+        assert await shows(session, kind, b"b")
+    async with rig.mount(**how("lost state", rig)) as session:
+        assert await shows(session, kind, b"b")
+        await session.drained()
+        assert sorted(path.name for path in rig.source.glob("[!.]*")) == ["b", "other"]
+        assert has(rig, kind, "b") and (rig.source / "b").read_bytes() == b"of the source"
+        assert session.write_back.drain.backlog().conflicts == 0
 
 
 @pytest.mark.fault("N6")
 @pytest.mark.parametrize("then", ["chmod", "utime", "unlink"])
-async def test_a_file_that_others_replaced_since_can_be_changed_again(
-    then: str, ground: Ground
-) -> None:
-    async with ground.mount() as life:
-        await life.chmod(b"a", 0o600)
-        await life.drained()
-        (ground.source / "new").write_bytes(b"of others")
-        (ground.source / "new").chmod(0o600)
-        (ground.source / "new").rename(ground.source / "a")
-        await life.front.source._revalidate(life.ino(b"a"))
+async def test_a_file_that_others_replaced_since_can_be_changed_again(then: str, rig: Rig) -> None:
+    async with rig.mount() as session:
+        await session.chmod(b"a", 0o600)
+        await session.drained()
+        (rig.source / "new").write_bytes(b"of others")
+        (rig.source / "new").chmod(0o600)
+        (rig.source / "new").rename(rig.source / "a")
+        await session.front.source._revalidate(session.ino(b"a"))
         if then == "unlink":
-            life.unlink(b"a")
+            session.unlink(b"a")
         else:
-            await CHANGES[then](life)
-        await life.drained()
-        assert life.write_back.drain.backlog().conflicts == 0
-        assert (ground.source / "a").exists() == (then != "unlink")
-        assert then == "unlink" or has(ground, then)
+            await CHANGES[then](session)
+        await session.drained()
+        assert session.write_back.drain.backlog().conflicts == 0
+        assert (rig.source / "a").exists() == (then != "unlink")
+        assert then == "unlink" or has(rig, then)
 
 
 @pytest.mark.fault("N6")
 async def test_changes_in_a_queue_are_made_on_the_version_that_each_has_found(
-    ground: Ground,
+    rig: Rig,
 ) -> None:
-    async with ground.mount(works=False) as life:
-        await life.chmod(b"a", 0o640)
-        (ground.source / "a").write_bytes(b"of others")
-        await life.front.source._revalidate(life.ino(b"a"))
-        await CHANGES["utime"](life)
-    async with ground.mount() as life:
-        await life.drained()
-        assert life.write_back.drain.backlog().conflicts == 0
-        assert has(ground, "chmod") and has(ground, "utime")
+    async with rig.mount(works=False) as session:
+        await session.chmod(b"a", 0o640)
+        (rig.source / "a").write_bytes(b"of others")
+        await session.front.source._revalidate(session.ino(b"a"))
+        await CHANGES["utime"](session)
+    async with rig.mount() as session:
+        await session.drained()
+        assert session.write_back.drain.backlog().conflicts == 0
+        assert has(rig, "chmod") and has(rig, "utime")
 
 
 async def test_a_file_with_several_names_is_changed_under_one_that_is_its_own(
-    ground: Ground,
+    rig: Rig,
 ) -> None:
-    (ground.source / "b").hardlink_to(ground.source / "a")
-    async with ground.mount(works=False) as life:
-        await life.chmod(b"a", 0o640)
-        assert life.ino(b"b") == life.ino(b"a")
-        (ground.source / "new").write_bytes(b"of others")
-        (ground.source / "new").chmod(0o604)
-        (ground.source / "new").rename(ground.source / "a")
+    (rig.source / "b").hardlink_to(rig.source / "a")
+    async with rig.mount(works=False) as session:
+        await session.chmod(b"a", 0o640)
+        assert session.ino(b"b") == session.ino(b"a")
+        (rig.source / "new").write_bytes(b"of others")
+        (rig.source / "new").chmod(0o604)
+        (rig.source / "new").rename(rig.source / "a")
     for remount in ("same", "lost state"):
-        async with ground.mount(works=remount == "lost state", **how(remount, ground)) as life:
+        async with rig.mount(works=remount == "lost state", **how(remount, rig)) as session:
             if remount == "lost state":
-                await life.drained()
-            assert await shows(life, "chmod", b"b")
-    assert has(ground, "chmod", "b") and stat.S_IMODE(at(ground).st_mode) == 0o604
+                await session.drained()
+            assert await shows(session, "chmod", b"b")
+    assert has(rig, "chmod", "b") and stat.S_IMODE(at(rig).st_mode) == 0o604
 
 
-async def test_a_name_less_is_read_under_another(ground: Ground) -> None:
-    (ground.source / "b").hardlink_to(ground.source / "a")
-    async with ground.mount() as life:
-        ino = life.ino(b"a")
-        await life.chmod(b"a", 0o640)
-        first = life.names.path(ino)
-        life.unlink(first)
-        await life.drained()
+async def test_a_name_less_is_read_under_another(rig: Rig) -> None:
+    (rig.source / "b").hardlink_to(rig.source / "a")
+    async with rig.mount() as session:
+        ino = session.ino(b"a")
+        await session.chmod(b"a", 0o640)
+        first = session.names.path(ino)
+        session.unlink(first)
+        await session.drained()
         (left,) = {b"a", b"b"} - {first}
-        assert life.names.path(ino) == left and life.shown()[left].content == b"of the source"
+        assert session.names.path(ino) == left and session.shown()[left].content == b"of the source"
 
 
-async def test_a_new_snapshot_shows_no_change_on_a_file_of_others(ground: Ground) -> None:
-    async with ground.mount(works=False) as life:
-        await life.chmod(b"a", 0o640)
-        (ground.source / "new").write_bytes(b"of others")
-        (ground.source / "new").chmod(0o604)
-        (ground.source / "new").rename(ground.source / "a")
-    async with ground.mount(works=False, **how("lost state", ground)) as life:
-        assert stat.S_IMODE(life.names.attributes(life.ino(b"a")).mode) == 0o604
+async def test_a_new_snapshot_shows_no_change_on_a_file_of_others(rig: Rig) -> None:
+    async with rig.mount(works=False) as session:
+        await session.chmod(b"a", 0o640)
+        (rig.source / "new").write_bytes(b"of others")
+        (rig.source / "new").chmod(0o604)
+        (rig.source / "new").rename(rig.source / "a")
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        assert stat.S_IMODE(session.names.attributes(session.ino(b"a")).mode) == 0o604
 
 
 async def test_a_discarded_change_shows_the_file_as_at_the_source(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(SourceEntries, "change_attributes", refused)
     for remount in ("same", "lost state"):
-        async with ground.mount(**how(remount, ground)) as life:
+        async with rig.mount(**how(remount, rig)) as session:
             if remount == "same":
-                await life.chmod(b"a", 0o640)
-                await life.setxattr(b"a", b"user.note", b"1")
-            await life.at_rest()
-            assert await shows(life, "chmod")
-            await life.write_back.refusals.set_aside(b"a")
+                await session.chmod(b"a", 0o640)
+                await session.setxattr(b"a", b"user.note", b"1")
+            await session.at_rest()
+            assert await shows(session, "chmod")
+            await session.write_back.refusals.set_aside(b"a")
             if remount == "lost state":
-                await life.write_back.refusals.discard(b"a")
-                now = life.names.attributes(life.ino(b"a"))
+                await session.write_back.refusals.discard(b"a")
+                now = session.names.attributes(session.ino(b"a"))
                 assert stat.S_IMODE(now.mode) == 0o644
-                assert await xattrs(life) == {b"user.old": b"0"}
-                assert life.write_back.refusals.list() == []
+                assert await xattrs(session) == {b"user.old": b"0"}
+                assert session.write_back.refusals.list() == []
 
 
-async def test_a_file_whose_object_was_lost_keeps_its_changes(ground: Ground) -> None:
+async def test_a_file_whose_object_was_lost_keeps_its_changes(rig: Rig) -> None:
     """After a power cut the source has the bytes of a file that was only copied up."""
-    async with ground.mount(works=False) as life:
-        await life.chmod(b"a", 0o640)
-        await life.setxattr(b"a", b"trusted.note", b"1")
-        await life.utime(b"a", MTIME_NS)
-    ground.boot_again()
-    async with ground.mount() as life:
-        assert await shows(life, "chmod") and await shows(life, "utime")
-        await life.drained()
-        assert has(ground, "chmod") and has(ground, "utime")
-        assert (ground.source / "a").read_bytes() == b"of the source"
+    async with rig.mount(works=False) as session:
+        await session.chmod(b"a", 0o640)
+        await session.setxattr(b"a", b"trusted.note", b"1")
+        await session.utime(b"a", MTIME_NS)
+    rig.boot_again()
+    async with rig.mount() as session:
+        assert await shows(session, "chmod") and await shows(session, "utime")
+        await session.drained()
+        assert has(rig, "chmod") and has(rig, "utime")
+        assert (rig.source / "a").read_bytes() == b"of the source"

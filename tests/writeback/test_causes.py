@@ -15,19 +15,19 @@ from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.telemetry.health import Problem
 from monarch.writeback.objects import Objects, object_path
 from monarch.writeback.source_contents import StagedContents
-from tests.writeback.remounts import Ground, Life
+from tests.writeback.remounts import Rig, Session
 
 OLD, NEW = b"what the source had", b"what was written"
 LONG_S = 700
 
 
 @pytest.fixture
-def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
-    return Ground(tmp_path, monkeypatch)
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(tmp_path, monkeypatch)
 
 
-def problems(life: Life) -> list[Problem]:
-    status = WriteStatus(life.ground.settings(), life.write_back, LossAlarm(life.ground.state))
+def problems(session: Session) -> list[Problem]:
+    status = WriteStatus(session.rig.settings(), session.write_back, LossAlarm(session.rig.state))
     return list(status.problems())
 
 
@@ -51,30 +51,30 @@ def fifo(path: Path) -> str:
 @pytest.mark.parametrize("make", [directory, link, fifo])
 @pytest.mark.parametrize("synced", [True, False], ids=["synced", "unsynced"])
 async def test_something_else_in_the_place_of_an_object_is_named_and_is_no_refusal_of_the_source(
-    ground: Ground,
+    rig: Rig,
     clock: trio.testing.MockClock,
     caplog: pytest.LogCaptureFixture,
     make: Callable[[Path], str],
     synced: bool,
 ) -> None:
-    (ground.source / "f").write_bytes(OLD)
-    async with ground.mount(works=False) as life:
-        await life.write(b"f", NEW, synced=synced)
-        await life.write(b"other", NEW)
-        node = life.names.node(life.ino(b"f"))
+    (rig.source / "f").write_bytes(OLD)
+    async with rig.mount(works=False) as session:
+        await session.write(b"f", NEW, synced=synced)
+        await session.write(b"other", NEW)
+        node = session.names.node(session.ino(b"f"))
         assert node is not None
-        path = object_path(ground.directory, node.object)
-        life.kill()
+        path = object_path(rig.directory, node.object)
+        session.kill()
     path.unlink()
     kind = make(path)
     for _ in range(2):
-        async with ground.mount() as life:
-            await life.drained()
-            assert "drain-refused" not in {problem.kind for problem in problems(life)}
-            assert not life.write_back.drain.backlog().failures
-            await life.end()
-        assert (ground.source / "f").read_bytes() == OLD
-        assert (ground.source / "other").read_bytes() == NEW
+        async with rig.mount() as session:
+            await session.drained()
+            assert "drain-refused" not in {problem.kind for problem in problems(session)}
+            assert not session.write_back.drain.backlog().failures
+            await session.end()
+        assert (rig.source / "f").read_bytes() == OLD
+        assert (rig.source / "other").read_bytes() == NEW
     assert f"{kind} is in the place of its object '{path}'" in caplog.text
     assert "refuses" not in caplog.text
 
@@ -90,43 +90,43 @@ def raising(number: int) -> Callable[..., int]:
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE], ids=errno.errorcode.get)
 @pytest.mark.parametrize(("part", "name"), [(Objects, "open"), (StagedContents, "open_place")])
 async def test_a_daemon_without_descriptors_is_named_and_sets_nothing_aside(
-    ground: Ground,
+    rig: Rig,
     clock: trio.testing.MockClock,
     monkeypatch: pytest.MonkeyPatch,
     number: int,
     part: type,
     name: str,
 ) -> None:
-    async with ground.mount() as life:
+    async with rig.mount() as session:
         with monkeypatch.context() as patched:
             patched.setattr(part, name, raising(number))
-            await life.write(b"f", NEW, synced=True)
+            await session.write(b"f", NEW, synced=True)
             await trio.sleep(LONG_S)
-            [problem] = problems(life)
+            [problem] = problems(session)
             assert problem.kind == "drain-refused" and "file descriptors" in problem.what
             assert errno.errorcode[number] in problem.what and "LimitNOFILE" in problem.remedy
             assert "source" not in problem.what
-            assert not life.write_back.drain.queue.refusals()
-        await life.drained()
-        assert problems(life) == []
-        await life.end()
-    assert (ground.source / "f").read_bytes() == NEW
+            assert not session.write_back.drain.queue.refusals()
+        await session.drained()
+        assert problems(session) == []
+        await session.end()
+    assert (rig.source / "f").read_bytes() == NEW
 
 
 @pytest.mark.fault("T2")
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EDQUOT], ids=errno.errorcode.get)
 async def test_an_error_of_the_tiers_disk_is_no_refusal_of_the_source(
-    ground: Ground, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, number: int
+    rig: Rig, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    async with ground.mount() as life:
+    async with rig.mount() as session:
         with monkeypatch.context() as patched:
             patched.setattr(Objects, "sync" if number == errno.EIO else "open", raising(number))
-            await life.write(b"f", NEW)
+            await session.write(b"f", NEW)
             await trio.sleep(LONG_S)
-            [problem] = problems(life)
+            [problem] = problems(session)
             assert problem.kind == "drain-refused" and "the disk of the tier" in problem.what
-            assert os.fspath(ground.directory) in problem.remedy
-            assert not life.write_back.drain.queue.refusals()
-        await life.drained()
-        await life.end()
-    assert (ground.source / "f").read_bytes() == NEW
+            assert os.fspath(rig.directory) in problem.remedy
+            assert not session.write_back.drain.queue.refusals()
+        await session.drained()
+        await session.end()
+    assert (rig.source / "f").read_bytes() == NEW

@@ -22,7 +22,7 @@ from tests.conftest import require_root
 from tests.equipment import disks
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import ordinary_user
-from tests.writeback.remounts import Ground
+from tests.writeback.remounts import Rig
 from tests.writeback.rig import Killed, World, draining, is_killed, parts, read_tree
 
 Clock = trio.testing.MockClock
@@ -660,16 +660,16 @@ async def test_the_drain_keeps_to_its_bandwidth(world: World, clock: Clock) -> N
 async def test_times_of_directories_are_those_of_the_drain_unless_they_were_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    ground = Ground(tmp_path, monkeypatch)
-    async with ground.mount(works=False) as life:
+    rig = Rig(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
         for name in (b"plain", b"dated"):
-            await life.mkdir(name)
-            await life.write(name + b"/file", b"bytes")
-        await life.utime(b"dated", 10**18)
-        await life.front.recorder.sync()
-    (ground.root / "begun").mkdir()
-    begun_ns = (ground.root / "begun").stat().st_mtime_ns
-    async with ground.mount() as life:
-        await life.drained()
-    assert (ground.source / "dated").stat().st_mtime_ns == 10**18
-    assert (ground.source / "plain").stat().st_mtime_ns >= begun_ns
+            await session.mkdir(name)
+            await session.write(name + b"/file", b"bytes")
+        await session.utime(b"dated", 10**18)
+        await session.front.recorder.sync()
+    (rig.root / "begun").mkdir()
+    begun_ns = (rig.root / "begun").stat().st_mtime_ns
+    async with rig.mount() as session:
+        await session.drained()
+    assert (rig.source / "dated").stat().st_mtime_ns == 10**18
+    assert (rig.source / "plain").stat().st_mtime_ns >= begun_ns

@@ -15,19 +15,19 @@ from monarch.errors import Refused
 from tests.equipment.remounts import tree_of
 from tests.mount.command import needs_root
 from tests.writeback.remount_histories import prepared
-from tests.writeback.remounts import Ground
+from tests.writeback.remounts import Rig
 
 
 @pytest.fixture
-def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """``h/i`` of the source is another file system."""
-    ground = prepared(tmp_path, monkeypatch)
-    at = ground.source / "h/i"
+    rig = prepared(tmp_path, monkeypatch)
+    at = rig.source / "h/i"
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", at], check=True)
     try:
         (at / "there").write_bytes(b"there")
         (at / "more").mkdir()
-        yield ground
+        yield rig
     finally:
         subprocess.run(["umount", "-l", at], check=True)
 
@@ -35,26 +35,26 @@ def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
 @needs_root
 @pytest.mark.promise(177)
 async def test_a_name_is_moved_within_a_file_system_of_the_source_only(
-    ground: Ground, clock: trio.testing.MockClock
+    rig: Rig, clock: trio.testing.MockClock
 ) -> None:
-    async with ground.mount() as life:
-        await life.write(b"new", b"written", synced=True)
-        await life.mkdir(b"e")
+    async with rig.mount() as session:
+        await session.write(b"new", b"written", synced=True)
+        await session.mkdir(b"e")
         for path, to in (
             (b"new", b"h/i/new"),
             (b"a", b"h/i/there"),
             (b"h/i/there", b"h/there"),
             (b"e", b"h/i/more/e"),
         ):
-            for call in (life.rename, life.link):
-                if (call, path) == (life.link, b"e"):
+            for call in (session.rename, session.link):
+                if (call, path) == (session.link, b"e"):
                     continue
                 with pytest.raises(Refused) as raised:
                     await call(path, to)
                 assert raised.value.errno == errno.EXDEV
-        await life.rename(b"h/i/there", b"h/i/more/there")
-        await life.rename(b"new", b"h/new")
-        await life.drained()
-        assert life.shown().keys() == tree_of(ground.source).keys()
-        assert os.listdir(ground.source / "h/i/more") == ["there"]
-        await life.end()
+        await session.rename(b"h/i/there", b"h/i/more/there")
+        await session.rename(b"new", b"h/new")
+        await session.drained()
+        assert session.shown().keys() == tree_of(rig.source).keys()
+        assert os.listdir(rig.source / "h/i/more") == ["there"]
+        await session.end()

@@ -176,7 +176,7 @@ def prepared(tmp_path: Path) -> World:
     return World(source, tmp_path / "tier")
 
 
-async def life(
+async def session(
     world: World,
     walk: Walk,
     replay: Replay,
@@ -186,7 +186,7 @@ async def life(
     monkeypatch: pytest.MonkeyPatch,
     look: Callable[[], None],
 ) -> bool:
-    """A life of the drain that ends when a point is passed for the turn-th time; whether it did.
+    """A session of the drain that ends when a point is passed for the turn-th time; whether it did.
 
     ``look`` is called at each.
     """
@@ -229,7 +229,7 @@ async def test_a_history_killed_anywhere_ends_with_the_source_as_the_mount_was(
     for number in seeds(seed, pytestconfig):
         world = prepared(tmp_path / str(number))
         walk, chance = Walk(world, number), random.Random(number)
-        live = partial(life, world, walk, monkeypatch=monkeypatch, look=world.look)
+        live = partial(session, world, walk, monkeypatch=monkeypatch, look=world.look)
         for _ in range(8):
             await live(world.kill(), steps=12, turn=chance.randrange(1, 40))
             world.look()
@@ -257,7 +257,7 @@ async def test_a_history_of_mounts_with_new_snapshots_ends_with_the_source_as_th
     for number in seeds(seed, pytestconfig):
         world = prepared(tmp_path / str(number))
         walk, chance = Walk(world, number), random.Random(number)
-        live = partial(life, world, walk, monkeypatch=monkeypatch, look=world.look)
+        live = partial(session, world, walk, monkeypatch=monkeypatch, look=world.look)
         for _ in range(8):
             replay = world.look_anew() if chance.random() < 0.3 else world.kill()
             await live(replay, steps=12, turn=chance.randrange(1, 40))
@@ -282,7 +282,7 @@ async def test_power_cuts_lose_nothing_that_was_synced_and_the_drain_continues(
     for number in seeds(seed, pytestconfig):
         world = prepared(tmp_path / str(number))
         walk, chance = Walk(world, number), random.Random(number)
-        live = partial(life, world, walk, monkeypatch=monkeypatch, look=lambda: None)
+        live = partial(session, world, walk, monkeypatch=monkeypatch, look=lambda: None)
         replay = world.kill()
         for _ in range(6):
             await live(replay, steps=15, turn=chance.randrange(1, 40))

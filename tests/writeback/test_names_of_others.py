@@ -24,7 +24,7 @@ from monarch.writeback.others import LOOK_S
 from tests.equipment import remounts
 from tests.equipment.remounts import tree_of
 from tests.writeback import remount_histories
-from tests.writeback.remounts import ROOT, Ground, Life
+from tests.writeback.remounts import ROOT, Rig, Session
 
 pytestmark = [pytest.mark.promise(148), pytest.mark.fault("N5")]
 
@@ -32,30 +32,30 @@ Clock = trio.testing.MockClock
 
 
 @pytest.fixture
-def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
-    ground = Ground(tmp_path, monkeypatch)
-    (ground.source / "d").mkdir()
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    rig = Rig(tmp_path, monkeypatch)
+    (rig.source / "d").mkdir()
     for name in ("d/theirs", "d/other"):
-        (ground.source / name).write_bytes(b"old")
-    return ground
+        (rig.source / name).write_bytes(b"old")
+    return rig
 
 
-def use(life: Life, *paths: bytes) -> None:
-    others = life.write_back.others
+def use(session: Session, *paths: bytes) -> None:
+    others = session.write_back.others
     assert others is not None
     for path in paths:
-        assert others.used(life.ino(path))
+        assert others.used(session.ino(path))
 
 
-async def listed(life: Life) -> None:
+async def listed(session: Session) -> None:
     """All that is shown was listed, as by a process that goes through the tree."""
-    others = life.write_back.others
+    others = session.write_back.others
     assert others is not None
     for _ in range(5):
-        for path, it in life.shown().items():
+        for path, it in session.shown().items():
             if it.kind == "dir":
-                await others.listed(life.ino(path))
-                others.used(life.ino(path))
+                await others.listed(session.ino(path))
+                others.used(session.ino(path))
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -64,9 +64,9 @@ async def until(holds: Callable[[], bool]) -> None:
             await trio.sleep(0.5)
 
 
-async def looked(life: Life) -> None:
+async def looked(session: Session) -> None:
     """Used directories were checked. The threads that do so know nothing of this clock."""
-    others = life.write_back.others
+    others = session.write_back.others
     assert others is not None
     # A look that waited for a thread seems to have taken seconds of this clock, so the next one
     # would be put off for minutes.
@@ -74,200 +74,202 @@ async def looked(life: Life) -> None:
     for _ in range(4 * LOOK_S + 2):
         await trio.sleep(0.5)
         while (
-            others._looking or others._threads._under_way or life.source_calls._threads._under_way
+            others._looking
+            or others._threads._under_way
+            or session.source_calls._threads._under_way
         ):
             threading.Event().wait(0.0005)
             await trio.lowlevel.checkpoint()
 
 
-async def test_names_that_others_make_and_remove_are_shown(ground: Ground, clock: Clock) -> None:
-    async with ground.mount() as life:
-        await life.write(b"d/mine", b"mine")
-        await life.drained()
-        use(life, b"d")
-        (ground.source / "d/theirs").unlink()
-        (ground.source / "d/mine").unlink()
-        (ground.source / "d/new").write_bytes(b"new")
-        (ground.source / "d/link").symlink_to("new")
-        (ground.source / "d/deep/er").mkdir(parents=True)
-        (ground.source / "d/deep/er/file").write_bytes(b"deep")
-        await looked(life)
-        await listed(life)
-        shown = life.shown()
-        assert shown.keys() == tree_of(ground.source).keys()
+async def test_names_that_others_make_and_remove_are_shown(rig: Rig, clock: Clock) -> None:
+    async with rig.mount() as session:
+        await session.write(b"d/mine", b"mine")
+        await session.drained()
+        use(session, b"d")
+        (rig.source / "d/theirs").unlink()
+        (rig.source / "d/mine").unlink()
+        (rig.source / "d/new").write_bytes(b"new")
+        (rig.source / "d/link").symlink_to("new")
+        (rig.source / "d/deep/er").mkdir(parents=True)
+        (rig.source / "d/deep/er/file").write_bytes(b"deep")
+        await looked(session)
+        await listed(session)
+        shown = session.shown()
+        assert shown.keys() == tree_of(rig.source).keys()
         assert shown[b"d/new"].content == b"new" and shown[b"d/link"].target == b"new"
         assert shown[b"d/deep/er/file"].content == b"deep"
         # They can be changed like any other.
-        await life.write(b"d/new", b"changed here")
-        await life.rename(b"d/new", b"d/deep/new")
+        await session.write(b"d/new", b"changed here")
+        await session.rename(b"d/new", b"d/deep/new")
         with pytest.raises(Refused) as refused:
-            await life.rename(b"d/deep", b"d/moved")
+            await session.rename(b"d/deep", b"d/moved")
         assert refused.value.errno == errno.EXDEV
-        await life.drained()
-        assert (ground.source / "d/deep/new").read_bytes() == b"changed here"
-        shutil.rmtree(ground.source / "d/deep")
-        await looked(life)
-        assert set(life.shown()) == {b"d", b"d/other", b"d/link"}
-        assert life.write_back.drain.backlog().conflicts == 0
+        await session.drained()
+        assert (rig.source / "d/deep/new").read_bytes() == b"changed here"
+        shutil.rmtree(rig.source / "d/deep")
+        await looked(session)
+        assert set(session.shown()) == {b"d", b"d/other", b"d/link"}
+        assert session.write_back.drain.backlog().conflicts == 0
 
 
-async def test_names_that_the_source_does_not_have_yet_stay(ground: Ground, clock: Clock) -> None:
-    async with ground.mount(works=False) as life:
-        use(life, b"d")
-        await life.write(b"d/mine", b"mine")
-        life.unlink(b"d/theirs")
-        await life.rename(b"d/other", b"d/renamed")
-        await life.mkdir(b"d/empty")
-        await life.symlink(b"d/link", b"mine")
-        await life.mkdir(b"d/made")
-        await life.write(b"d/made/file", b"beneath")
-        (ground.source / "d/new").write_bytes(b"new")
-        before = set(life.shown())
-        await looked(life)
-        assert set(life.shown()) == before | {b"d/new"}
-        assert life.shown()[b"d/mine"].content == b"mine"
+async def test_names_that_the_source_does_not_have_yet_stay(rig: Rig, clock: Clock) -> None:
+    async with rig.mount(works=False) as session:
+        use(session, b"d")
+        await session.write(b"d/mine", b"mine")
+        session.unlink(b"d/theirs")
+        await session.rename(b"d/other", b"d/renamed")
+        await session.mkdir(b"d/empty")
+        await session.symlink(b"d/link", b"mine")
+        await session.mkdir(b"d/made")
+        await session.write(b"d/made/file", b"beneath")
+        (rig.source / "d/new").write_bytes(b"new")
+        before = set(session.shown())
+        await looked(session)
+        assert set(session.shown()) == before | {b"d/new"}
+        assert session.shown()[b"d/mine"].content == b"mine"
 
 
 @pytest.mark.promise(134)
 @pytest.mark.parametrize("name", ["one", "two"])
 async def test_modes_and_attributes_come_to_the_names_that_others_have_not_taken(
-    ground: Ground, clock: Clock, name: str
+    rig: Rig, clock: Clock, name: str
 ) -> None:
-    async with ground.mount() as life:
-        await life.write(b"one", b"mine")
-        await life.link(b"one", b"two")
-        await life.drained()
-        other = ground.source / ("two" if name == "one" else "one")
-        (ground.source / "beside").write_bytes(b"of others")
-        (ground.source / "beside").chmod(0o604)
-        (ground.source / "beside").rename(ground.source / name)
-        await life.chmod(os.fsencode(other.name), 0o600)
-        await life.setxattr(os.fsencode(other.name), b"user.a", b"1")
-        await life.drained()
+    async with rig.mount() as session:
+        await session.write(b"one", b"mine")
+        await session.link(b"one", b"two")
+        await session.drained()
+        other = rig.source / ("two" if name == "one" else "one")
+        (rig.source / "beside").write_bytes(b"of others")
+        (rig.source / "beside").chmod(0o604)
+        (rig.source / "beside").rename(rig.source / name)
+        await session.chmod(os.fsencode(other.name), 0o600)
+        await session.setxattr(os.fsencode(other.name), b"user.a", b"1")
+        await session.drained()
         assert stat.S_IMODE(other.stat().st_mode) == 0o600
         assert os.listxattr(other) == ["user.a"]
-        assert stat.S_IMODE((ground.source / name).stat().st_mode) == 0o604
-        assert os.listxattr(ground.source / name) == []
-        assert life.write_back.drain.backlog().conflicts == 0
+        assert stat.S_IMODE((rig.source / name).stat().st_mode) == 0o604
+        assert os.listxattr(rig.source / name) == []
+        assert session.write_back.drain.backlog().conflicts == 0
 
 
 async def test_a_file_made_and_drained_while_its_directory_is_listed_stays(
-    ground: Ground, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with ground.mount() as life:
-        others = life.write_back.others
+    async with rig.mount() as session:
+        others = session.write_back.others
         assert others is not None
-        use(life, b"d")
-        await looked(life)
+        use(session, b"d")
+        await looked(session)
         run, made = others._threads.run, []
 
         async def late(function: Any, *args: Any) -> Any:
             answer = await run(function, *args)
             if not made:
                 made.append(function)
-                await life.write(b"d/mine", b"mine")
-                await life.drained()
+                await session.write(b"d/mine", b"mine")
+                await session.drained()
             return answer
 
         monkeypatch.setattr(others._threads, "run", late)
-        (ground.source / "d/new").write_bytes(b"new")
+        (rig.source / "d/new").write_bytes(b"new")
         # One look only: the next would find it at the source.
-        await until(lambda: b"d/new" in life.shown())
-        assert made and {b"d/mine", b"d/new"} <= life.shown().keys()
+        await until(lambda: b"d/new" in session.shown())
+        assert made and {b"d/mine", b"d/new"} <= session.shown().keys()
 
 
 async def test_a_file_that_is_open_or_was_replaced_elsewhere(
-    ground: Ground, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A directory that was changed a moment ago is listed again in any case.
     monkeypatch.setattr(others, "_YOUNG_S", 0.0)
-    async with ground.mount() as life:
+    async with rig.mount() as session:
         for name in (b"d/open", b"d/latest"):
-            await life.write(name, b"step 1")
-        await life.drained()
-        use(life, b"d")
-        ino = await life.open(b"d/open")
-        (ground.source / "d/open").unlink()
-        (ground.source / "beside").write_bytes(b"step 2 of others")
-        (ground.source / "beside").rename(ground.source / "d/latest")
-        await looked(life)
-        shown = life.shown()
+            await session.write(name, b"step 1")
+        await session.drained()
+        use(session, b"d")
+        ino = await session.open(b"d/open")
+        (rig.source / "d/open").unlink()
+        (rig.source / "beside").write_bytes(b"step 2 of others")
+        (rig.source / "beside").rename(rig.source / "d/latest")
+        await looked(session)
+        shown = session.shown()
         assert shown[b"d/latest"].content == b"step 2 of others"
         # A process that has it open may still write it.
         assert shown[b"d/open"].content == b"step 1"
-        life.files.release(ino)
-        await looked(life)
-        assert b"d/open" not in life.shown()
+        session.files.release(ino)
+        await looked(session)
+        assert b"d/open" not in session.shown()
 
 
 async def test_a_file_that_was_not_written_is_hidden_when_others_have_removed_it(
-    ground: Ground, clock: Clock
+    rig: Rig, clock: Clock
 ) -> None:
-    async with ground.mount(works=False) as life:
+    async with rig.mount(works=False) as session:
         # Its bytes are copied, and not changed.
-        await life.setxattr(b"d/theirs", b"trusted.note", b"1")
-        await life.utime(b"d/other", 10**18)
-        await life.write(b"d/new", b"new", synced=True)
+        await session.setxattr(b"d/theirs", b"trusted.note", b"1")
+        await session.utime(b"d/other", 10**18)
+        await session.write(b"d/new", b"new", synced=True)
     for name in ("theirs", "other"):
-        (ground.source / "d" / name).unlink()
-    ground.lose_state()
-    async with ground.mount(works=False) as life:
-        use(life, b"d")
-        await looked(life)
+        (rig.source / "d" / name).unlink()
+    rig.lose_state()
+    async with rig.mount(works=False) as session:
+        use(session, b"d")
+        await looked(session)
         # They wait for the drain. Nothing of a file waits if only its attributes were changed.
-        assert life.shown().keys() == {b"d", b"d/theirs", b"d/new"}
-    async with ground.mount() as life:
-        await life.drained()
-        use(life, b"d")
-        await looked(life)
-        assert life.shown().keys() == tree_of(ground.source).keys() == {b"d", b"d/new"}
-        await life.end()
+        assert session.shown().keys() == {b"d", b"d/theirs", b"d/new"}
+    async with rig.mount() as session:
+        await session.drained()
+        use(session, b"d")
+        await looked(session)
+        assert session.shown().keys() == tree_of(rig.source).keys() == {b"d", b"d/new"}
+        await session.end()
 
 
 @pytest.mark.promise(133)
 async def test_a_name_that_a_file_gets_after_a_conflict_has_its_bytes(
-    ground: Ground, clock: Clock
+    rig: Rig, clock: Clock
 ) -> None:
-    async with ground.mount() as life:
-        ino = await life.open(b"d/theirs")
-        await life.files.write(ino, 0, b"mine")
-        (ground.source / "beside").write_bytes(b"of others")
-        (ground.source / "beside").rename(ground.source / "d/theirs")
-        life.files.release(ino)
-        await life.drained()
-        assert life.write_back.drain.backlog().conflicts == 1
-        await life.link(b"d/theirs", b"d/second")
-        await life.link(b"d/second", b"third")
-        await life.drained()
-        assert (ground.source / "d/theirs").read_bytes() == b"of others"
-        assert (ground.source / "d/second").read_bytes() == b"mine"
-        assert (ground.source / "third").samefile(ground.source / "d/second")
+    async with rig.mount() as session:
+        ino = await session.open(b"d/theirs")
+        await session.files.write(ino, 0, b"mine")
+        (rig.source / "beside").write_bytes(b"of others")
+        (rig.source / "beside").rename(rig.source / "d/theirs")
+        session.files.release(ino)
+        await session.drained()
+        assert session.write_back.drain.backlog().conflicts == 1
+        await session.link(b"d/theirs", b"d/second")
+        await session.link(b"d/second", b"third")
+        await session.drained()
+        assert (rig.source / "d/theirs").read_bytes() == b"of others"
+        assert (rig.source / "d/second").read_bytes() == b"mine"
+        assert (rig.source / "third").samefile(rig.source / "d/second")
 
 
 @pytest.mark.promise(133)
 @pytest.mark.parametrize("name", [b"d/one", b"d/two"])
 async def test_a_drained_file_does_not_show_the_bytes_of_what_took_one_of_its_names(
-    ground: Ground, clock: Clock, monkeypatch: pytest.MonkeyPatch, name: bytes
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch, name: bytes
 ) -> None:
     monkeypatch.setattr(write_gate, "_MOST_DRAINED", 0)
-    async with ground.mount() as life:
-        await life.write(b"d/one", b"mine")
-        await life.link(b"d/one", b"d/two")
-        await life.drained()
+    async with rig.mount() as session:
+        await session.write(b"d/one", b"mine")
+        await session.link(b"d/one", b"d/two")
+        await session.drained()
         await trio.sleep(10)
-        use(life, b"d")
-        ino = life.ino(name)
-        assert not life.names.copy_up(ino).object
-        (ground.source / "beside").write_bytes(b"of others")
-        (ground.source / "beside").rename(ground.source / os.fsdecode(name))
+        use(session, b"d")
+        ino = session.ino(name)
+        assert not session.names.copy_up(ino).object
+        (rig.source / "beside").write_bytes(b"of others")
+        (rig.source / "beside").rename(rig.source / os.fsdecode(name))
         with suppress(Refused, SourceError):
-            life.files.release(await life.open(name, os.O_RDONLY))
+            session.files.release(await session.open(name, os.O_RDONLY))
         other = b"d/two" if name == b"d/one" else b"d/one"
-        assert life.ino(other) == ino
-        assert life.shown()[other].content == b"mine"
-        await looked(life)
-        assert life.shown()[other].content == b"mine"
-        assert life.shown()[name].content == b"of others"
+        assert session.ino(other) == ino
+        assert session.shown()[other].content == b"mine"
+        await looked(session)
+        assert session.shown()[other].content == b"mine"
+        assert session.shown()[name].content == b"of others"
 
 
 class Readers:
@@ -288,50 +290,50 @@ class Readers:
 @pytest.mark.parametrize("content", [b"", b"others", b"longer than what was there before"])
 @pytest.mark.parametrize("name", ["d/mine", "d/theirs", "d/dropped"])
 async def test_a_file_that_a_process_reads_stays_as_it_was_opened(
-    ground: Ground, clock: Clock, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
 ) -> None:
-    at, path = ground.source / name, name.encode()
-    async with ground.mount() as life:
+    at, path = rig.source / name, name.encode()
+    async with rig.mount() as session:
         if name != "d/theirs":
-            await life.write(path, b"written here")
-            await life.drained()
-        use(life, b"d")
-        await looked(life)
+            await session.write(path, b"written here")
+            await session.drained()
+        use(session, b"d")
+        await looked(session)
         if name == "d/dropped":
-            assert life.front.drained.release_oldest(1 << 30)
+            assert session.front.drained.release_oldest(1 << 30)
         if name != "d/theirs":
-            monkeypatch.setattr(life.front.opens, "fast", Readers(life.read))
-        ino = life.ino(path)
-        was = life.names.attributes(ino)
-        life.read.add(ino)
+            monkeypatch.setattr(session.front.opens, "fast", Readers(session.read))
+        ino = session.ino(path)
+        was = session.names.attributes(ino)
+        session.read.add(ino)
         if name != "d/theirs" and content:
-            (ground.source / "beside").write_bytes(content)
-            (ground.source / "beside").rename(at)
+            (rig.source / "beside").write_bytes(content)
+            (rig.source / "beside").rename(at)
         else:
             at.unlink()
-        await looked(life)
-        assert life.names.attributes(ino) == was and life.ino(path) == ino
+        await looked(session)
+        assert session.names.attributes(ino) == was and session.ino(path) == ino
         # Nothing more changes in the directory.
-        life.read.clear()
-        await looked(life)
-        shown = life.shown()
+        session.read.clear()
+        await looked(session)
+        shown = session.shown()
         assert shown[path].content == content if at.exists() else path not in shown
 
 
 @pytest.mark.promise(5, 147)
 async def test_a_file_that_is_given_up_is_read_to_its_end(
-    ground: Ground, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with ground.mount() as life:
-        await life.write(b"d/mine", b"mine")
-        ino = life.ino(b"d/mine")
-        monkeypatch.setattr(life.front.opens, "fast", Readers(life.read))
-        life.read.add(ino)
-        life.writing.take_away(*life.at(b"d/mine"), by=ROOT)
-        assert life.names.attributes(ino).size == 4
-        life.read.clear()
-        life.front.unlinked.closed_by_readers(ino)
-        await until(lambda: life.names.is_forgotten(ino))
+    async with rig.mount() as session:
+        await session.write(b"d/mine", b"mine")
+        ino = session.ino(b"d/mine")
+        monkeypatch.setattr(session.front.opens, "fast", Readers(session.read))
+        session.read.add(ino)
+        session.writing.take_away(*session.at(b"d/mine"), by=ROOT)
+        assert session.names.attributes(ino).size == 4
+        session.read.clear()
+        session.front.unlinked.closed_by_readers(ino)
+        await until(lambda: session.names.is_forgotten(ino))
 
 
 KINDS: dict[str, Callable[[Path], object]] = {
@@ -347,141 +349,139 @@ KINDS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("to", KINDS)
 @pytest.mark.parametrize("of", KINDS)
 async def test_a_name_that_is_of_another_kind_by_now(
-    ground: Ground, clock: Clock, of: str, to: str, is_new: bool
+    rig: Rig, clock: Clock, of: str, to: str, is_new: bool
 ) -> None:
-    at = ground.source / "d/it"
+    at = rig.source / "d/it"
     if not is_new:
         KINDS[of](at)
-    async with ground.mount() as life:
-        use(life, b"d")
+    async with rig.mount() as session:
+        use(session, b"d")
         if is_new:
             KINDS[of](at)
-        await looked(life)
-        await listed(life)
-        assert b"d/it" in life.shown()
+        await looked(session)
+        await listed(session)
+        assert b"d/it" in session.shown()
         if at.is_dir() and not at.is_symlink():
             shutil.rmtree(at)
         else:
             at.unlink()
         KINDS[to](at)
-        await looked(life)
-        await listed(life)
-        await looked(life)
-        shown = {path: it.bare for path, it in life.shown().items()}
-        there = {path: it.bare for path, it in tree_of(ground.source).items()}
+        await looked(session)
+        await listed(session)
+        await looked(session)
+        shown = {path: it.bare for path, it in session.shown().items()}
+        there = {path: it.bare for path, it in tree_of(rig.source).items()}
         assert shown.keys() == there.keys()
         assert shown[b"d/it"] == there[b"d/it"]
 
 
-async def test_a_link_that_was_made_here_and_leads_elsewhere_by_now(
-    ground: Ground, clock: Clock
-) -> None:
-    async with ground.mount() as life:
-        await life.symlink(b"d/latest", b"step-1")
-        await life.drained()
-        use(life, b"d")
-        await looked(life)
-        (ground.source / "d/beside").symlink_to("step-2")
-        (ground.source / "d/beside").rename(ground.source / "d/latest")
-        await looked(life)
-        assert life.shown()[b"d/latest"].target == b"step-2"
+async def test_a_link_that_was_made_here_and_leads_elsewhere_by_now(rig: Rig, clock: Clock) -> None:
+    async with rig.mount() as session:
+        await session.symlink(b"d/latest", b"step-1")
+        await session.drained()
+        use(session, b"d")
+        await looked(session)
+        (rig.source / "d/beside").symlink_to("step-2")
+        (rig.source / "d/beside").rename(rig.source / "d/latest")
+        await looked(session)
+        assert session.shown()[b"d/latest"].target == b"step-2"
 
 
 async def test_only_used_directories_are_checked_and_only_if_they_are_absorbed(
-    ground: Ground, clock: Clock
+    rig: Rig, clock: Clock
 ) -> None:
-    (ground.source / "ckpt").mkdir()
-    async with ground.mount(write="none", absorb=["ckpt/**"]) as life:
-        others = life.write_back.others
+    (rig.source / "ckpt").mkdir()
+    async with rig.mount(write="none", absorb=["ckpt/**"]) as session:
+        others = session.write_back.others
         assert others is not None
-        assert not others.used(life.ino(b"d"))
-        use(life, b"", b"ckpt")
+        assert not others.used(session.ino(b"d"))
+        use(session, b"", b"ckpt")
         for name in ("new", "d/new", "ckpt/new"):
-            (ground.source / name).write_bytes(b"new")
-        await looked(life)
-        assert b"ckpt/new" in life.shown()
-        assert not {b"new", b"d/new"} & life.shown().keys()
+            (rig.source / name).write_bytes(b"new")
+        await looked(session)
+        assert b"ckpt/new" in session.shown()
+        assert not {b"new", b"d/new"} & session.shown().keys()
         # After a while without use it costs no call any more.
         await trio.sleep(700)
-        (ground.source / "ckpt/later").write_bytes(b"later")
-        await looked(life)
-        assert b"ckpt/later" not in life.shown()
-    async with ground.mount(freshness="never") as life:
-        assert life.write_back.others is None
+        (rig.source / "ckpt/later").write_bytes(b"later")
+        await looked(session)
+        assert b"ckpt/later" not in session.shown()
+    async with rig.mount(freshness="never") as session:
+        assert session.write_back.others is None
 
 
 @pytest.mark.promise(10)
 async def test_a_file_that_others_removed_is_gone_also_where_names_were_changed_here(
-    ground: Ground, clock: Clock
+    rig: Rig, clock: Clock
 ) -> None:
-    async with ground.mount(works=False) as life:
-        (ground.source / "d/theirs").unlink()
+    async with rig.mount(works=False) as session:
+        (rig.source / "d/theirs").unlink()
         # The directory has a later time on the mount than at the source.
-        await life.write(b"d/mine", b"mine")
+        await session.write(b"d/mine", b"mine")
         with pytest.raises(SourceError) as raised:
-            await life.front.source._revalidate(life.ino(b"d/theirs"))
+            await session.front.source._revalidate(session.ino(b"d/theirs"))
         assert raised.value.errno == errno.ENOENT
-        assert set(life.kinds()) == {b"d", b"d/other", b"d/mine"}
+        assert set(session.kinds()) == {b"d", b"d/other", b"d/mine"}
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_a_mount_shows_what_the_source_has_when_all_rest(
-    ground: Ground, clock: Clock, seed: int
+    rig: Rig, clock: Clock, seed: int
 ) -> None:
     chance = random.Random(seed)
-    async with ground.mount() as life:
-        use(life, b"", b"d")
+    async with rig.mount() as session:
+        use(session, b"", b"d")
         for _ in range(60):
             with suppress(Refused, SourceError, OSError):
-                await chance.choice([change_here, change_there, wait])(life, chance)
-            await listed(life)
-        await life.drained()
-        await looked(life)
-        await listed(life)
-        await looked(life)
-        shown = {path: it.bare for path, it in life.shown().items()}
-        there = {path: it.bare for path, it in tree_of(ground.source).items()}
+                await chance.choice([change_here, change_there, wait])(session, chance)
+            await listed(session)
+        await session.drained()
+        await looked(session)
+        await listed(session)
+        await looked(session)
+        shown = {path: it.bare for path, it in session.shown().items()}
+        there = {path: it.bare for path, it in tree_of(rig.source).items()}
         assert shown.keys() == there.keys()
         for path, it in there.items():
             assert it[0] == "dir" or shown[path] == it, path
-        assert life.write_back.drain.backlog().conflicts == 0
+        assert session.write_back.drain.backlog().conflicts == 0
         if seed % 2:
-            await life.end()
+            await session.end()
     # A mount that never compares names does not see what others have changed.
     kinds = sorted({*remounts.KINDS} - {"never"})
     for kind in (kinds[seed % len(kinds)], "same"):
-        async with ground.mount(**remount_histories.how(kind, ground)) as life:
-            shown = {path: it.bare for path, it in life.shown().items()}
+        async with rig.mount(**remount_histories.how(kind, rig)) as session:
+            shown = {path: it.bare for path, it in session.shown().items()}
             assert shown == there, kind
-            await life.drained()
-            await life.end()
-    assert {path: it.bare for path, it in tree_of(ground.source).items()} == there
+            await session.drained()
+            await session.end()
+    assert {path: it.bare for path, it in tree_of(rig.source).items()} == there
 
 
-async def wait(life: Life, chance: random.Random) -> None:
+async def wait(session: Session, chance: random.Random) -> None:
     await trio.sleep(chance.choice([0.01, 1, 12]))
 
 
-async def change_here(life: Life, chance: random.Random) -> None:
+async def change_here(session: Session, chance: random.Random) -> None:
     """Names of its own, in directories of all."""
     above = chance.choice([b"", b"d/", b"d/sub/", b"mine/"])
     path, to = (above + b"mine%d" % chance.randrange(4) for _ in range(2))
     kind = chance.choice(["write", "write", "write", "rename", "unlink", "mkdir", "link"])
     if kind == "write":
-        await life.write(path, b"%d here" % chance.randrange(1000))
+        await session.write(path, b"%d here" % chance.randrange(1000))
     elif kind == "rename":
-        await life.rename(path, to)
+        await session.rename(path, to)
     elif kind == "unlink":
-        life.unlink(path)
+        session.unlink(path)
     elif kind == "link":
-        await life.link(path, to)
+        await session.link(path, to)
     else:
-        await life.mkdir(b"mine")
+        await session.mkdir(b"mine")
 
 
-async def change_there(life: Life, chance: random.Random) -> None:
+async def change_there(session: Session, chance: random.Random) -> None:
     """As another node would: each file by a rename."""
-    source = life.ground.source
+    source = session.rig.source
     above = source / chance.choice(["", "d", "d/sub", "mine"])
     path, to = (above / f"theirs{chance.randrange(4)}" for _ in range(2))
     kind = chance.choice(["write", "write", "write", "rename", "unlink", "mkdir", "rmtree"])
@@ -495,7 +495,7 @@ async def change_there(life: Life, chance: random.Random) -> None:
     elif kind == "mkdir":
         (source / "d/sub").mkdir()
     elif not list((source / "d/sub").glob("mine*")):
-        waiting = [entry.op for entry in life.write_back.drain.queue.entries()]
+        waiting = [entry.op for entry in session.write_back.drain.queue.entries()]
         if not any(name.startswith(b"d/sub") for op in waiting for name in op.names()):
             shutil.rmtree(source / "d/sub")
 
@@ -504,23 +504,23 @@ async def change_there(life: Life, chance: random.Random) -> None:
 @pytest.mark.fault("N1")
 @pytest.mark.parametrize("is_killed", [False, True])
 async def test_a_file_whose_times_were_set_here_is_no_file_of_others(
-    ground: Ground, clock: Clock, is_killed: bool
+    rig: Rig, clock: Clock, is_killed: bool
 ) -> None:
-    async with ground.mount(freshness="never") as life:
-        await life.write(b"x", b"bytes")
-        await life.drained()
-        await life.utime(b"x", 10**18)
-        await life.drained()
+    async with rig.mount(freshness="never") as session:
+        await session.write(b"x", b"bytes")
+        await session.drained()
+        await session.utime(b"x", 10**18)
+        await session.drained()
         if is_killed:
-            life.kill()
+            session.kill()
         else:
             # The source's file is what the mount knows of it from now on.
-            assert life.front.drained.release_oldest(1 << 30)
-            life.unlink(b"x")
-            await life.drained()
+            assert session.front.drained.release_oldest(1 << 30)
+            session.unlink(b"x")
+            await session.drained()
     if is_killed:
-        async with ground.mount(freshness="never") as life:
-            assert life.front.drained.release_oldest(1 << 30)
-            life.unlink(b"x")
-            await life.drained()
-    assert not (ground.source / "x").exists()
+        async with rig.mount(freshness="never") as session:
+            assert session.front.drained.release_oldest(1 << 30)
+            session.unlink(b"x")
+            await session.drained()
+    assert not (rig.source / "x").exists()

@@ -13,7 +13,7 @@ import trio.testing
 
 from monarch.errors import SourceError
 from tests.mount.command import needs_root
-from tests.writeback.remounts import Ground
+from tests.writeback.remounts import Rig
 
 Mount = Callable[[], None]
 
@@ -46,29 +46,29 @@ async def test_no_change_is_drained_into_another_file_system_with_the_same_root_
     exchange: Mount,
     is_drained: bool,
 ) -> None:
-    ground = Ground(tmp_path, monkeypatch)
-    (ground.source / "a").write_bytes(b"of the source")
-    number = ground.source.stat().st_ino
+    rig = Rig(tmp_path, monkeypatch)
+    (rig.source / "a").write_bytes(b"of the source")
+    number = rig.source.stat().st_ino
     if is_drained:
-        async with ground.mount() as life:
-            await life.write(b"a", b"drained")
-            await life.drained()
-            await life.end()
-    async with ground.mount(works=False) as life:
-        await life.write(b"new", b"of the mount", synced=True)
-        await life.end(abandoned=True)
+        async with rig.mount() as session:
+            await session.write(b"a", b"drained")
+            await session.drained()
+            await session.end()
+    async with rig.mount(works=False) as session:
+        await session.write(b"new", b"of the mount", synced=True)
+        await session.end(abandoned=True)
     exchange()
-    (ground.source / "other").write_bytes(b"of another disk")
-    assert ground.source.stat().st_ino == number
+    (rig.source / "other").write_bytes(b"of another disk")
+    assert rig.source.stat().st_ino == number
     with pytest.raises(SourceError) as raised:
-        async with ground.mount():
+        async with rig.mount():
             pass
     assert raised.value.errno == errno.ENODEV and "is another directory" in str(raised.value)
-    assert set(os.listdir(ground.source)) <= {"other", ".monarch-leases.part"}
-    async with ground.mount(refreshed=True) as life:
-        await life.drained()
-        await life.end()
-    assert (ground.source / "new").read_bytes() == b"of the mount"
+    assert set(os.listdir(rig.source)) <= {"other", ".monarch-leases.part"}
+    async with rig.mount(refreshed=True) as session:
+        await session.drained()
+        await session.end()
+    assert (rig.source / "new").read_bytes() == b"of the mount"
 
 
 @needs_root
@@ -81,20 +81,20 @@ async def test_a_source_is_recognised_after_all_names_in_its_root_have_changed(
     exchange: Mount,
     change: str,
 ) -> None:
-    ground = Ground(tmp_path, monkeypatch)
-    (ground.source / "a").write_bytes(b"of the source")
-    async with ground.mount(freshness="never") as life:
+    rig = Rig(tmp_path, monkeypatch)
+    (rig.source / "a").write_bytes(b"of the source")
+    async with rig.mount(freshness="never") as session:
         if change == "replaced":
-            await life.write(b"a", b"drained")
+            await session.write(b"a", b"drained")
         elif change == "renamed":
-            await life.rename(b"a", b"b")
+            await session.rename(b"a", b"b")
         else:
-            await life.write(b"b", b"drained")
-            life.unlink(b"a")
-        await life.drained()
-        await life.write(b"new", b"of the mount", synced=True)
-        life.kill()
-    async with ground.mount(freshness="never") as life:
-        await life.drained()
-        await life.end()
-    assert (ground.source / "new").read_bytes() == b"of the mount"
+            await session.write(b"b", b"drained")
+            session.unlink(b"a")
+        await session.drained()
+        await session.write(b"new", b"of the mount", synced=True)
+        session.kill()
+    async with rig.mount(freshness="never") as session:
+        await session.drained()
+        await session.end()
+    assert (rig.source / "new").read_bytes() == b"of the mount"

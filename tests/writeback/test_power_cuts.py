@@ -334,7 +334,7 @@ async def test_a_file_published_again_is_known_behind_a_rename_over_it(
     world.write(b"y", b"never there", synced=True)
     world.rename(b"y", b"x")
     last = world.unlink(b"x")
-    # An earlier life has brought the second bytes, and could not mark that.
+    # An earlier session has brought the second bytes, and could not mark that.
     (world.source / "new").write_bytes(b"2")
     (world.source / "new").rename(world.source / "x")
     replay = world.kill()

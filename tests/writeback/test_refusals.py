@@ -14,7 +14,7 @@ import trio.testing
 from monarch.errors import BusyError, UsageError
 from monarch.posix.credentials import Credentials
 from monarch.writeback.source_entries import SourceEntries
-from tests.writeback.remounts import Ground, Life
+from tests.writeback.remounts import Rig, Session
 
 ANOTHER = Credentials(1234, 1234)
 
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.promise(147)
 
 
 @pytest.fixture
-def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
-    ground = Ground(tmp_path, monkeypatch)
-    (ground.source / "d").mkdir()
-    (ground.source / "kept").write_bytes(b"of the source")
-    return ground
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    rig = Rig(tmp_path, monkeypatch)
+    (rig.source / "d").mkdir()
+    (rig.source / "kept").write_bytes(b"of the source")
+    return rig
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -35,138 +35,138 @@ async def until(holds: Callable[[], bool]) -> None:
             await trio.sleep(1)
 
 
-async def refused(life: Life, path: bytes = b"d/new") -> None:
+async def refused(session: Session, path: bytes = b"d/new") -> None:
     """A directory that cannot be made at the source, a file and a directory beneath it."""
-    (life.ground.source / os.fsdecode(path)).write_bytes(b"theirs")
-    await life.mkdir(path)
-    await life.write(path + b"/file", b"beneath")
-    await life.mkdir(path + b"/deep")
-    await life.write(path + b"/deep/file", b"deep beneath")
-    await life.at_rest()
+    (session.rig.source / os.fsdecode(path)).write_bytes(b"theirs")
+    await session.mkdir(path)
+    await session.write(path + b"/file", b"beneath")
+    await session.mkdir(path + b"/deep")
+    await session.write(path + b"/deep/file", b"deep beneath")
+    await session.at_rest()
 
 
-def paths(life: Life) -> list[bytes]:
-    return [refusal.path for refusal in life.write_back.refusals.list()]
+def paths(session: Session) -> list[bytes]:
+    return [refusal.path for refusal in session.write_back.refusals.list()]
 
 
 async def test_a_change_set_aside_does_not_block_its_user_and_stays_aside_over_a_remount(
-    ground: Ground,
+    rig: Rig,
 ) -> None:
-    async with ground.mount() as life:
-        await refused(life)
-        await life.write(b"weights", b"1")
-        await life.at_rest()
-        assert not (ground.source / "weights").exists()
-        await life.write_back.refusals.set_aside(b"d/new/file")
-        await life.at_rest()
-        assert (ground.source / "weights").read_bytes() == b"1"
-        backlog = life.write_back.drain.backlog()
+    async with rig.mount() as session:
+        await refused(session)
+        await session.write(b"weights", b"1")
+        await session.at_rest()
+        assert not (rig.source / "weights").exists()
+        await session.write_back.refusals.set_aside(b"d/new/file")
+        await session.at_rest()
+        assert (rig.source / "weights").read_bytes() == b"1"
+        backlog = session.write_back.drain.backlog()
         assert [each.path for each in backlog.aside] == [b"d/new"]
         assert backlog.aside_ops > 1 and backlog.only_aside
     for _ in range(2):
-        async with ground.mount() as life:
-            await life.write(b"weights", b"1 and more")
-            await life.at_rest()
-            assert (ground.source / "weights").read_bytes() == b"1 and more"
-            assert paths(life) == [b"d/new"]
+        async with rig.mount() as session:
+            await session.write(b"weights", b"1 and more")
+            await session.at_rest()
+            assert (rig.source / "weights").read_bytes() == b"1 and more"
+            assert paths(session) == [b"d/new"]
             # Also when the journal was written anew.
-            life.write_back.place.journal.shorten()
-    (ground.source / "d/new").unlink()
-    async with ground.mount() as life:
-        await life.write_back.refusals.retry(None)
-        await life.drained()
-        assert (ground.source / "d/new/deep/file").read_bytes() == b"deep beneath"
-        assert life.write_back.refusals.list() == []
+            session.write_back.place.journal.shorten()
+    (rig.source / "d/new").unlink()
+    async with rig.mount() as session:
+        await session.write_back.refusals.retry(None)
+        await session.drained()
+        assert (rig.source / "d/new/deep/file").read_bytes() == b"deep beneath"
+        assert session.write_back.refusals.list() == []
 
 
-async def test_a_retry_asks_the_source_at_once(
-    ground: Ground, clock: trio.testing.MockClock
-) -> None:
-    async with ground.mount() as life:
-        await refused(life)
+async def test_a_retry_asks_the_source_at_once(rig: Rig, clock: trio.testing.MockClock) -> None:
+    async with rig.mount() as session:
+        await refused(session)
         with trio.fail_after(3000):
-            while life.write_back.refusals.list()[0].tries < 6:
+            while session.write_back.refusals.list()[0].tries < 6:
                 await trio.sleep(1)
-        tries = life.write_back.refusals.list()[0].tries
+        tries = session.write_back.refusals.list()[0].tries
         begun = trio.current_time()
-        await life.write_back.refusals.retry(b"d/new")
-        assert life.write_back.refusals.list()[0].tries == tries + 1
-        (ground.source / "d/new").unlink()
-        await life.write_back.refusals.retry(None)
-        assert life.write_back.refusals.list() == [] and trio.current_time() - begun < 5
+        await session.write_back.refusals.retry(b"d/new")
+        assert session.write_back.refusals.list()[0].tries == tries + 1
+        (rig.source / "d/new").unlink()
+        await session.write_back.refusals.retry(None)
+        assert session.write_back.refusals.list() == [] and trio.current_time() - begun < 5
         with pytest.raises(UsageError, match="refuses nothing at 'd/new'"):
-            await life.write_back.refusals.retry(b"d/new")
+            await session.write_back.refusals.retry(b"d/new")
 
 
 @pytest.mark.finding("W11")
 async def test_a_discarded_change_is_gone_on_the_mount_and_changes_nothing_at_the_source(
-    ground: Ground,
+    rig: Rig,
 ) -> None:
-    async with ground.mount() as life:
-        await refused(life)
-        await life.write(b"weights", b"1")
-        removed = await life.write_back.refusals.discard(b"d/new")
+    async with rig.mount() as session:
+        await refused(session)
+        await session.write(b"weights", b"1")
+        removed = await session.write_back.refusals.discard(b"d/new")
         assert set(removed) == {b"d/new", b"d/new/file", b"d/new/deep", b"d/new/deep/file"}
-        await life.drained()
-        shown = life.shown()
+        await session.drained()
+        shown = session.shown()
         assert b"d/new" not in shown and b"d/new/file" not in shown
-        assert (ground.source / "d/new").read_bytes() == b"theirs"
-        assert (ground.source / "weights").read_bytes() == b"1"
-        assert life.write_back.refusals.list() == [] and life.write_back.drain.backlog().ops == 0
-        assert life.write_back.drain.backlog().conflicts == 0
+        assert (rig.source / "d/new").read_bytes() == b"theirs"
+        assert (rig.source / "weights").read_bytes() == b"1"
+        assert (
+            session.write_back.refusals.list() == [] and session.write_back.drain.backlog().ops == 0
+        )
+        assert session.write_back.drain.backlog().conflicts == 0
     for more in ({"freshness": "never"}, {}):
-        async with ground.mount(**more) as life:
-            await life.drained()
-            assert b"d/new/file" not in life.shown()
-    assert (ground.source / "d/new").read_bytes() == b"theirs"
-    assert sorted(os.listdir(ground.source / "d")) == ["new"]
+        async with rig.mount(**more) as session:
+            await session.drained()
+            assert b"d/new/file" not in session.shown()
+    assert (rig.source / "d/new").read_bytes() == b"theirs"
+    assert sorted(os.listdir(rig.source / "d")) == ["new"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the source must refuse what another user does")
 async def test_a_file_of_the_source_is_shown_as_it_is_there_when_its_change_is_given_up(
-    ground: Ground,
+    rig: Rig,
 ) -> None:
-    (ground.source / "kept").chmod(0o666)
-    async with ground.mount(freshness="never") as life:
-        ino = life.ino(b"kept")
-        await life.writing.open(ino, os.O_WRONLY, ANOTHER)
+    (rig.source / "kept").chmod(0o666)
+    async with rig.mount(freshness="never") as session:
+        ino = session.ino(b"kept")
+        await session.writing.open(ino, os.O_WRONLY, ANOTHER)
         # By then that user may not write it any more.
-        (ground.source / "kept").chmod(0o600)
-        await life.files.write(ino, 0, b"written here!")
-        life.front.recorder.record(life.names.copy_up(ino))
-        await until(lambda: paths(life) == [b"kept"])
+        (rig.source / "kept").chmod(0o600)
+        await session.files.write(ino, 0, b"written here!")
+        session.front.recorder.record(session.names.copy_up(ino))
+        await until(lambda: paths(session) == [b"kept"])
         with pytest.raises(BusyError, match="'kept' is open"):
-            await life.write_back.refusals.discard(b"kept")
-        life.files.release(ino)
-        (ground.source / "kept").write_bytes(b"of others")
-        assert await life.write_back.refusals.discard(b"kept") == []
-        await life.drained()
-        assert life.shown()[b"kept"].content == b"of others"
-        assert life.shown()[b"kept"].safety == "source"
-    async with ground.mount(freshness="never") as life:
-        await life.drained()
-        assert life.shown()[b"kept"].content == b"of others"
-    assert (ground.source / "kept").read_bytes() == b"of others"
+            await session.write_back.refusals.discard(b"kept")
+        session.files.release(ino)
+        (rig.source / "kept").write_bytes(b"of others")
+        assert await session.write_back.refusals.discard(b"kept") == []
+        await session.drained()
+        assert session.shown()[b"kept"].content == b"of others"
+        assert session.shown()[b"kept"].safety == "source"
+    async with rig.mount(freshness="never") as session:
+        await session.drained()
+        assert session.shown()[b"kept"].content == b"of others"
+    assert (rig.source / "kept").read_bytes() == b"of others"
 
 
 async def test_a_file_moved_elsewhere_is_not_discarded_with_the_directory_it_was_made_in(
-    ground: Ground,
+    rig: Rig,
 ) -> None:
-    async with ground.mount() as life:
-        await refused(life)
-        await life.rename(b"d/new/file", b"moved")
-        await life.rename(b"kept", b"d/new/theirs")
-        await life.at_rest()
+    async with rig.mount() as session:
+        await refused(session)
+        await session.rename(b"d/new/file", b"moved")
+        await session.rename(b"kept", b"d/new/theirs")
+        await session.at_rest()
         with pytest.raises(UsageError, match="'d/new/theirs' is at the source"):
-            await life.write_back.refusals.discard(b"d/new")
-        await life.rename(b"d/new/theirs", b"kept")
-        await life.write_back.refusals.discard(b"d/new")
-        await life.drained()
-        assert (ground.source / "moved").read_bytes() == b"beneath"
-        assert (ground.source / "kept").read_bytes() == b"of the source"
-        assert life.shown()[b"moved"].content == b"beneath"
+            await session.write_back.refusals.discard(b"d/new")
+        await session.rename(b"d/new/theirs", b"kept")
+        await session.write_back.refusals.discard(b"d/new")
+        await session.drained()
+        assert (rig.source / "moved").read_bytes() == b"beneath"
+        assert (rig.source / "kept").read_bytes() == b"of the source"
+        assert session.shown()[b"moved"].content == b"beneath"
         with pytest.raises(UsageError, match="refuses nothing"):
-            await life.write_back.refusals.discard(b"d/new")
+            await session.write_back.refusals.discard(b"d/new")
 
 
 @pytest.mark.parametrize("kept", [2, 8192])
@@ -176,168 +176,170 @@ async def test_a_directory_whose_rename_is_given_up_has_its_name_again(
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    ground = Ground(tmp_path, monkeypatch, names_kept=kept)
-    (ground.source / "d").mkdir()
-    async with ground.mount() as life:
-        await life.mkdir(b"box")
-        await life.write(b"box/file", b"drained")
-        await life.drained()
+    rig = Rig(tmp_path, monkeypatch, names_kept=kept)
+    (rig.source / "d").mkdir()
+    async with rig.mount() as session:
+        await session.mkdir(b"box")
+        await session.write(b"box/file", b"drained")
+        await session.drained()
         with monkeypatch.context() as patched:
             patched.setattr(SourceEntries, "rename", refuse)
-            await life.rename(b"box", b"d/moved")
-            await life.write(b"d/moved/file", b"again")
-            await life.write(b"d/moved/new", b"new")
-            await life.at_rest()
-            await life.mkdir(b"box")
+            await session.rename(b"box", b"d/moved")
+            await session.write(b"d/moved/file", b"again")
+            await session.write(b"d/moved/new", b"new")
+            await session.at_rest()
+            await session.mkdir(b"box")
             with pytest.raises(UsageError, match="cannot be 'box' again"):
-                await life.write_back.refusals.discard(b"d/moved")
-            life.rmdir(b"box")
-            assert await life.write_back.refusals.discard(b"d/moved") == [b"d/moved/new"]
-            assert b"d/moved" not in life.shown() and b"box" in life.shown()
-        await life.drained()
-        assert life.shown()[b"box/file"].content == b"drained"
-        await life.write(b"box/later", b"later")
-        await life.rename(b"box", b"d/moved")
-        await life.drained()
-        assert life.write_back.drain.backlog().conflicts == 0
+                await session.write_back.refusals.discard(b"d/moved")
+            session.rmdir(b"box")
+            assert await session.write_back.refusals.discard(b"d/moved") == [b"d/moved/new"]
+            assert b"d/moved" not in session.shown() and b"box" in session.shown()
+        await session.drained()
+        assert session.shown()[b"box/file"].content == b"drained"
+        await session.write(b"box/later", b"later")
+        await session.rename(b"box", b"d/moved")
+        await session.drained()
+        assert session.write_back.drain.backlog().conflicts == 0
     for more in ({"freshness": "never"}, {}):
-        async with ground.mount(**more) as life:
-            await life.drained()
-            shown = {path: it.content for path, it in life.shown().items()}
+        async with rig.mount(**more) as session:
+            await session.drained()
+            shown = {path: it.content for path, it in session.shown().items()}
             assert shown == {
                 b"d": b"",
                 b"d/moved": b"",
                 b"d/moved/file": b"drained",
                 b"d/moved/later": b"later",
             }
-    assert (ground.source / "d/moved/later").read_bytes() == b"later"
+    assert (rig.source / "d/moved/later").read_bytes() == b"later"
 
 
 @pytest.mark.finding("W11")
 @pytest.mark.promise(146)
 async def test_a_link_that_the_source_cannot_have_is_set_aside_at_once(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "symlink", refuse)
-    async with ground.mount() as life:
-        await life.symlink(b"latest", b"kept")
-        await life.write(b"weights", b"1")
-        await life.at_rest()
-        assert (ground.source / "weights").read_bytes() == b"1"
-        assert [(each.path, each.is_aside) for each in life.write_back.refusals.list()] == [
+    async with rig.mount() as session:
+        await session.symlink(b"latest", b"kept")
+        await session.write(b"weights", b"1")
+        await session.at_rest()
+        assert (rig.source / "weights").read_bytes() == b"1"
+        assert [(each.path, each.is_aside) for each in session.write_back.refusals.list()] == [
             (b"latest", True)
         ]
-        assert await life.write_back.refusals.discard(b"latest") == [b"latest"]
-        await life.drained()
+        assert await session.write_back.refusals.discard(b"latest") == [b"latest"]
+        await session.drained()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the source must refuse what another user does")
 async def test_a_file_of_others_under_the_name_of_what_is_given_up_is_no_conflict(
-    ground: Ground,
+    rig: Rig,
 ) -> None:
-    async with ground.mount() as life:
-        made = await life.writing.create(*life.at(b"d/f"), mode=0o644, by=ANOTHER)
-        await life.files.write(made.ino, 0, b"not theirs")
-        life.files.release(made.ino)
-        await until(lambda: paths(life) == [b"d/f"])
-        (ground.source / "d/f").write_bytes(b"theirs")
-        assert await life.write_back.refusals.discard(b"d/f") == [b"d/f"]
-        await life.drained()
-        assert life.write_back.drain.backlog().conflicts == 0
-    assert (ground.source / "d/f").read_bytes() == b"theirs"
+    async with rig.mount() as session:
+        made = await session.writing.create(*session.at(b"d/f"), mode=0o644, by=ANOTHER)
+        await session.files.write(made.ino, 0, b"not theirs")
+        session.files.release(made.ino)
+        await until(lambda: paths(session) == [b"d/f"])
+        (rig.source / "d/f").write_bytes(b"theirs")
+        assert await session.write_back.refusals.discard(b"d/f") == [b"d/f"]
+        await session.drained()
+        assert session.write_back.drain.backlog().conflicts == 0
+    assert (rig.source / "d/f").read_bytes() == b"theirs"
 
 
 async def test_a_file_with_another_name_elsewhere_is_given_up_at_the_path_alone(
-    ground: Ground,
+    rig: Rig,
 ) -> None:
-    async with ground.mount() as life:
-        await refused(life)
-        await life.link(b"d/new/file", b"linked")
-        await life.link(b"d/new/deep/file", b"d/new/again")
-        await life.at_rest()
-        assert not (ground.source / "linked").exists()
-        removed = await life.write_back.refusals.discard(b"d/new")
+    async with rig.mount() as session:
+        await refused(session)
+        await session.link(b"d/new/file", b"linked")
+        await session.link(b"d/new/deep/file", b"d/new/again")
+        await session.at_rest()
+        assert not (rig.source / "linked").exists()
+        removed = await session.write_back.refusals.discard(b"d/new")
         assert set(removed) == {
             *(b"d/new", b"d/new/file", b"d/new/again", b"d/new/deep", b"d/new/deep/file"),
         }
-        await life.drained()
+        await session.drained()
         assert (
-            life.write_back.refusals.list() == [] and life.write_back.drain.backlog().conflicts == 0
+            session.write_back.refusals.list() == []
+            and session.write_back.drain.backlog().conflicts == 0
         )
-        assert life.shown()[b"linked"].content == b"beneath"
-        assert (ground.source / "linked").read_bytes() == b"beneath"
+        assert session.shown()[b"linked"].content == b"beneath"
+        assert (rig.source / "linked").read_bytes() == b"beneath"
     for more in ({"freshness": "never"}, {}):
-        async with ground.mount(**more) as life:
-            await life.drained()
-            assert life.shown()[b"linked"].content == b"beneath"
-            assert b"d/new/file" not in life.shown()
-    assert (ground.source / "d/new").read_bytes() == b"theirs"
+        async with rig.mount(**more) as session:
+            await session.drained()
+            assert session.shown()[b"linked"].content == b"beneath"
+            assert b"d/new/file" not in session.shown()
+    assert (rig.source / "d/new").read_bytes() == b"theirs"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the source must refuse what another user does")
 @pytest.mark.parametrize("theirs", [b"", b"theirs"])
 async def test_a_file_that_cannot_be_made_is_given_up_where_that_is_and_comes_under_its_other_name(
-    ground: Ground, theirs: bytes
+    rig: Rig, theirs: bytes
 ) -> None:
-    (ground.source / "ok").mkdir()
-    (ground.source / "ok").chmod(0o777)
-    async with ground.mount() as life:
-        made = await life.writing.create(*life.at(b"d/f"), mode=0o644, by=ANOTHER)
-        await life.files.write(made.ino, 0, b"bytes")
-        life.files.release(made.ino)
-        await life.writing.link(made.ino, *life.at(b"ok/link"), by=ANOTHER)
-        await until(lambda: paths(life) == [b"d/f"])
+    (rig.source / "ok").mkdir()
+    (rig.source / "ok").chmod(0o777)
+    async with rig.mount() as session:
+        made = await session.writing.create(*session.at(b"d/f"), mode=0o644, by=ANOTHER)
+        await session.files.write(made.ino, 0, b"bytes")
+        session.files.release(made.ino)
+        await session.writing.link(made.ino, *session.at(b"ok/link"), by=ANOTHER)
+        await until(lambda: paths(session) == [b"d/f"])
         if theirs:
-            (ground.source / "d/f").write_bytes(theirs)
-        assert await life.write_back.refusals.discard(b"d") == [b"d/f"]
-        await life.drained()
+            (rig.source / "d/f").write_bytes(theirs)
+        assert await session.write_back.refusals.discard(b"d") == [b"d/f"]
+        await session.drained()
         assert (
-            life.write_back.refusals.list() == [] and life.write_back.drain.backlog().conflicts == 0
+            session.write_back.refusals.list() == []
+            and session.write_back.drain.backlog().conflicts == 0
         )
-        assert b"d/f" not in life.shown() or theirs
-        assert (ground.source / "ok/link").read_bytes() == b"bytes"
-    assert os.listdir(ground.source / "d") == (["f"] if theirs else [])
+        assert b"d/f" not in session.shown() or theirs
+        assert (rig.source / "ok/link").read_bytes() == b"bytes"
+    assert os.listdir(rig.source / "d") == (["f"] if theirs else [])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the source must refuse what another user does")
-async def test_a_name_that_was_removed_since_is_given_up_as_well(ground: Ground) -> None:
-    (ground.source / "kept").chmod(0o666)
-    async with ground.mount() as life:
-        await life.writing.link(life.ino(b"kept"), *life.at(b"d/link"), by=ANOTHER)
-        await life.writing.link(life.ino(b"kept"), *life.at(b"d/other"), by=ANOTHER)
-        await until(lambda: b"d/link" in paths(life))
-        life.unlink(b"d/link")
-        assert await life.write_back.refusals.discard(b"d") == [b"d/other"]
-        await life.drained()
-        assert life.write_back.refusals.list() == [] and os.listdir(ground.source / "d") == []
-        assert life.shown()[b"kept"].content == b"of the source"
+async def test_a_name_that_was_removed_since_is_given_up_as_well(rig: Rig) -> None:
+    (rig.source / "kept").chmod(0o666)
+    async with rig.mount() as session:
+        await session.writing.link(session.ino(b"kept"), *session.at(b"d/link"), by=ANOTHER)
+        await session.writing.link(session.ino(b"kept"), *session.at(b"d/other"), by=ANOTHER)
+        await until(lambda: b"d/link" in paths(session))
+        session.unlink(b"d/link")
+        assert await session.write_back.refusals.discard(b"d") == [b"d/other"]
+        await session.drained()
+        assert session.write_back.refusals.list() == [] and os.listdir(rig.source / "d") == []
+        assert session.shown()[b"kept"].content == b"of the source"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the source must refuse what another user does")
 async def test_a_link_elsewhere_comes_though_the_content_of_its_file_is_given_up(
-    ground: Ground,
+    rig: Rig,
 ) -> None:
-    (ground.source / "kept").chmod(0o666)
-    async with ground.mount(freshness="never") as life:
-        ino = life.ino(b"kept")
-        await life.writing.open(ino, os.O_WRONLY, ANOTHER)
-        (ground.source / "kept").chmod(0o600)
-        await life.files.write(ino, 0, b"written here!")
-        life.files.release(ino)
-        await until(lambda: paths(life) == [b"kept"])
-        await life.link(b"kept", b"once")
-        await life.link(b"once", b"linked")
-        life.unlink(b"once")
-        assert await life.write_back.refusals.discard(b"kept") == []
-        await life.drained()
-        assert life.shown()[b"kept"].content == b"of the source"
-        assert life.shown()[b"linked"].content == b"of the source"
-        assert (ground.source / "linked").samefile(ground.source / "kept")
-        assert not (ground.source / "once").exists()
-        assert life.write_back.drain.backlog().conflicts == 0
-    async with ground.mount(freshness="never") as life:
-        await life.drained()
-        assert life.shown()[b"linked"].content == b"of the source"
+    (rig.source / "kept").chmod(0o666)
+    async with rig.mount(freshness="never") as session:
+        ino = session.ino(b"kept")
+        await session.writing.open(ino, os.O_WRONLY, ANOTHER)
+        (rig.source / "kept").chmod(0o600)
+        await session.files.write(ino, 0, b"written here!")
+        session.files.release(ino)
+        await until(lambda: paths(session) == [b"kept"])
+        await session.link(b"kept", b"once")
+        await session.link(b"once", b"linked")
+        session.unlink(b"once")
+        assert await session.write_back.refusals.discard(b"kept") == []
+        await session.drained()
+        assert session.shown()[b"kept"].content == b"of the source"
+        assert session.shown()[b"linked"].content == b"of the source"
+        assert (rig.source / "linked").samefile(rig.source / "kept")
+        assert not (rig.source / "once").exists()
+        assert session.write_back.drain.backlog().conflicts == 0
+    async with rig.mount(freshness="never") as session:
+        await session.drained()
+        assert session.shown()[b"linked"].content == b"of the source"

@@ -17,7 +17,7 @@ from monarch.namespace.build import build
 from monarch.writeback.source_writer import SourceWriter
 from tests.equipment.remounts import KINDS, Tree, tree_of
 from tests.writeback.remount_histories import how, prepared
-from tests.writeback.remounts import Ground, Life
+from tests.writeback.remounts import Rig, Session
 
 Clock = trio.testing.MockClock
 
@@ -27,26 +27,26 @@ _WAYS = ("kill", "abandon", "timeout")
 _KINDS = [*zip(sorted({*KINDS} - {"full"}), cycle(_WAYS))]
 
 
-async def ended(life: Life, way: str) -> None:
+async def ended(session: Session, way: str) -> None:
     """End a mount. Its drain does nothing, so a clean end waits in vain for it."""
     if way in ("abandon", "timeout"):
-        await life.end(abandoned=way == "abandon")
+        await session.end(abandoned=way == "abandon")
 
 
 def bare(tree: Tree) -> dict[bytes, tuple[object, ...]]:
     return {path: it.bare for path, it in tree.items()}
 
 
-async def brought(ground: Ground) -> Tree:
+async def brought(rig: Rig) -> Tree:
     """What the source has after a mount that drains all; that mount shows the same."""
-    async with ground.mount() as life:
-        await life.drained()
-        assert bare(life.shown()) == bare(tree_of(ground.source))
-        await life.end()
-    async with ground.mount(refreshed=True) as life:
-        assert bare(life.shown()) == bare(tree_of(ground.source)) and not ground.put_off
-        await life.end()
-    return tree_of(ground.source)
+    async with rig.mount() as session:
+        await session.drained()
+        assert bare(session.shown()) == bare(tree_of(rig.source))
+        await session.end()
+    async with rig.mount(refreshed=True) as session:
+        assert bare(session.shown()) == bare(tree_of(rig.source)) and not rig.put_off
+        await session.end()
+    return tree_of(rig.source)
 
 
 @pytest.mark.finding("W1", "S1")
@@ -55,34 +55,34 @@ async def brought(ground: Ground) -> Tree:
 async def test_files_that_came_and_went_prevent_no_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, kind: str, way: str
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount() as life:
-        await life.write(b"drained", b"1")
-        await life.write(b"replaced", b"1")
-        await life.drained()
-        await life.end()
-    async with ground.mount(works=False, writeback={"end_timeout": "1s"}) as life:
-        await life.write(b"ckpt", b"weights", synced=True)
-        await life.write(b"new", b"never drained")
-        life.unlink(b"new")
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        await session.write(b"drained", b"1")
+        await session.write(b"replaced", b"1")
+        await session.drained()
+        await session.end()
+    async with rig.mount(works=False, writeback={"end_timeout": "1s"}) as session:
+        await session.write(b"ckpt", b"weights", synced=True)
+        await session.write(b"new", b"never drained")
+        session.unlink(b"new")
         # The source has it under the name from which it was renamed.
-        await life.rename(b"drained", b"moved")
-        life.unlink(b"moved")
-        await life.write(b"one", b"1")
-        await life.write(b"two", b"2", synced=True)
-        await life.rename(b"two", b"one")
-        await life.write(b"other", b"other", synced=True)
-        await life.rename(b"other", b"replaced")
-        await life.front.recorder.sync()
-        await ended(life, way)
-        before = life.shown()
+        await session.rename(b"drained", b"moved")
+        session.unlink(b"moved")
+        await session.write(b"one", b"1")
+        await session.write(b"two", b"2", synced=True)
+        await session.rename(b"two", b"one")
+        await session.write(b"other", b"other", synced=True)
+        await session.rename(b"other", b"replaced")
+        await session.front.recorder.sync()
+        await ended(session, way)
+        before = session.shown()
     names = {b"ckpt": b"weights", b"one": b"2", b"replaced": b"other"}
     for _ in range(2):
-        async with ground.mount(works=False, **how(kind, ground)) as life:
-            shown = life.shown()
+        async with rig.mount(works=False, **how(kind, rig)) as session:
+            shown = session.shown()
             assert {name: shown[name].content for name in names} == names
             assert bare(shown) == bare(before)
-    there = await brought(ground)
+    there = await brought(rig)
     assert {name: there[name].content for name in names} == names
     assert not there.keys() & {b"new", b"drained", b"moved", b"two", b"other"}
 
@@ -94,28 +94,28 @@ async def test_checkpoints_over_a_given_snapshot_prevent_no_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, kind: str
 ) -> None:
     """As a Checkpointer writes: each file beside its name, the old ones removed."""
-    ground = prepared(tmp_path, monkeypatch)
+    rig = prepared(tmp_path, monkeypatch)
     given = {"snapshot": {"file": tmp_path / "given.snapshot", "jobs": 1}}
-    build(ground.source, tmp_path / "given.snapshot", jobs=1)
-    async with ground.mount(**given) as life:
+    build(rig.source, tmp_path / "given.snapshot", jobs=1)
+    async with rig.mount(**given) as session:
         for step in range(30):
-            await life.write(b"d/tmp", b"step %d" % step, synced=True)
-            await life.rename(b"d/tmp", b"d/step-%d" % step)
-            await life.write(b"d/manifest.tmp", b"%d" % step, synced=True)
-            await life.rename(b"d/manifest.tmp", b"d/manifest")
+            await session.write(b"d/tmp", b"step %d" % step, synced=True)
+            await session.rename(b"d/tmp", b"d/step-%d" % step)
+            await session.write(b"d/manifest.tmp", b"%d" % step, synced=True)
+            await session.rename(b"d/manifest.tmp", b"d/manifest")
             if step >= 2:
-                life.unlink(b"d/step-%d" % (step - 2))
+                session.unlink(b"d/step-%d" % (step - 2))
             if step % 3:
-                await life.drained()
-        await life.end()
-        before = life.shown()
+                await session.drained()
+        await session.end()
+        before = session.shown()
     assert {b"d/step-28", b"d/step-29", b"d/manifest"} <= before.keys()
-    for more in (given, {**given, "write": False}, given, how(kind, ground)):
-        async with ground.mount(**more) as life:
-            assert bare(life.shown()) == bare(before)
-            await life.drained()
-            await life.end()
-    assert bare(tree_of(ground.source)) == bare(before)
+    for more in (given, {**given, "write": False}, given, how(kind, rig)):
+        async with rig.mount(**more) as session:
+            assert bare(session.shown()) == bare(before)
+            await session.drained()
+            await session.end()
+    assert bare(tree_of(rig.source)) == bare(before)
 
 
 def read_only(*args: object) -> None:
@@ -156,44 +156,44 @@ async def test_synced_files_in_renamed_directories_are_shown_and_drained(
     kind: str,
     way: str,
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    (ground.source / "run").mkdir()
+    rig = prepared(tmp_path, monkeypatch)
+    (rig.source / "run").mkdir()
     with monkeypatch.context() as patched:
-        async with ground.mount(writeback={"end_timeout": "1s"}) as life:
-            await life.mkdir(b"run/tmp-100")
-            await life.write(b"run/tmp-100/shard", b"shard", synced=True)
-            await life.drained()
+        async with rig.mount(writeback={"end_timeout": "1s"}) as session:
+            await session.mkdir(b"run/tmp-100")
+            await session.write(b"run/tmp-100/shard", b"shard", synced=True)
+            await session.drained()
             patched.setattr(SourceWriter, "carry_out", read_only)
-            await life.write(b"run/ckpt", b"weights", synced=True)
-            await life.rename(b"run/tmp-100", b"run/step-100")
-            await life.write(b"run/step-100/COMMIT", b"done", synced=True)
-            await life.front.recorder.sync()
-            await ended(life, way)
-    others(ground.source)
+            await session.write(b"run/ckpt", b"weights", synced=True)
+            await session.rename(b"run/tmp-100", b"run/step-100")
+            await session.write(b"run/step-100/COMMIT", b"done", synced=True)
+            await session.front.recorder.sync()
+            await ended(session, way)
+    others(rig.source)
     synced = {b"run/ckpt": b"weights", b"run/step-100/COMMIT": b"done"}
     for _ in range(2):
-        async with ground.mount(works=False, **how(kind, ground)) as life:
-            shown = life.shown()
+        async with rig.mount(works=False, **how(kind, rig)) as session:
+            shown = session.shown()
             assert {name: shown[name].content for name in synced} == synced
             assert b"run/tmp-100" not in shown
-            assert life.write_back.drain.backlog().ops > 0
-    async with ground.mount() as life:
-        await life.at_rest()
-        trouble = life.write_back.drain.backlog().trouble
-        there = tree_of(ground.source)
+            assert session.write_back.drain.backlog().ops > 0
+    async with rig.mount() as session:
+        await session.at_rest()
+        trouble = session.write_back.drain.backlog().trouble
+        there = tree_of(rig.source)
         for name, content in synced.items():
-            assert life.shown()[name].content == content
+            assert session.shown()[name].content == content
             # It is there, or health names what the source refuses, and the file is not lost.
             assert trouble or there[name].content == content
         assert not trouble or others in (replaced_by_file, replaced_by_link)
         if others is nothing:
             assert there[b"run/step-100/shard"].content == b"shard"
             assert b"run/tmp-100" not in there
-        await life.end(abandoned=trouble is not None)
-    async with ground.mount() as life:
-        shown = life.shown()
+        await session.end(abandoned=trouble is not None)
+    async with rig.mount() as session:
+        shown = session.shown()
         assert {name: shown[name].content for name in synced} == synced
-        await life.end(abandoned=trouble is not None)
+        await session.end(abandoned=trouble is not None)
 
 
 @pytest.mark.finding("W3")
@@ -202,27 +202,27 @@ async def test_synced_files_in_renamed_directories_are_shown_and_drained(
 async def test_files_without_an_fsync_survive_a_reboot_after_a_clean_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, way: str
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
+    rig = prepared(tmp_path, monkeypatch)
     settings = {"end_timeout": "1s", "commit": "0s"}
-    async with ground.mount(works=False, writeback=settings) as life:
-        await life.write(b"result", b"never synced")
-        await life.write(b"d/a", b"never synced either")
-        await ended(life, way)
-        before = life.shown()
-    ground.boot_again()
-    async with ground.mount() as life:
-        shown = life.shown()
-        lost = life.write_back.place.found.lost
+    async with rig.mount(works=False, writeback=settings) as session:
+        await session.write(b"result", b"never synced")
+        await session.write(b"d/a", b"never synced either")
+        await ended(session, way)
+        before = session.shown()
+    rig.boot_again()
+    async with rig.mount() as session:
+        shown = session.shown()
+        lost = session.write_back.place.found.lost
         if way == "kill":
             # The old file stays where the new one never was.
             assert b"result" not in shown and shown[b"d/a"].content == b"old d/a"
             assert {op.path for op in lost} == {b"result", b"d/a"}
             return
         assert bare(shown) == bare(before) and lost == ()
-        await life.drained()
-        await life.end()
-    assert (ground.source / "result").read_bytes() == b"never synced"
-    assert (ground.source / "d/a").read_bytes() == b"never synced either"
+        await session.drained()
+        await session.end()
+    assert (rig.source / "result").read_bytes() == b"never synced"
+    assert (rig.source / "d/a").read_bytes() == b"never synced either"
 
 
 @pytest.mark.promise(67, 129)
@@ -232,13 +232,13 @@ async def test_a_file_that_went_to_the_source_directly_is_read_there_with_anothe
     async def full() -> tuple[int, int]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount() as life:
-        monkeypatch.setattr(life.front.objects.spares, "take", full)
-        await life.open(b"a")
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        monkeypatch.setattr(session.front.objects.spares, "take", full)
+        await session.open(b"a")
         # The record that the tier has no room for it is done, and its content is not recorded.
         await trio.sleep(5)
     for kind in ("same", "lost state"):
-        async with ground.mount(works=False, **how(kind, ground)) as life:
-            assert life.shown()[b"a"].content == b"old a"
-    assert (await brought(ground))[b"a"].content == b"old a"
+        async with rig.mount(works=False, **how(kind, rig)) as session:
+            assert session.shown()[b"a"].content == b"old a"
+    assert (await brought(rig))[b"a"].content == b"old a"

@@ -26,7 +26,7 @@ from monarch.writeback import replay as replay_module
 from monarch.writeback.source_contents import StagedContents
 from tests.equipment.remounts import tree_of
 from tests.writeback.remount_histories import history, how, prepared
-from tests.writeback.remounts import Life
+from tests.writeback.remounts import Session
 
 # The tests that share the histories. A history whose changes the source refuses for good waits
 # 1,800 virtual seconds, which take 18 real ones: few of them may meet in one test.
@@ -93,32 +93,32 @@ def numbers(part: int, pytestconfig: pytest.Config) -> Iterator[int]:
 async def test_while_something_waits_the_names_are_those_of_its_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount(works=False) as life:
-        await life.mkdir(b"e")
-        await life.write(b"e/new", b"new", synced=True)
-        snapshot_id = life.names.snapshot.id
-    (ground.source / "others").write_bytes(b"x")
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.mkdir(b"e")
+        await session.write(b"e/new", b"new", synced=True)
+        snapshot_id = session.names.snapshot.id
+    (rig.source / "others").write_bytes(b"x")
     given = tmp_path / "given.snapshot"
-    build(ground.source, given, jobs=1)
+    build(rig.source, given, jobs=1)
     for more, is_reported in (
         ({}, False),
         ({"refreshed": True}, True),
         ({"snapshot": {"file": given}}, True),
     ):
-        async with ground.mount(works=False, **more) as life:
-            assert life.names.snapshot.id == snapshot_id
-            assert b"others" not in life.shown()
-            assert life.shown()[b"e/new"].content == b"new"
-            assert ("mount again" in ground.put_off) is is_reported
-    async with ground.mount() as life:
-        await life.drained()
-        await life.end()
-    async with ground.mount() as life:
-        assert life.names.snapshot.id != snapshot_id
-        assert life.shown()[b"others"].content == b"x"
-        assert life.shown()[b"e/new"].content == b"new"
-        assert not ground.put_off
+        async with rig.mount(works=False, **more) as session:
+            assert session.names.snapshot.id == snapshot_id
+            assert b"others" not in session.shown()
+            assert session.shown()[b"e/new"].content == b"new"
+            assert ("mount again" in rig.put_off) is is_reported
+    async with rig.mount() as session:
+        await session.drained()
+        await session.end()
+    async with rig.mount() as session:
+        assert session.names.snapshot.id != snapshot_id
+        assert session.shown()[b"others"].content == b"x"
+        assert session.shown()[b"e/new"].content == b"new"
+        assert not rig.put_off
 
 
 @pytest.mark.promise(170)
@@ -127,29 +127,29 @@ async def test_a_renewed_snapshot_has_what_earlier_mounts_have_changed_in_place(
 ) -> None:
     # Directories are believed that were changed a moment ago.
     monkeypatch.setattr(scan, "_RACY_NS", -3600 * 10**9)
-    ground = prepared(tmp_path, monkeypatch)
+    rig = prepared(tmp_path, monkeypatch)
     for name in ("mode", "time", "linked"):
-        (ground.source / "d" / name).write_bytes(b"six666")
-    os.mkfifo(ground.source / "d/fifo", 0o644)
-    before = os.stat(ground.source / "d")
-    async with ground.mount() as life:
-        await life.chmod(b"d/mode", 0o600)
-        await life.chmod(b"d/fifo", 0o600)
-        await life.utime(b"d/time", 10**18)
-        await life.link(b"d/linked", b"other name")
-        await life.drained()
-    assert os.stat(ground.source / "d").st_mtime_ns == before.st_mtime_ns
+        (rig.source / "d" / name).write_bytes(b"six666")
+    os.mkfifo(rig.source / "d/fifo", 0o644)
+    before = os.stat(rig.source / "d")
+    async with rig.mount() as session:
+        await session.chmod(b"d/mode", 0o600)
+        await session.chmod(b"d/fifo", 0o600)
+        await session.utime(b"d/time", 10**18)
+        await session.link(b"d/linked", b"other name")
+        await session.drained()
+    assert os.stat(rig.source / "d").st_mtime_ns == before.st_mtime_ns
     for _ in range(2):
-        async with ground.mount() as life:
+        async with rig.mount() as session:
             found = {
-                path: life.names.attributes(life.ino(path))
-                for path in map(b"d/".__add__, os.listdir(os.fsencode(ground.source / "d")))
+                path: session.names.attributes(session.ino(path))
+                for path in map(b"d/".__add__, os.listdir(os.fsencode(rig.source / "d")))
             }
             assert found[b"d/mode"].mode & 0o777 == found[b"d/fifo"].mode & 0o777 == 0o600
             assert found[b"d/time"].mtime_ns == 10**18
-            assert life.ino(b"other name") == found[b"d/linked"].ino
+            assert session.ino(b"other name") == found[b"d/linked"].ino
             assert found[b"d/linked"].nlink == 2
-            await life.end()
+            await session.end()
 
 
 @pytest.mark.promise(170)
@@ -157,41 +157,41 @@ async def test_a_renewed_snapshot_has_what_earlier_mounts_have_changed_in_place(
 async def test_a_mount_that_never_checks_shows_drained_files_over_another_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount() as life:
-        await life.end()
-    async with ground.mount(**how(kind, ground)) as life:
-        await life.write(b"d/new", b"written")
-        life.unlink(b"d/a")
-        await life.chmod(b"h/of the source", 0o600)
-        await life.drained()
-        before = life.shown()
-        await life.end()
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        await session.end()
+    async with rig.mount(**how(kind, rig)) as session:
+        await session.write(b"d/new", b"written")
+        session.unlink(b"d/a")
+        await session.chmod(b"h/of the source", 0o600)
+        await session.drained()
+        before = session.shown()
+        await session.end()
     # Its journal forgets what is in its snapshot.
-    async with ground.mount(**how("given", ground)) as life:
-        await life.end()
+    async with rig.mount(**how("given", rig)) as session:
+        await session.end()
     for _ in range(2):
-        async with ground.mount(freshness="never") as life:
-            now = life.shown()
+        async with rig.mount(freshness="never") as session:
+            now = session.shown()
             assert {path: it.bare for path, it in now.items()} == {
                 path: it.bare for path, it in before.items()
             }
-            await life.end()
+            await session.end()
 
 
 @pytest.mark.promise(129)
 async def test_a_damaged_note_of_the_snapshot_keeps_no_mount_from_coming_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount(works=False) as life:
-        await life.write(b"d/new", b"new", synced=True)
-    (ground.directory / "snapshot").write_bytes(b"\xff\x00")
-    async with ground.mount() as life:
-        assert life.shown()[b"d/new"].content == b"new"
-        await life.drained()
-        await life.end()
-    assert (ground.source / "d/new").read_bytes() == b"new"
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.write(b"d/new", b"new", synced=True)
+    (rig.directory / "snapshot").write_bytes(b"\xff\x00")
+    async with rig.mount() as session:
+        assert session.shown()[b"d/new"].content == b"new"
+        await session.drained()
+        await session.end()
+    assert (rig.source / "d/new").read_bytes() == b"new"
 
 
 @pytest.mark.finding("W2", "S2")
@@ -199,21 +199,21 @@ async def test_a_damaged_note_of_the_snapshot_keeps_no_mount_from_coming_up(
 async def test_files_without_a_place_in_the_tree_after_a_remount_are_drained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount(works=False) as life:
-        await life.mkdir(b"e")
-        await life.write(b"e/kept", b"kept", synced=True)
-        await life.write(b"e/gone", b"gone", synced=True)
-        life.unlink(b"e/gone")
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.mkdir(b"e")
+        await session.write(b"e/kept", b"kept", synced=True)
+        await session.write(b"e/gone", b"gone", synced=True)
+        session.unlink(b"e/gone")
     # A tree in which nothing has a place.
     monkeypatch.setattr(replay_module._Replayed, "do", _refused)
-    async with ground.mount() as life:
-        assert life.shown().keys() == tree_of(ground.source).keys()
-        assert list(life.write_back.front.object_table.unshown.values()) == [b"e/kept"]
-        assert await hidden_files(life) == (["e/kept"], ["written-hidden"])
-        await life.drained()
-        assert await hidden_files(life) == ([], [])
-    there = tree_of(ground.source)
+    async with rig.mount() as session:
+        assert session.shown().keys() == tree_of(rig.source).keys()
+        assert list(session.write_back.front.object_table.unshown.values()) == [b"e/kept"]
+        assert await hidden_files(session) == (["e/kept"], ["written-hidden"])
+        await session.drained()
+        assert await hidden_files(session) == ([], [])
+    there = tree_of(rig.source)
     assert there[b"e/kept"].content == b"kept"
     assert b"e/gone" not in there
 
@@ -223,23 +223,23 @@ async def test_files_without_a_place_in_the_tree_after_a_remount_are_drained(
 async def test_a_file_whose_time_an_earlier_mount_has_set_is_known_over_another_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, change: str
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount(works=False) as life:
-        await life.utime(b"d/a", 10**18)
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.utime(b"d/a", 10**18)
     # The object of the file was never synced, and its time alone is left to be brought.
-    ground.lose_state()
-    ground.boot_again()
-    async with ground.mount() as life:
+    rig.lose_state()
+    rig.boot_again()
+    async with rig.mount() as session:
         if change == "replace":
-            await life.write(b"new", b"written", synced=True)
-            await life.rename(b"new", b"d/a")
+            await session.write(b"new", b"written", synced=True)
+            await session.rename(b"new", b"d/a")
         else:
-            life.unlink(b"d/a")
-        await life.drained()
-        assert life.shown().keys() == tree_of(ground.source).keys()
+            session.unlink(b"d/a")
+        await session.drained()
+        assert session.shown().keys() == tree_of(rig.source).keys()
         if change == "replace":
-            assert (ground.source / "d/a").read_bytes() == b"written"
-        await life.end()
+            assert (rig.source / "d/a").read_bytes() == b"written"
+        await session.end()
 
 
 @pytest.mark.promise(176)
@@ -252,27 +252,27 @@ async def test_a_renamed_file_that_others_have_removed_is_drained_whole(
     kind: str,
     change: str,
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount() as life:
-        await life.write(b"d/new", b"written")
-        await life.chmod(b"d/a", 0o600)
-        await life.drained()
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        await session.write(b"d/new", b"written")
+        await session.chmod(b"d/a", 0o600)
+        await session.drained()
         # The drain lets a task that changes names continue for a while.
         for name in (b"new", b"a"):
-            await getattr(life, change)(b"d/" + name, b"h/" + name)
-    shutil.rmtree(ground.source / "d")
-    async with ground.mount(works=False, **how(kind, ground)) as life:
-        shown = life.shown()
+            await getattr(session, change)(b"d/" + name, b"h/" + name)
+    shutil.rmtree(rig.source / "d")
+    async with rig.mount(works=False, **how(kind, rig)) as session:
+        shown = session.shown()
         for name, content in ((b"h/new", b"written"), (b"h/a", b"old d/a")):
             assert (shown[name].content, shown[name].safety) == (content, "none")
-    async with ground.mount() as life:
-        await life.drained()
-        assert life.shown()[b"h/a"].safety == "source"
-        there = tree_of(ground.source)
+    async with rig.mount() as session:
+        await session.drained()
+        assert session.shown()[b"h/a"].safety == "source"
+        there = tree_of(rig.source)
         assert (there[b"h/new"].content, there[b"h/a"].content) == (b"written", b"old d/a")
-        await life.end()
-    async with ground.mount() as life:
-        assert life.shown().keys() == tree_of(ground.source).keys()
+        await session.end()
+    async with rig.mount() as session:
+        assert session.shown().keys() == tree_of(rig.source).keys()
 
 
 @pytest.mark.promise(176)
@@ -280,40 +280,40 @@ async def test_a_renamed_file_that_others_have_removed_is_drained_whole(
 async def test_a_file_that_one_mount_did_not_find_is_drained_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, change: str
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount(works=False) as life:
-        await getattr(life, change)(b"d/a", b"h/a")
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await getattr(session, change)(b"d/a", b"h/a")
         if change == "link":
-            life.unlink(b"d/a")
-    shutil.rmtree(ground.source / "d")
-    (ground.source / "d").write_bytes(b"others' file")
-    async with ground.mount() as life:
+            session.unlink(b"d/a")
+    shutil.rmtree(rig.source / "d")
+    (rig.source / "d").write_bytes(b"others' file")
+    async with rig.mount() as session:
         # The content that was not written is done without a file; the change itself is refused.
-        await life.at_rest()
-        assert [it.kind for it in life.write_back.drain.queue.refusals()][:1] == [change]
-    async with ground.mount() as life:
+        await session.at_rest()
+        assert [it.kind for it in session.write_back.drain.queue.refusals()][:1] == [change]
+    async with rig.mount() as session:
         with trio.move_on_after(3600):
-            await life.drained()
-        assert tree_of(ground.source)[b"h/a"].content == b"old d/a"
+            await session.drained()
+        assert tree_of(rig.source)[b"h/a"].content == b"old d/a"
 
 
 @pytest.mark.promise(129)
 async def test_a_renamed_file_that_the_source_has_is_not_drained_again_over_another_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount() as life:
-        await life.write(b"d/new", b"written")
-        await life.drained()
-        await life.rename(b"d/new", b"h/new")
-    before = (ground.source / "d/new").stat()
-    async with ground.mount(**how("lost state", ground)) as life:
-        await life.drained()
-    async with ground.mount(refreshed=True) as life:
-        assert not ground.put_off
-        await life.drained()
-        assert life.shown()[b"h/new"].content == b"written"
-    assert (ground.source / "h/new").stat().st_ino == before.st_ino
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        await session.write(b"d/new", b"written")
+        await session.drained()
+        await session.rename(b"d/new", b"h/new")
+    before = (rig.source / "d/new").stat()
+    async with rig.mount(**how("lost state", rig)) as session:
+        await session.drained()
+    async with rig.mount(refreshed=True) as session:
+        assert not rig.put_off
+        await session.drained()
+        assert session.shown()[b"h/new"].content == b"written"
+    assert (rig.source / "h/new").stat().st_ino == before.st_ino
 
 
 @pytest.mark.promise(129)
@@ -321,23 +321,23 @@ async def test_a_renamed_file_that_the_source_has_is_not_drained_again_over_anot
 async def test_a_time_that_the_source_has_is_not_drained_again_over_another_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, change: str
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount() as life:
-        await life.write(b"d/new", b"written")
-        await life.drained()
-        await life.utime(b"d/new", 10**18)
-        await life.setxattr(b"d/new", b"user.set", b"later")
-        await life.drained()
-        await getattr(life, change)(b"d/new", b"h/new")
-    async with ground.mount(**how("lost state", ground)) as life:
-        shown = life.shown()[b"h/new"]
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        await session.write(b"d/new", b"written")
+        await session.drained()
+        await session.utime(b"d/new", 10**18)
+        await session.setxattr(b"d/new", b"user.set", b"later")
+        await session.drained()
+        await getattr(session, change)(b"d/new", b"h/new")
+    async with rig.mount(**how("lost state", rig)) as session:
+        shown = session.shown()[b"h/new"]
         assert shown.xattrs == ((b"user.set", b"later"),)
-        assert life.names.attributes(life.ino(b"h/new")).mtime_ns == 10**18
-        await life.drained()
-        await life.end()
-    async with ground.mount(refreshed=True):
-        assert not ground.put_off
-    survey = ground.left.survey()
+        assert session.names.attributes(session.ino(b"h/new")).mtime_ns == 10**18
+        await session.drained()
+        await session.end()
+    async with rig.mount(refreshed=True):
+        assert not rig.put_off
+    survey = rig.left.survey()
     assert survey is not None and survey.operations == 0
 
 
@@ -346,20 +346,20 @@ async def test_a_time_that_the_source_has_is_not_drained_again_over_another_snap
 async def test_attributes_that_the_source_has_are_shown_while_others_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, change: str
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount() as life:
-        await life.write(b"d/new", b"written")
-        await life.setxattr(b"d/new", b"user.set", b"1")
-        await life.drained()
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        await session.write(b"d/new", b"written")
+        await session.setxattr(b"d/new", b"user.set", b"1")
+        await session.drained()
         # The drain lets a task that makes changes continue for a while.
-        await getattr(life, change)(b"d/new", 0o600)
-    async with ground.mount(works=False, **how("lost state", ground)) as life:
-        assert await shown_xattrs(life, b"d/new") == {b"user.set": b"1"}
-    async with ground.mount() as life:
-        await life.drained()
-        assert await shown_xattrs(life, b"d/new") == {b"user.set": b"1"}
-        await life.end()
-    assert os.getxattr(ground.source / "d/new", "user.set") == b"1"
+        await getattr(session, change)(b"d/new", 0o600)
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        assert await shown_xattrs(session, b"d/new") == {b"user.set": b"1"}
+    async with rig.mount() as session:
+        await session.drained()
+        assert await shown_xattrs(session, b"d/new") == {b"user.set": b"1"}
+        await session.end()
+    assert os.getxattr(rig.source / "d/new", "user.set") == b"1"
 
 
 @pytest.mark.promise(31, 128)
@@ -367,27 +367,27 @@ async def test_attributes_that_the_source_has_are_shown_while_others_wait(
 async def test_attributes_of_directories_that_the_source_lacks_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
+    rig = prepared(tmp_path, monkeypatch)
     for name in ("user.theirs", "user.removed", "user.changed"):
-        os.setxattr(ground.source / "d", name, b"old")
-    async with ground.mount(works=False) as life:
-        await life.setxattr(b"d", b"user.set", b"new")
-        await life.setxattr(b"d", b"user.changed", b"new")
-        await life.setxattr(b"d", b"user.removed", None)
+        os.setxattr(rig.source / "d", name, b"old")
+    async with rig.mount(works=False) as session:
+        await session.setxattr(b"d", b"user.set", b"new")
+        await session.setxattr(b"d", b"user.changed", b"new")
+        await session.setxattr(b"d", b"user.removed", None)
     expected = {b"user.theirs": b"old", b"user.set": b"new", b"user.changed": b"new"}
-    async with ground.mount(works=False, **how(kind, ground)) as life:
-        assert await shown_xattrs(life, b"d") == expected
+    async with rig.mount(works=False, **how(kind, rig)) as session:
+        assert await shown_xattrs(session, b"d") == expected
         # A further change must not forget those of the earlier mount.
-        await life.setxattr(b"d", b"user.last", b"new")
+        await session.setxattr(b"d", b"user.last", b"new")
         expected[b"user.last"] = b"new"
-        assert await shown_xattrs(life, b"d") == expected
-    async with ground.mount() as life:
-        assert await shown_xattrs(life, b"d") == expected
-        await life.drained()
-        assert await shown_xattrs(life, b"d") == expected
-        await life.end()
-    names = map(os.fsencode, os.listxattr(ground.source / "d"))
-    assert {name: os.getxattr(ground.source / "d", name) for name in names} == expected
+        assert await shown_xattrs(session, b"d") == expected
+    async with rig.mount() as session:
+        assert await shown_xattrs(session, b"d") == expected
+        await session.drained()
+        assert await shown_xattrs(session, b"d") == expected
+        await session.end()
+    names = map(os.fsencode, os.listxattr(rig.source / "d"))
+    assert {name: os.getxattr(rig.source / "d", name) for name in names} == expected
 
 
 @pytest.mark.promise(67, 88)
@@ -395,20 +395,20 @@ async def test_attributes_of_directories_that_the_source_lacks_are_shown(
 async def test_the_set_id_bits_that_a_write_has_removed_do_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount(works=False) as life:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
         for path in (b"d/a", b"d/new"):
-            await life.write(path, b"program")
-            await life.chmod(path, 0o6755)
-            await life.write(path, b"written", synced=True)
-            assert life.shown()[path].mode == 0o755
-    async with ground.mount(works=False, **how(kind, ground)) as life:
-        assert {life.shown()[path].mode for path in (b"d/a", b"d/new")} == {0o755}
-    async with ground.mount() as life:
-        await life.drained()
-        assert life.shown()[b"d/new"].mode == 0o755
-        await life.end()
-    assert {tree_of(ground.source)[path].mode for path in (b"d/a", b"d/new")} == {0o755}
+            await session.write(path, b"program")
+            await session.chmod(path, 0o6755)
+            await session.write(path, b"written", synced=True)
+            assert session.shown()[path].mode == 0o755
+    async with rig.mount(works=False, **how(kind, rig)) as session:
+        assert {session.shown()[path].mode for path in (b"d/a", b"d/new")} == {0o755}
+    async with rig.mount() as session:
+        await session.drained()
+        assert session.shown()[b"d/new"].mode == 0o755
+        await session.end()
+    assert {tree_of(rig.source)[path].mode for path in (b"d/a", b"d/new")} == {0o755}
 
 
 @pytest.mark.promise(67, 128)
@@ -416,19 +416,19 @@ async def test_the_set_id_bits_that_a_write_has_removed_do_not_come_back(
 async def test_a_written_file_has_the_mode_that_its_owner_gave_it_at_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount(works=False) as life:
-        (ground.source / "d/a").chmod(0o600)
-        os.chown(ground.source / "d/a", 1234, 1234)
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        (rig.source / "d/a").chmod(0o600)
+        os.chown(rig.source / "d/a", 1234, 1234)
         # It is served with these from now on.
         with suppress(SourceError):
-            await life.front.source.look_again(life.ino(b"d/a"))
-        await life.write(b"d/a", b"written")
-        assert life.shown()[b"d/a"].mode == 0o600
-    async with ground.mount(works=False, **how(kind, ground)) as life:
-        now = life.names.attributes(life.ino(b"d/a"))
+            await session.front.source.look_again(session.ino(b"d/a"))
+        await session.write(b"d/a", b"written")
+        assert session.shown()[b"d/a"].mode == 0o600
+    async with rig.mount(works=False, **how(kind, rig)) as session:
+        now = session.names.attributes(session.ino(b"d/a"))
         assert (now.mode & 0o7777, now.uid, now.gid) == (0o600, 1234, 1234)
-        assert life.shown()[b"d/a"].content == b"written"
+        assert session.shown()[b"d/a"].content == b"written"
 
 
 @pytest.mark.promise(31, 128)
@@ -436,28 +436,28 @@ async def test_a_written_file_has_the_mode_that_its_owner_gave_it_at_the_source(
 async def test_attributes_are_not_those_of_the_file_that_has_the_first_name_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount() as life:
-        await life.write(b"d/a", b"written")
-        await life.setxattr(b"d/a", b"user.set", b"1")
-        await life.link(b"d/a", b"h/x")
-        life.unlink(b"d/a")
-        await life.write(b"d/a", b"other")
-        await life.setxattr(b"d/a", b"user.other", b"2")
-        await life.drained()
-        node = life.names.node(life.ino(b"h/x"))
-        assert node is not None and life.front.drained.release_if_clean(node)
-        assert await shown_xattrs(life, b"h/x") == {b"user.set": b"1"}
-        await life.end()
-    async with ground.mount(**how(kind, ground)) as life:
-        assert await shown_xattrs(life, b"h/x") == {b"user.set": b"1"}
-        assert await shown_xattrs(life, b"d/a") == {b"user.other": b"2"}
-        await life.end()
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        await session.write(b"d/a", b"written")
+        await session.setxattr(b"d/a", b"user.set", b"1")
+        await session.link(b"d/a", b"h/x")
+        session.unlink(b"d/a")
+        await session.write(b"d/a", b"other")
+        await session.setxattr(b"d/a", b"user.other", b"2")
+        await session.drained()
+        node = session.names.node(session.ino(b"h/x"))
+        assert node is not None and session.front.drained.release_if_clean(node)
+        assert await shown_xattrs(session, b"h/x") == {b"user.set": b"1"}
+        await session.end()
+    async with rig.mount(**how(kind, rig)) as session:
+        assert await shown_xattrs(session, b"h/x") == {b"user.set": b"1"}
+        assert await shown_xattrs(session, b"d/a") == {b"user.other": b"2"}
+        await session.end()
 
 
-async def shown_xattrs(life: Life, path: bytes) -> dict[bytes, bytes]:
+async def shown_xattrs(session: Session, path: bytes) -> dict[bytes, bytes]:
     """The extended attributes that a process finds, as ``ExtendedAttributes`` answers."""
-    attributes, ino = life.front.attributes, life.ino(path)
+    attributes, ino = session.front.attributes, session.ino(path)
     there = await attributes.xattrs_elsewhere(ino)
     if there is not None:
         return there
@@ -469,24 +469,24 @@ async def shown_xattrs(life: Life, path: bytes) -> dict[bytes, bytes]:
 async def test_a_file_that_replaced_one_name_of_another_is_shown_under_that_name_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount(works=False) as life:
-        await life.rename(b"h/of the source", b"b")
-    shutil.rmtree(ground.source / "h")
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.rename(b"h/of the source", b"b")
+    shutil.rmtree(rig.source / "h")
     with monkeypatch.context() as patched:
         patched.setattr(StagedContents, "open_place", _full)
-        async with ground.mount() as life:
+        async with rig.mount() as session:
             # The rename found no file: the content is to bring it, and the source is full.
-            while life.write_back.drain.queue.front.op.kind != "content":
+            while session.write_back.drain.queue.front.op.kind != "content":
                 await trio.sleep(1)
-    async with ground.mount(works=False, **how("lost state", ground)) as life:
-        shown = life.shown()
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        shown = session.shown()
         assert shown[b"b"].content == b"old h/of the source"
         assert (shown[b"c"].content, shown[b"c"].safety) == (b"old b", "source")
         before = shown
-    async with ground.mount() as life:
-        await life.drained()
-        there = tree_of(ground.source)
+    async with rig.mount() as session:
+        await session.drained()
+        there = tree_of(rig.source)
         assert {path: it.bare for path, it in there.items()} == {
             path: it.bare for path, it in before.items() if path != b"h"
         }
@@ -496,56 +496,56 @@ async def test_a_file_that_replaced_one_name_of_another_is_shown_under_that_name
 async def test_a_conflict_is_met_once_and_does_not_put_the_snapshot_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount(works=False) as life:
-        await life.write(b"a", b"written", synced=True)
-        await life.chmod(b"d/a", 0o600)
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.write(b"a", b"written", synced=True)
+        await session.chmod(b"d/a", 0o600)
     for name in ("a", "d/a"):
-        (ground.source / name).write_bytes(b"others' version")
+        (rig.source / name).write_bytes(b"others' version")
     for _ in range(2):
-        async with ground.mount() as life:
-            await life.drained()
-    [kept] = ground.source.glob("a.monarch-conflict-*")
+        async with rig.mount() as session:
+            await session.drained()
+    [kept] = rig.source.glob("a.monarch-conflict-*")
     assert kept.read_bytes() == b"written"
     # Of this one nothing was written here.
-    assert not list(ground.source.glob("d/*.monarch-conflict-*"))
-    async with ground.mount(refreshed=True) as life:
-        assert not ground.put_off
-        assert life.shown()[b"a"].content == b"others' version"
+    assert not list(rig.source.glob("d/*.monarch-conflict-*"))
+    async with rig.mount(refreshed=True) as session:
+        assert not rig.put_off
+        assert session.shown()[b"a"].content == b"others' version"
 
 
 @pytest.mark.promise(128)
 async def test_a_conflict_of_a_renamed_file_with_newer_bytes_is_met_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
-    ground = prepared(tmp_path, monkeypatch)
-    async with ground.mount(works=False) as life:
-        await life.write(b"d/a", b"written")
-        await life.rename(b"d/a", b"a")
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.write(b"d/a", b"written")
+        await session.rename(b"d/a", b"a")
         # The first content brings these bytes already.
-        await life.write(b"a", b"newer")
-    (ground.source / "a").write_bytes(b"others' version")
+        await session.write(b"a", b"newer")
+    (rig.source / "a").write_bytes(b"others' version")
     for _ in range(2):
-        async with ground.mount(refreshed=True) as life:
-            await life.drained()
-    assert not ground.put_off
-    [kept] = ground.source.glob("*.monarch-conflict-*")
+        async with rig.mount(refreshed=True) as session:
+            await session.drained()
+    assert not rig.put_off
+    [kept] = rig.source.glob("*.monarch-conflict-*")
     assert kept.read_bytes() == b"newer"
-    assert (ground.source / "a").read_bytes() == b"others' version"
+    assert (rig.source / "a").read_bytes() == b"others' version"
 
 
-async def hidden_files(life: Life) -> tuple[list[str], list[str]]:
+async def hidden_files(session: Session) -> tuple[list[str], list[str]]:
     """What `monarch ckpt lost` and health report about files that are not shown."""
-    loss_alarm = LossAlarm(life.ground.state)
+    loss_alarm = LossAlarm(session.rig.state)
     verb = WrittenVerbs(
-        names=life.names, write_back=life.write_back, loss_alarm=loss_alarm
+        names=session.names, write_back=session.write_back, loss_alarm=loss_alarm
     ).table()["lost"]
 
     async def send(part: object) -> None:
         raise AssertionError("it is one answer")
 
     answer = LostReport.from_dict(await verb({}, send))
-    check = WriteStatus(life.ground.settings(), life.write_back, loss_alarm)
+    check = WriteStatus(session.rig.settings(), session.write_back, loss_alarm)
     return answer.hidden, [problem.kind for problem in check.problems()]
 
 

@@ -75,7 +75,7 @@ async def test_a_change_set_aside_is_never_marked_as_done_whatever_comes_later(
         # The file may be there before its mark is in the journal.
         await drain.progress.wait(last)
         assert not any(map(drain.progress.is_done, refused))
-    # Another life knows exactly what was not made.
+    # Another session knows exactly what was not made.
     replay = world.kill()
     undone = {seq for seq, op in replay.ops if seq not in replay.done and op.kind != "create"}
     assert undone == set(refused)

@@ -29,7 +29,7 @@ from monarch.writeback.expected import Expected, is_shared
 from monarch.writeback.op import above
 from tests.equipment.remounts import KINDS, tree_of
 from tests.writeback.remount_histories import how
-from tests.writeback.remounts import Ground
+from tests.writeback.remounts import Rig
 from tests.writeback.rig import World, draining, read_tree
 from tests.writeback.test_histories import Walk, seeds
 from tests.writeback.test_others import until
@@ -84,7 +84,7 @@ def written(world: World) -> dict[bytes, bytes]:
     }
 
 
-async def life(
+async def session(
     walks: list[Writer], stack: AsyncExitStack, chance: random.Random, *, steps: int, is_last: bool
 ) -> list[Drain]:
     """All of them at work at the same time; then each ends at a moment of its own, or has brought
@@ -176,7 +176,7 @@ async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_nam
         walks = [Writer(world, number, n) for n, world in enumerate(several)]
         for turn in range(4):
             async with AsyncExitStack() as stack:
-                drains = await life(walks, stack, chance, steps=25, is_last=turn == 3)
+                drains = await session(walks, stack, chance, steps=25, is_last=turn == 3)
                 for walk, drain in zip(walks, drains, strict=True):
                     walk.reported_conflicts |= {
                         conflict.path for conflict in drain.writer.log.conflicts
@@ -203,21 +203,21 @@ async def mounted_again(
 ) -> None:
     """Mounts what one of the writers has left, in two ways: none of its bytes are lost."""
     world = walk._world
-    ground = Ground(directory, monkeypatch, directory / f"{walk.number}")
-    (ground.root / "boot").write_text(f"{world.boot}\n")
+    rig = Rig(directory, monkeypatch, directory / f"{walk.number}")
+    (rig.root / "boot").write_text(f"{world.boot}\n")
     # Each writer has a state directory of its own.
-    ground.states = 100 * (1 + walk.number)
+    rig.states = 100 * (1 + walk.number)
     shared = {"writeback": {"shared": True}}
     for kind in chance.sample(sorted({*KINDS} - {"full"}), 2):
-        async with ground.mount(**shared, **how(kind, ground)) as life:
-            shown = {it.content for it in life.shown().values()}
-            there = {it.content for it in tree_of(ground.source).values()}
+        async with rig.mount(**shared, **how(kind, rig)) as session:
+            shown = {it.content for it in session.shown().values()}
+            there = {it.content for it in tree_of(rig.source).values()}
             lost = written(world).keys() - shown - there
             assert not lost, f"writer {walk.number}, mounted as {kind}: {lost}"
-            await life.at_rest()
-            await life.end(abandoned=True)
-    there = {it.content for it in tree_of(ground.source).values()}
-    owed = ground.left.owed()
+            await session.at_rest()
+            await session.end(abandoned=True)
+    there = {it.content for it in tree_of(rig.source).values()}
+    owed = rig.left.owed()
     lost = {
         content
         for content, path in written(world).items()

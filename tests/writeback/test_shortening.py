@@ -25,7 +25,7 @@ from monarch.writeback import journal as journals
 from monarch.writeback.history import Numbered, Summary, obsolete
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.op import Kind
-from tests.writeback.remounts import Ground
+from tests.writeback.remounts import Rig
 from tests.writeback.rig import Killed, World, drain_of
 
 ID = Identity(5, 1, 2, 3)
@@ -348,19 +348,19 @@ async def test_a_mount_of_a_given_snapshot_keeps_its_journal_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
     monkeypatch.setattr(journals, "_LONG_BYTES", 1 << 13)
-    ground = Ground(tmp_path, monkeypatch)
+    rig = Rig(tmp_path, monkeypatch)
     given = tmp_path / "given.snapshot"
-    build(ground.source, given, jobs=1)
+    build(rig.source, given, jobs=1)
     longest = 0
     for _ in range(2):
-        async with ground.mount(snapshot={"file": given, "jobs": 1}) as life:
+        async with rig.mount(snapshot={"file": given, "jobs": 1}) as session:
             for number in range(40):
-                await life.write(b"log", b"%d" % number, synced=True)
-                await life.drained()
-                longest = max(longest, life.write_back.place.journal.file.position)
+                await session.write(b"log", b"%d" % number, synced=True)
+                await session.drained()
+                longest = max(longest, session.write_back.place.journal.file.position)
             await trio.sleep(100)
-            assert life.write_back.place.journal.file.position < 1 << 12 < longest
-            await life.end()
+            assert session.write_back.place.journal.file.position < 1 << 12 < longest
+            await session.end()
 
 
 def peak_of_shortening(directory: Path, files: int) -> int:

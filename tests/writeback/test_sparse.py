@@ -14,7 +14,7 @@ from monarch.text import GiB, MiB
 from monarch.writeback.growth import Growth
 from monarch.writeback.objects import Objects
 from monarch.writeback.staging import Staging
-from tests.writeback.remounts import ROOT, Ground
+from tests.writeback.remounts import ROOT, Rig
 
 pytestmark = pytest.mark.promise(150)
 
@@ -145,13 +145,13 @@ async def test_a_sparse_file_of_the_mount_is_drained_in_the_time_of_its_data(
     clock: trio.testing.MockClock,
     read_bytes: list[int],
 ) -> None:
-    ground = Ground(tmp_path, monkeypatch)
-    async with ground.mount() as life:
-        ino = await life.open(b"sparse")
-        await life.front.attributes.change(ino, size=SIZE, by=ROOT)
+    rig = Rig(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        ino = await session.open(b"sparse")
+        await session.front.attributes.change(ino, size=SIZE, by=ROOT)
         for place in PLACES:
-            await life.files.write(ino, place, b"ab")
-        life.files.release(ino)
-        await life.drained()
-    assert is_filled(ground.source / "sparse")
+            await session.files.write(ino, place, b"ab")
+        session.files.release(ino)
+        await session.drained()
+    assert is_filled(rig.source / "sparse")
     assert sum(read_bytes) < 4 * MiB

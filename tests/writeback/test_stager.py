@@ -29,7 +29,7 @@ from monarch.writeback.stager import Stager
 from monarch.writeback.steps import Steps
 from monarch.writeback.wakeups import Wakeups
 from tests.writeback.files_in_use import FilesInUse
-from tests.writeback.remounts import Ground
+from tests.writeback.remounts import Rig
 
 
 class Stage:
@@ -222,18 +222,18 @@ async def test_a_content_without_room_at_the_source_takes_none_there_until_the_n
         os.pwrite(fd, piece[: len(piece) // 2], offset)
         raise OSError(number, os.strerror(number))
 
-    ground = Ground(tmp_path, monkeypatch)
-    async with ground.mount() as life:
+    rig = Rig(tmp_path, monkeypatch)
+    async with rig.mount() as session:
         with monkeypatch.context() as patched:
             patched.setattr(staging, "_write", half)
             for index in range(files):
-                await life.write(b"%d" % index, b"bytes" * 1000, synced=True)
+                await session.write(b"%d" % index, b"bytes" * 1000, synced=True)
             await trio.sleep(5)
-            await ground.come_to_rest()
-            parts = [it for it in ground.source.glob(".monarch-*.part") if it.is_file()]
+            await rig.come_to_rest()
+            parts = [it for it in rig.source.glob(".monarch-*.part") if it.is_file()]
             assert parts and not any(it.stat().st_size for it in parts)
-            assert life.write_back.drain.backlog().failures
-        await life.drained()
-        await life.end()
-    assert (ground.source / "0").read_bytes() == b"bytes" * 1000
-    assert not [it for it in ground.source.glob(".monarch-*.part") if it.is_file()]
+            assert session.write_back.drain.backlog().failures
+        await session.drained()
+        await session.end()
+    assert (rig.source / "0").read_bytes() == b"bytes" * 1000
+    assert not [it for it in rig.source.glob(".monarch-*.part") if it.is_file()]

@@ -38,27 +38,27 @@ def play(
     """Play all histories on one mount; what could not have been without it. ``tell`` gets each
     message, ``number`` chooses the kinds of the mounts that follow."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        ground = Ground(monarch, directory, histories, tell, monkeypatch)
+        runner = HistoryRunner(monarch, directory, histories, tell, monkeypatch)
         problems = []
         try:
             for first in range(0, len(histories), _TOGETHER):
-                problems += ground.play(histories[first : first + _TOGETHER])
-            problems += ground.mounted_again(histories, rotated(number, _REMOUNTS))
+                problems += runner.play(histories[first : first + _TOGETHER])
+            problems += runner.mounted_again(histories, rotated(number, _REMOUNTS))
         finally:
-            ground.close()
+            runner.close()
     # A file that is drained in the middle of a round cannot be distinguished from the users' own
     # changes, and a drain that stands still changes nothing.
     if len(histories) > _TOGETHER:
         summary = (
-            f"judged {ground.judged} rounds, {ground.complete} drained, {ground.not_held} not held"
+            f"judged {runner.judged} rounds, {runner.complete} drained, {runner.not_held} not held"
         )
         tell(summary)
-        assert ground.not_held < ground.judged / 4, summary
-        assert ground.complete > ground.judged / 2, summary
+        assert runner.not_held < runner.judged / 4, summary
+        assert runner.complete > runner.judged / 2, summary
     return problems
 
 
-class Ground:
+class HistoryRunner:
     """The directories in which histories take place: the source, the mount, and three copies.
 
     ``view`` is what the mount is to show: each call of the mount is made there, too. ``shadow`` is
