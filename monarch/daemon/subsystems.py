@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.config.settings import MountSettings
+from monarch.config.settings import ForesightSettings, MountSettings
 from monarch.daemon.freshness import ChangedInodes, FreshnessWatch
 from monarch.daemon.fsck import OnlineFsck
 from monarch.daemon.remarks import TierRoom
@@ -125,9 +125,17 @@ def open_tiers(parts: Parts) -> Tiers:
         ledger,
         controller,
         Epochs(snapshot.entries),
-        Foresight(snapshot, settings.foresight),
+        Foresight(snapshot, _foresight(settings)),
         rooms,
     )
+
+
+def _foresight(settings: MountSettings) -> ForesightSettings:
+    """A file that no process has opened has no caller: with ``source_identity: caller`` nothing is
+    fetched ahead."""
+    if settings.source_identity == "caller":
+        return ForesightSettings(announced=False, ahead=False, fill=False)
+    return settings.foresight
 
 
 def _policy(settings: MountSettings, snapshot: Snapshot, capacities: list[int]) -> Policy:

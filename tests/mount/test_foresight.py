@@ -148,6 +148,21 @@ def test_with_all_of_it_switched_off_no_file_is_fetched_ahead(
 
 
 @pytest.mark.promise(180)
+@pytest.mark.modes("relay", "passthrough", "python")
+def test_no_file_is_fetched_ahead_if_the_source_is_asked_as_the_caller(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    """The daemon may read files that no process of the job may open."""
+    content = images("train", 400)
+    tree(content)
+    mounted = monarch.mount(source, options=["source_identity=caller"])
+    order = shuffled(content)
+    epoch(mounted, content, order[:300])
+    assert settled(mounted)["foresight"]["fetched_files"] == 0
+    assert set(resident(mounted, content)) <= set(order[:300])
+
+
+@pytest.mark.promise(180)
 def test_only_what_is_admitted_is_fetched_ahead(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
