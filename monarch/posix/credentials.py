@@ -162,14 +162,3 @@ def _set_capabilities(capabilities: bytes) -> None:
 def _error() -> OSError:
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))
-
-
-def session_of(pid: int) -> int:
-    """The session that a process belongs to: one job has one for each of its commands. 0 if the
-    process is unknown or has ended."""
-    if pid <= 0:
-        return 0
-    try:
-        return os.getsid(pid)
-    except OSError:
-        return 0

@@ -1,4 +1,4 @@
-"""Other processes, as /proc shows them: the process of a thread, and its open descriptors."""
+"""Other processes: their sessions, the process of a thread, and its open descriptors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,30 @@ import os
 from monarch.posix.files import closing_fd
 
 _MOST_BYTES = 1 << 16
+_MOST_KNOWN = 1024
+
+
+class Sessions:
+    """The sessions that processes belong to: one job has one for each of its commands."""
+
+    def __init__(self) -> None:
+        # Of the processes that were asked for last.
+        self._known: dict[int, int] = {}
+
+    def of(self, pid: int) -> int:
+        """The session of a process, also if the process has ended since the last question; 0 if it
+        is unknown."""
+        if pid <= 0:
+            return 0
+        try:
+            session = os.getsid(pid)
+        except OSError:
+            return self._known.get(pid, 0)
+        if self._known.get(pid) != session:
+            if len(self._known) >= _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            self._known[pid] = session
+        return session
 
 
 def process_of(thread: int) -> int:

@@ -23,7 +23,7 @@ from monarch.errors import SourceChanged, SourceError
 from monarch.foresight.foresight import Foresight
 from monarch.placement.epochs import Epochs
 from monarch.placement.residency import SOURCE
-from monarch.posix.credentials import session_of
+from monarch.posix.processes import Sessions
 from monarch.tiers.source import SourceFile
 from monarch.transfer.source_calls import CALLER
 from monarch.types import WRITTEN_INO, Attributes, Ino
@@ -60,6 +60,7 @@ class Readers:
         self._fast = read.fast
         self._epochs = epochs
         self._foresight = foresight
+        self._sessions = Sessions()
         self._written = written
         # When each visit ends.
         self._visits: dict[Ino, float] = {}
@@ -293,7 +294,7 @@ class Readers:
     def _count_open(self, ino: Ino, hit: bool, pid: int) -> None:
         """``pid`` is the process that opened the file, 0: unknown."""
         self._epochs.opened(ino, hit)
-        self._foresight.opened(ino, session_of(pid))
+        self._foresight.opened(ino, self._sessions.of(pid))
 
     def catch_up(self) -> None:
         """Handles the events of the datapath. Called before an open is decided here, so that all
