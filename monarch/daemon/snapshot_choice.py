@@ -267,9 +267,11 @@ def _is_the_root_of(source: Source, kept: Snapshot, changes: Earlier) -> bool:
         return False
     if kept_ns(now.st_mtime_ns) == known.mtime_ns:
         return True
-    names = [(name, it.source_ino) for name, it in islice(kept.list_from(ROOT_INO, 0), _KNOWN_BY)]
-    # A file has another inode number after a change of it was drained.
-    names += [(name, 0) for name in islice(changes.roots, _KNOWN_BY)]
+    # A change may have removed a name, or given its file another inode number.
+    entries = ((name, it.source_ino) for name, it in kept.list_from(ROOT_INO, 0))
+    names = list(islice((each for each in entries if each[0] not in changes.roots), _KNOWN_BY))
+    changed = (name for name, is_there in changes.roots.items() if is_there and name)
+    names += [(name, 0) for name in islice(changed, _KNOWN_BY)]
     for name, ino in names:
         with suppress(FileNotFoundError):
             if source.status(name).st_ino == ino or not ino:

@@ -6,9 +6,9 @@ Nothing is changed. A daemon may use the tier meanwhile; the result is then that
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import merge
 from itertools import chain
 from operator import itemgetter
@@ -38,12 +38,13 @@ class Earlier:
     """What earlier mounts left in the tiers. ``undone``: the number of changes that the source
     lacks; ``snapshot_id``: the snapshot that the journal of these changes, or of the last mount
     if there are none. ``changed``: the paths of files that were changed in place, drained or
-    not. ``roots``: the names in the root of the source that drained changes have concerned."""
+    not. ``roots``: the names in the root of the source that changes concern, and whether the
+    source must have them now: all changes of them are drained, and none has removed them."""
 
     undone: int
     snapshot_id: str
     changed: frozenset[bytes]
-    roots: frozenset[bytes] = frozenset()
+    roots: Mapping[bytes, bool] = field(default_factory=dict)
 
 
 def earlier(settings: MountSettings) -> Earlier:
@@ -51,7 +52,7 @@ def earlier(settings: MountSettings) -> Earlier:
     be read."""
     undone, snapshot_id = 0, ""
     changed: set[bytes] = set()
-    roots: set[bytes] = set()
+    roots: dict[bytes, bool] = {}
     for tier in settings.tiers:
         directory = directory_of(tier.path, settings.source)
         with suppress(OSError):
@@ -59,13 +60,26 @@ def earlier(settings: MountSettings) -> Earlier:
                 continue
             found = read_replay(directory)
             changed |= changed_in_place(found.ops)
-            for seq, op in found.ops:
-                if seq in found.done:
-                    roots.update(name.partition(b"/")[0] for name in op.names())
+            roots |= _roots(found)
             ops = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
             if (ops and not undone) or not snapshot_id:
                 undone, snapshot_id = len(ops), snapshot_known(directory)
-    return Earlier(undone, snapshot_id, frozenset(changed), frozenset(roots - {b""}))
+    return Earlier(undone, snapshot_id, frozenset(changed), roots)
+
+
+def _roots(found: Replay) -> dict[bytes, bool]:
+    """``Earlier.roots`` of one journal."""
+    roots: dict[bytes, bool] = {}
+    # An earlier content counts as drained while a later one waits.
+    waiting: set[bytes] = set()
+    for seq, op in found.ops:
+        for name in op.names():
+            root = name.partition(b"/")[0]
+            if seq not in found.done or op.kind == "gone":
+                waiting.add(root)
+            is_removed = name == op.path and op.kind in ("unlink", "rmdir", "rename")
+            roots[root] = not is_removed or b"/" in name
+    return {root: is_there and root not in waiting for root, is_there in roots.items()}
 
 
 def changed_in_place(ops: Iterable[Numbered]) -> set[bytes]:

@@ -74,6 +74,8 @@ class Names:
     def attributes(self, ino: Ino) -> Attributes:
         return self._known[ino]
 
+    stored = attributes
+
 
 @dataclass
 class Rig:

@@ -98,3 +98,36 @@ async def test_a_source_is_recognised_after_all_names_in_its_root_have_changed(
         await session.drained()
         await session.end()
     assert (rig.source / "new").read_bytes() == b"of the mount"
+
+
+@pytest.mark.promise(178)
+@pytest.mark.parametrize("history", ["waiting", "removed", "moved"])
+async def test_a_source_without_a_name_that_must_be_there_is_not_taken_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, history: str
+) -> None:
+    """The source was empty; what was drained into it is not there any more, or not yet."""
+    rig = Rig(tmp_path, monkeypatch)
+    async with rig.mount(freshness="never") as session:
+        if history != "waiting":
+            await session.write(b"a", b"drained")
+            await session.drained()
+            if history == "removed":
+                session.unlink(b"a")
+            else:
+                await session.mkdir(b"d")
+                await session.rename(b"a", b"d/a")
+                await session.drained()
+                session.unlink(b"d/a")
+                session.rmdir(b"d")
+            await session.drained()
+        await session.end()
+    async with rig.mount(freshness="never", works=False) as session:
+        # Each content but the last counts as drained at once.
+        for turn in range(3):
+            await session.write(b"new", b"%d" % turn, synced=True)
+        await session.end(abandoned=True)
+    os.utime(rig.source)
+    async with rig.mount(freshness="never") as session:
+        await session.drained()
+        await session.end()
+    assert (rig.source / "new").read_bytes() == b"2"
