@@ -104,10 +104,22 @@ class Revalidation:
             fresh = attributes_of(status, ino, known.parent, mode)
         if fresh != known or acls != access[3]:
             self._names.refresh(ino, fresh, acls)
-            self._noticed(ino, "changed at the source")
+            if not self._has_lost_names_here(known, status):
+                self._noticed(ino, "changed at the source")
         if (*self._shown_access(ino), acls) != access:
             # The kernel has admitted the caller by the old mode; after this error it checks again.
             raise SourceError(f"{self._names.path_text(ino)}: access changed", errno=errno.ESTALE)
+
+    def _has_lost_names_here(self, known: Attributes, status: os.stat_result) -> bool:
+        """Whether the file at the source differs only because the drain has removed names of it:
+        that changes its number of names and its time of change."""
+        node = self._names.node(known.ino)
+        return (
+            node is not None
+            and node.nlink <= status.st_nlink < known.nlink
+            and (status.st_size, kept_ns(status.st_mtime_ns), status.st_ino)
+            == (known.size, known.mtime_ns, known.source_ino)
+        )
 
     def _shown_access(self, ino: Ino) -> tuple[int, int, int]:
         shown = self._names.attributes(ino)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Awaitable
 
 import pytest
 
 from monarch.errors import SourceError
 from monarch.types import ROOT_INO
+from tests.conftest import Tree
 from tests.vfs.conftest import FILES, Rigs
 from tests.vfs.rig import FakeFastPath, Rig
 
@@ -33,6 +35,25 @@ async def test_a_file_that_changed_is_refreshed_and_loses_its_copy(rig: Rig) -> 
     assert rig.names.attributes(ino).size == 3
     assert rig.residency.tier_of(ino) == 0 and rig.ledger.used(1) == 0
     assert rig.caches.attributes == [ino] and rig.metrics.changes == 1
+
+
+async def test_a_name_that_the_drain_has_removed_is_no_change_of_the_file(
+    rigs: Rigs, tree: Tree
+) -> None:
+    """The number of names and the time of change differ, the bytes do not."""
+    source = tree(FILES)
+    (source / "twin").hardlink_to(source / "small")
+    rig = rigs()
+    ino = rig.ino("small")
+    rig.names.unlink(ROOT_INO, b"twin", now_ns=time.time_ns())
+    (rig.source_path / "twin").unlink()
+    await rig.read_side.revalidation.look_again(ino)
+    assert rig.metrics.changes == 0
+    assert rig.names.stored(ino).ctime_ns == (rig.source_path / "small").stat().st_ctime_ns
+    # A change of its bytes is noticed.
+    rig.write("small", b"new", in_place=True)
+    await rig.read_side.revalidation.look_again(ino)
+    assert rig.metrics.changes == 1
 
 
 async def test_readers_keep_the_version_that_they_have_open(rig: Rig) -> None:
