@@ -261,8 +261,10 @@ async def test_many_requests_take_one_wakeup_and_one_task(
     take, spawn = type(made.datapath).requests, trio.Nursery.start_soon
 
     def taken(datapath: Any) -> Any:
-        counted["wakeups"] += 1
-        return take(datapath)
+        found = take(datapath)
+        # The wake-up for the last request may come after that request was taken with the others.
+        counted["wakeups"] += bool(found)
+        return found
 
     def spawned(nursery: trio.Nursery, *args: Any, **kwargs: Any) -> None:
         counted["tasks"] += 1
