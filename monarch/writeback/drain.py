@@ -134,6 +134,7 @@ class Drain:
         """Continue where an earlier mount has stopped. Before any other call."""
         self.state.load(replay)
         self._order.load(replay)
+        self._steps.load(replay)
         self.queue.load(replay.aside)
         self.progress.load(replay)
         for seq, op in replay.ops:
@@ -400,6 +401,7 @@ class Drain:
     def _arrived(self, entry: Entry, was_made: bool, identity: Identity | None) -> None:
         """A change is done, and not in the queue any more."""
         op = entry.op
+        self._steps.arrived(entry, identity)
         if op.kind == "content":
             self.state.rebase(op, identity)
         self._order.settle(entry)

@@ -54,6 +54,8 @@ class Entry:
     in place. ``skipped``: its bytes are not brought. ``restaged`` counts how often it was staged
     again because the source has changed.
 
+    ``withheld`` are the set-ID bits in the mode of the change that the file does not get yet.
+
     Of changes that the source refuses: ``is_held`` says that other changes go first. ``refusal``
     and ``why`` are the reason as text, empty for a change that only depends on a refused one;
     ``answer`` is the errno. ``tries`` counts the refusals since ``refused_s`` (event loop clock).
@@ -82,6 +84,7 @@ class Entry:
     refused_s: float = math.inf
     is_aside: bool = False
     is_grown: bool = False
+    withheld: int = 0
 
     @property
     def is_ready(self) -> bool:

@@ -46,6 +46,12 @@ class Expected:
     had the file under its name; if that is another file now, others have changed it. ``longest``:
     the file may have been grown in place, up to this many bytes. ``is_file``: ``known`` is the
     identity of a regular file.
+
+    Set-ID bits of a file whose content replaces an older version: ``due`` are those that the drain
+    has withheld from the older version, and that come with the content. ``given`` are those that a
+    change on the mount has given to the older version after its bytes were written. ``doubtful``
+    are those that an earlier mount has given or withheld in its last change of the file. ``taken``
+    are those that later changes in the queue remove.
     """
 
     seq: int = 0
@@ -57,6 +63,10 @@ class Expected:
     was_there: bool = False
     longest: int = 0
     is_file: bool = False
+    due: int = 0
+    given: int = 0
+    doubtful: int = 0
+    taken: int = 0
 
     def is_it(self, found: stat_result, *, strict: bool, version: bool = False) -> bool:
         """Whether ``found`` may be replaced; with ``version`` only in the known version: the source

@@ -188,7 +188,7 @@ class StagedContents:
         """Gives a staged file the attributes of a content. Raises OSError, EAGAIN if others have
         removed the file that it replaces."""
         if place.kind == "over" and place.target is not None and op.strict:
-            self._apply_attributes_of(place.target, fd, op)
+            self._apply_attributes_of(place.target, fd, op, expected)
             return
         if expected.was_there and place.kind in ("new", "conflict") and is_given_away(op):
             # The user who removed or replaced a program at the source has revoked its rights.
@@ -203,7 +203,9 @@ class StagedContents:
         if trusted:
             self._attributes.set(fd, Op(kind="xattr", path=op.path, xattrs=trusted))
 
-    def _apply_attributes_of(self, target: os.stat_result, fd: int, op: Op) -> None:
+    def _apply_attributes_of(
+        self, target: os.stat_result, fd: int, op: Op, expected: Expected
+    ) -> None:
         """Copies the attributes of the replaced version, which a write in place would keep."""
         with self._directories() as directories:
             directory_fd, name = directories.of(op.path, None)
@@ -215,6 +217,7 @@ class StagedContents:
             mode = stat.S_IMODE(there.st_mode)
             if op.by is not None and not op.by.is_root:
                 mode &= ~stat.S_ISUID & (~stat.S_ISGID if mode & stat.S_IXGRP else ~0)
+            mode |= due_bits(there, op, expected)
             xattrs: dict[bytes, bytes | None] = {}
             with suppress(OSError):
                 for each in os.listxattr(path_of(it)):
@@ -263,6 +266,29 @@ def _try_to_write(fd: int, by: Credentials) -> None:
             # error.
             if error.errno != errno.ETXTBSY:
                 raise
+
+
+def due_bits(found: os.stat_result, op: Op, expected: Expected) -> int:
+    """The set-ID bits that a file gets or keeps with a content, whose older version is ``found``.
+
+    0 if the owner or group of that version is another than on the mount, or if another user than
+    the owner and root has written the bytes. Bits that the older version lacks are given only if
+    others have not changed its mode: its owner may have ended these rights.
+    """
+    if op.uid not in (None, found.st_uid) or op.gid not in (None, found.st_gid):
+        return 0
+    writers = (op.by, *op.also)
+    if any(writer is not None and writer.uid not in (0, found.st_uid) for writer in writers):
+        return 0
+    known, bits = expected.known, expected.given & found.st_mode
+    if stat.S_IMODE(found.st_mode) | SPECIAL_BITS == (op.mode or 0) | SPECIAL_BITS:
+        bits |= expected.due
+        if known is not None and (known.source_ino, known.ctime_ns) == (
+            found.st_ino,
+            found.st_ctime_ns,
+        ):
+            bits |= expected.doubtful
+    return bits
 
 
 def is_given_away(op: Op) -> bool:

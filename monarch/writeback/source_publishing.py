@@ -26,6 +26,7 @@ from monarch.writeback.source_contents import (
     CHANGED_MEANWHILE,
     FORBIDDEN,
     Place,
+    due_bits,
     kind_of_place,
     require_writable,
 )
@@ -203,8 +204,8 @@ class Publishing:
     ) -> Identity | None:
         """The identity of a content whose bytes the source has already; None if that has changed.
 
-        The file loses the set-ID bits that a write on the mount has removed since then, and gets
-        the modification time of its bytes.
+        The file loses the set-ID bits that a write on the mount has removed since then. It gets
+        those that were set after that write, and the modification time of its bytes.
         """
         try:
             at, name = directories.of(op.paths[0], None)
@@ -215,9 +216,10 @@ class Publishing:
             found = os.fstat(fd)
             if not expected.is_it(found, strict=op.strict, version=True):
                 return None
-            extra = found.st_mode & SPECIAL_BITS & ~(op.mode or 0)
-            if extra and not op.same and stat.S_ISREG(found.st_mode):
-                os.chmod(path_of(fd), stat.S_IMODE(found.st_mode) & ~extra)
+            mode = stat.S_IMODE(found.st_mode)
+            changed = mode & ~(SPECIAL_BITS & ~(op.mode or 0)) | due_bits(found, op, expected)
+            if changed != mode and not op.same and stat.S_ISREG(found.st_mode):
+                os.chmod(path_of(fd), changed)
             if not op.same and op.mtime_ns not in (None, found.st_mtime_ns):
                 # The bytes were drained before an earlier change of the times was made.
                 require_writable(at, name, op)

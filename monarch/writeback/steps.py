@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -12,6 +12,8 @@ from monarch.posix.credentials import Credentials
 from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import Entry
+from monarch.writeback.expected import Expected, is_time
+from monarch.writeback.journal import Replay
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op
 from monarch.writeback.source_contents import Place
@@ -31,6 +33,59 @@ class Steps:
     _state: SourceState
     _order: ContentOrder
     _files: ObjectTable
+    # Set-ID bits by object. The drain has withheld them from the file at the source until the next
+    # content comes, ...
+    _withheld: dict[int, int] = field(default_factory=dict, init=False)
+    # ... or a change on the mount has given them to the file since its last content came, ...
+    _given: dict[int, int] = field(default_factory=dict, init=False)
+    # ... or an earlier mount has done one of both, and the drain has not changed the file since.
+    _doubtful: dict[int, int] = field(default_factory=dict, init=False)
+
+    def load(self, replay: Replay) -> None:
+        """Takes over the changes of an earlier mount. Must be called before all other methods."""
+        for seq, op in replay.ops:
+            identity, number = replay.done.get(seq), op.object
+            if identity is None or not number:
+                continue
+            self._doubtful.pop(number, None)
+            if op.kind == "attr" and op.mode is not None:
+                # The earlier mount may have withheld them. If this is its last change of the file,
+                # the source shows whether others have changed the file since.
+                self._doubtful[number] = self._given[number] = op.mode & _SET_ID
+            elif op.kind == "content" and (
+                identity.size == op.size
+                and (op.mtime_ns is None or is_time(identity.mtime_ns, op.mtime_ns))
+            ):
+                self._given.pop(number, None)
+
+    def arrived(self, entry: Entry, identity: Identity | None) -> None:
+        """A change is done at the source, where the file is ``identity`` now; None if there is no
+        such file. Call this before the state of the source has the change."""
+        op, number = entry.op, entry.op.object
+        if not number:
+            return
+        if identity is not None or op.kind == "unlink":
+            self._doubtful.pop(number, None)
+        if op.kind == "gone" or (op.kind == "attr" and op.mode is not None):
+            self._withheld.pop(number, None)
+            self._given.pop(number, None)
+        if identity is None:
+            return
+        if op.kind == "attr" and (op.mode or 0) & _SET_ID:
+            self._withheld[number] = entry.withheld
+            self._given[number] = (op.mode or 0) & _SET_ID
+        elif op.kind == "content" and entry.staged is not None and entry.withheld:
+            assert entry.place is not None
+            if entry.place.kind in ("new", "replace"):
+                expected = self._state.expected(entry.seq, op)
+                # A program of others that they have removed or replaced stays without these bits.
+                is_own = expected.is_made and not expected.was_there
+                self._withheld[number] = entry.withheld if is_own else 0
+        elif op.kind == "content":
+            version = entry.staged or self._state.version(number)
+            if self._is_as_recorded(entry, version):
+                self._withheld.pop(number, None)
+                self._given.pop(number, None)
 
     def of(self, entry: Entry) -> Step | None:
         """The call that makes a change; None if nothing has to be done at the source."""
@@ -74,13 +129,14 @@ class Steps:
                 if absent and not state.has_older(op.object):
                     return None
                 op = self._with_bits_that_stay(entry)
+                entry.withheld = (entry.op.mode or 0) & _SET_ID & ~(op.mode or 0)
                 will_come = absent and self._order.later(entry) is not None
                 change = entries.change_attributes
                 return partial(change, op=op, expected=expected, will_come=will_come)
 
     def _of_content(self, entry: Entry) -> Step | None:
         op, publishing = entry.op, self._writer.publishing
-        expected = self._state.expected(entry.seq, op)
+        expected = self._expected(entry, entry.staged or self._state.version(op.object))
         if entry.skipped:
             is_ours = entry.was_tried and not op.through
             return partial(publishing.discard, op=op) if is_ours else None
@@ -102,17 +158,19 @@ class Steps:
     def applying(self, entry: Entry, staged: Identity) -> Callable[[int], None]:
         """Gives a staged file, by its descriptor, the attributes of the file."""
         assert entry.place is not None
+        op = self._as_staged(entry, staged)
+        entry.withheld = (self._with_bits_that_stay(entry).mode or 0) & ~(op.mode or 0)
         return partial(
             self._writer.staged.apply_attributes,
-            op=self._as_staged(entry, staged),
+            op=op,
             place=entry.place,
-            expected=self._state.expected(entry.seq, entry.op),
+            expected=self._expected(entry, staged),
         )
 
     def finishing(self, entry: Entry) -> Callable[[], tuple[int, Identity | None]]:
         """As ``StagedContents.finish_part``."""
         place = entry.place = Place()
-        expected = self._state.expected(entry.seq, entry.op)
+        expected = self._expected(entry, None)
         return partial(self._writer.staged.finish_part, entry.op, place, expected)
 
     def opening_to_grow(
@@ -146,12 +204,48 @@ class Steps:
     def _as_staged(self, entry: Entry, version: Identity) -> Op:
         """A content in the version that was staged: its bytes may be newer than the record."""
         op = self._with_bits_that_stay(entry)
-        if (version.size, version.mtime_ns) == (op.size, op.mtime_ns):
-            return op
-        # Other users may have written the newer bytes, which must not run with the rights of the
-        # owner. Their own record, or a later change of the mode, sets the remaining bits.
-        mode = None if op.mode is None else op.mode & ~_SET_ID
-        return replace(op, mtime_ns=version.mtime_ns, mode=mode)
+        if not self._is_as_recorded(entry, version):
+            # Other users may have written the newer bytes, which must not run with the rights of
+            # the owner. Their own record, or a later change of the mode, sets the remaining bits.
+            op = replace(op, mode=None if op.mode is None else op.mode & ~_SET_ID)
+        return replace(op, mtime_ns=version.mtime_ns)
+
+    def _is_as_recorded(self, entry: Entry, version: Identity | None) -> bool:
+        """Whether the bytes of a version of an object are those of its content, as far as is known.
+
+        A change of the times alone gives the object another version.
+        """
+        op, behind = entry.op, list(self._order.behind(entry))
+        if op.through:
+            # The newest bytes are at the source. A content that was recorded later is newer.
+            return all(later.kind != "content" for later in behind)
+        if version is None or version.size != op.size:
+            return False
+        if version.mtime_ns == op.mtime_ns:
+            return True
+        times = [later for later in behind if later.kind == "attr" and later.mtime_ns is not None]
+        return (
+            all(later.kind != "content" for later in behind)
+            and all(later.same for later in times)
+            and any(later.mtime_ns == version.mtime_ns for later in times)
+        )
+
+    def _expected(self, entry: Entry, version: Identity | None) -> Expected:
+        """The file that a content may replace, for the ``version`` of its object that comes there.
+        Set-ID bits come with the recorded bytes only."""
+        op, number = entry.op, entry.op.object
+        expected = replace(
+            self._state.expected(entry.seq, op), taken=self._taken(entry) & (op.mode or 0)
+        )
+        if not self._is_as_recorded(entry, version):
+            return expected
+        stay = (op.mode or 0) & ~expected.taken
+        return replace(
+            expected,
+            due=self._withheld.get(number, 0) & stay,
+            given=self._given.get(number, 0) & stay,
+            doubtful=self._doubtful.get(number, 0) & stay,
+        )
 
     def _with_bits_that_stay(self, entry: Entry) -> Op:
         """A change without the set-ID bits that a later change of the same file removes.
@@ -162,13 +256,18 @@ class Steps:
         op = entry.op
         if not op.object or op.mode is None or not op.mode & _SET_ID:
             return op
-        mode = op.mode
+        mode = op.mode & ~self._taken(entry)
         if op.kind == "attr" and self._files.is_written(op.object):
             mode &= ~_SET_ID
+        return replace(op, mode=mode)
+
+    def _taken(self, entry: Entry) -> int:
+        """The set-ID bits that a file does not have after the later changes of it."""
+        stay = _SET_ID
         for later in self._order.behind(entry):
             if later.kind in ("content", "attr") and later.mode is not None:
-                mode &= later.mode | ~_SET_ID
-        return replace(op, mode=mode)
+                stay &= later.mode
+        return _SET_ID & ~stay
 
 
 def with_rights_to_read(content: Op) -> Op:

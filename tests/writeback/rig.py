@@ -571,7 +571,14 @@ class World:
         if node.object:
             self._set_times(node.object, mtime_ns)
         return self.record(
-            Op(kind="attr", path=path, ino=node.ino, object=node.object, mtime_ns=mtime_ns)
+            Op(
+                kind="attr",
+                path=path,
+                ino=node.ino,
+                object=node.object,
+                mtime_ns=mtime_ns,
+                same=node.is_recorded,
+            )
         )
 
     def setxattr(self, path: bytes, name: bytes, value: bytes | None) -> int:

@@ -1,0 +1,237 @@
+"""Set-ID bits of programs that are written on the mount: they come with their bytes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import trio.testing
+
+from monarch.posix.credentials import Credentials
+from tests.conftest import let_others_in
+from tests.writeback.rig import World, draining
+from tests.writeback.test_others import ALICE, MALLORY, ROOT, owned, until
+
+Clock = trio.testing.MockClock
+SUID = stat.S_ISUID
+
+pytestmark = [
+    pytest.mark.promise(88),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user"),
+]
+
+
+@pytest.fixture
+def shared(world: World) -> World:
+    """A world whose source every user may enter and write; ``a`` belongs to Alice."""
+    let_others_in(world.source)
+    world.source.chmod(0o1777)
+    owned(world, "a", 0o777)
+    world.tree[b"a"].mode = 0o777
+    return world
+
+
+def mode_of(world: World, name: str) -> int:
+    return stat.S_IMODE((world.source / name).stat().st_mode)
+
+
+@contextmanager
+def looks(monkeypatch: pytest.MonkeyPatch, world: World) -> Iterator[set[tuple[bytes, bool]]]:
+    """The bytes of ``a`` at the source after each change, and whether the file has a set-ID bit."""
+    seen: set[tuple[bytes, bool]] = set()
+
+    def looking(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*args: Any, **kwargs: Any) -> None:
+            change(*args, **kwargs)
+            with suppress(FileNotFoundError):
+                has_bit = bool(mode_of(world, "a") & (stat.S_ISUID | stat.S_ISGID))
+                seen.add(((world.source / "a").read_bytes(), has_bit))
+
+        return changed
+
+    with monkeypatch.context() as patched:
+        for change in ("chmod", "fchmod", "rename", "link"):
+            patched.setattr(os, change, looking(getattr(os, change)))
+        yield seen
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_program_whose_times_are_set_keeps_its_bits(
+    world: World, clock: Clock, times: int
+) -> None:
+    async with draining(world) as drain:
+        world.create(b"program", mode=0o2755)
+        world.write(b"program", b"bytes")
+        for turn in range(times):
+            world.utime(b"program", (turn + 1) * 10**18)
+        await drain.progress.wait(world.last_seq)
+    assert mode_of(world, "program") == 0o2755
+    assert (world.source / "program").stat().st_mtime_ns == times * 10**18
+
+
+async def test_bytes_that_were_written_before_the_times_were_set_do_not_get_the_bits(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        world.create(b"program", mode=0o4755)
+        world.write(b"program", b"bytes")
+        node = world.begin(b"program")
+        world.store(node, b"newer")
+        # They are not recorded yet, and their version is not known from this change.
+        seq = world.utime(b"program", 10**18)
+        node.writers = 0
+        await drain.progress.wait(seq)
+        assert mode_of(world, "program") == 0o755
+        world.content(node)
+        await drain.progress.wait(world.last_seq)
+    assert mode_of(world, "program") == 0o4755
+
+
+@pytest.mark.parametrize("writer", [ROOT, ALICE])
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("bits", [0o4000, 0o2000])
+async def test_bits_that_are_set_while_a_file_is_open_come_with_its_bytes(
+    shared: World,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    writer: Credentials,
+    is_written: bool,
+    bits: int,
+) -> None:
+    shared.by = writer
+    with looks(monkeypatch, shared) as seen:
+        async with draining(shared) as drain:
+            node = shared.begin(b"a")
+            shared.store(node, b"new")
+            seq = shared.chmod(b"a", 0o755 | bits)
+            if is_written:
+                await drain.progress.wait(seq)
+                assert mode_of(shared, "a") == 0o755
+            shared.end(node)
+            await drain.progress.wait(shared.last_seq)
+    assert mode_of(shared, "a") == 0o755 | bits
+    assert (shared.source / "a").read_bytes() == b"new"
+    assert (shared.source / "a").stat().st_uid == 1001
+    assert not is_written or (b"old a", True) not in seen
+
+
+@pytest.mark.fault("U7")
+@pytest.mark.promise(160)
+@pytest.mark.parametrize("later", [False, True])
+async def test_bits_that_were_withheld_stay_away_when_the_owner_changes_the_mode_at_the_source(
+    shared: World, clock: Clock, later: bool
+) -> None:
+    shared.by = ROOT
+    async with draining(shared) as drain:
+        node = shared.begin(b"a")
+        shared.store(node, b"of root")
+        await drain.progress.wait(shared.chmod(b"a", 0o4777))
+        assert mode_of(shared, "a") == 0o777
+        (shared.source / "a").chmod(0o700)
+        if later:
+            # The bits that were given are not given again either.
+            shared.end(node)
+            await drain.progress.wait(shared.last_seq)
+            await drain.progress.wait(shared.write(b"a", b"of root again"))
+        else:
+            shared.end(node)
+            await drain.progress.wait(shared.last_seq)
+    assert mode_of(shared, "a") == 0o700
+
+
+@pytest.mark.fault("U7")
+async def test_bits_that_the_owner_has_removed_at_the_source_are_not_given_again(
+    shared: World, clock: Clock
+) -> None:
+    shared.by = ROOT
+    async with draining(shared) as drain:
+        shared.write(b"a", b"of root")
+        await drain.progress.wait(shared.chmod(b"a", 0o4777))
+        assert mode_of(shared, "a") == 0o4777
+        (shared.source / "a").chmod(0o777)
+        # The drain changes the file after its owner has.
+        shared.setxattr(b"a", b"user.n", b"1")
+        await drain.progress.wait(shared.write(b"a", b"of root again"))
+    assert mode_of(shared, "a") == 0o777
+
+
+@pytest.mark.parametrize("writer", [ROOT, MALLORY])
+async def test_newer_bytes_of_another_user_come_without_the_bits_until_its_record(
+    shared: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, writer: Credentials
+) -> None:
+    with looks(monkeypatch, shared) as seen:
+        async with draining(shared) as drain:
+            shared.unlink(b"a")
+            shared.by = ALICE
+            shared.create(b"a", mode=0o4777)
+            shared.write(b"a", b"of alice")
+            if writer is MALLORY:
+                # The kernel removes the bit, as the owner could.
+                shared.chmod(b"a", 0o777)
+            shared.by = writer
+            shared.write(b"a", b"of another")
+            await until(lambda: drain.backlog().ops == 0)
+    assert mode_of(shared, "a") == (0o4777 if writer is ROOT else 0o777)
+    assert (shared.source / "a").read_bytes() == b"of another"
+    assert ((b"of another", True) in seen) is (writer is ROOT)
+
+
+async def test_withheld_bits_come_although_a_name_is_removed_before(
+    shared: World, clock: Clock
+) -> None:
+    shared.by = ROOT
+    async with draining(shared) as drain:
+        await drain.progress.wait(shared.link(b"a", b"linked"))
+        node = shared.begin(b"a")
+        shared.store(node, b"of root")
+        await drain.progress.wait(shared.chmod(b"a", 0o2775))
+        # The change time at the source is another then.
+        await drain.progress.wait(shared.unlink(b"linked"))
+        assert mode_of(shared, "a") == 0o775
+        shared.end(node)
+        await drain.progress.wait(shared.last_seq)
+    assert (shared.source / "a").read_bytes() == b"of root"
+    assert mode_of(shared, "a") == 0o2775
+
+
+@pytest.mark.fault("U7")
+@pytest.mark.promise(67)
+async def test_bits_that_the_owner_has_removed_at_the_source_are_not_given_by_the_next_mount(
+    shared: World, clock: Clock
+) -> None:
+    shared.by = ROOT
+    async with draining(shared, abandon=False) as drain:
+        shared.write(b"a", b"of root")
+        await drain.progress.wait(shared.chmod(b"a", 0o4777))
+        await drain.progress.settle()
+    (shared.source / "a").chmod(0o777)
+    async with draining(shared, shared.kill()) as drain:
+        await drain.progress.wait(shared.write(b"a", b"of root again"))
+    assert (shared.source / "a").read_bytes() == b"of root again"
+    assert mode_of(shared, "a") == 0o777
+
+
+@pytest.mark.promise(67)
+@pytest.mark.parametrize("is_changed", [False, True])
+async def test_withheld_bits_come_after_a_kill(
+    shared: World, clock: Clock, is_changed: bool
+) -> None:
+    shared.by = ROOT
+    async with draining(shared, abandon=False) as drain:
+        node = shared.begin(b"a")
+        shared.store(node, b"of root")
+        await drain.progress.wait(shared.chmod(b"a", 0o4777))
+        await drain.progress.settle()
+    assert mode_of(shared, "a") == 0o777
+    if is_changed:
+        (shared.source / "a").chmod(0o700)
+    async with draining(shared, shared.kill()) as drain:
+        if not node.is_recorded:
+            shared.content(node)
+        await drain.progress.wait(shared.last_seq)
+    assert (shared.source / "a").read_bytes() == b"of root"
+    assert mode_of(shared, "a") == (0o700 if is_changed else 0o4777)
