@@ -215,9 +215,9 @@ class StagedContents:
             if there.st_ino != target.st_ino:
                 raise OSError(CHANGED_MEANWHILE, "what was to be replaced at the source is gone")
             mode = stat.S_IMODE(there.st_mode)
-            if op.by is not None and not op.by.is_root:
+            if any(writer is not None and not writer.is_root for writer in (op.by, *op.also)):
                 mode &= ~stat.S_ISUID & (~stat.S_ISGID if mode & stat.S_IXGRP else ~0)
-            mode |= due_bits(there, op, expected)
+            mode = mode & ~expected.taken | due_bits(there, op, expected)
             xattrs: dict[bytes, bytes | None] = {}
             with suppress(OSError):
                 for each in os.listxattr(path_of(it)):

@@ -12,6 +12,7 @@ import pytest
 import trio.testing
 
 from monarch.posix.credentials import Credentials
+from monarch.writeback.journal import Op
 from tests.conftest import let_others_in
 from tests.writeback.rig import World, draining
 from tests.writeback.test_others import ALICE, MALLORY, ROOT, owned, until
@@ -178,6 +179,52 @@ async def test_newer_bytes_of_another_user_come_without_the_bits_until_its_recor
     assert mode_of(shared, "a") == (0o4777 if writer is ROOT else 0o777)
     assert (shared.source / "a").read_bytes() == b"of another"
     assert ((b"of another", True) in seen) is (writer is ROOT)
+
+
+@pytest.mark.fault("U7")
+async def test_newer_bytes_of_another_user_do_not_keep_the_bits_of_the_replaced_version(
+    shared: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shared.source / "a").chmod(0o4777)
+    shared.tree[b"a"].mode = 0o4777
+    with looks(monkeypatch, shared) as seen:
+        async with draining(shared) as drain:
+            shared.by = ROOT
+            shared.write(b"a", b"of root")
+            shared.by = ALICE
+            shared.chmod(b"a", 0o777)
+            shared.by = MALLORY
+            shared.write(b"a", b"of mallory")
+            await until(lambda: drain.backlog().ops == 0)
+    assert (b"of mallory", False) in seen
+    assert (b"of mallory", True) not in seen
+
+
+@pytest.mark.fault("U7")
+async def test_bytes_of_several_users_do_not_keep_the_bits_if_root_wrote_last(
+    shared: World, clock: Clock
+) -> None:
+    (shared.source / "a").chmod(0o4777)
+    async with draining(shared) as drain:
+        node = shared.begin(b"a")
+        shared.store(node, b"of both")
+        shared.record(
+            Op(
+                kind="content",
+                path=b"a",
+                paths=(b"a",),
+                object=node.object,
+                size=len(b"of both"),
+                mode=0o777,
+                mtime_ns=node.mtime_ns,
+                by=ROOT,
+                also=(MALLORY,),
+            )
+        )
+        node.writers, node.is_recorded = 0, True
+        await drain.progress.wait(shared.last_seq)
+    assert (shared.source / "a").read_bytes() == b"of both"
+    assert mode_of(shared, "a") == 0o777
 
 
 async def test_withheld_bits_come_although_a_name_is_removed_before(
