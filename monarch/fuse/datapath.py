@@ -35,6 +35,7 @@ _TABLES = {INODES: 0, NAMES: 1, CHILDREN: 2}
 _TOKEN_SHIFT = 40
 _INO_MASK = (1 << _TOKEN_SHIFT) - 1
 _WRITE_SYNC = 1 << 60
+_WRITE_REMOVES_SET_ID = 1 << 59
 # What is answered with attributes (_python_direct.c).
 _ATTRIBUTES_ALONE, _NAME = -2, -1
 # Threads that answer requests: more than processors, since some wait for disks.
@@ -69,9 +70,10 @@ def split_handle(fh: int) -> tuple[Ino, int]:
     return Ino(fh & _INO_MASK), fh >> _TOKEN_SHIFT
 
 
-def split_write_handle(fh: int) -> tuple[Ino, bool]:
-    """The inode number of a write, and whether it must be durable before it is answered."""
-    return Ino(fh & _INO_MASK), bool(fh & _WRITE_SYNC)
+def split_write_handle(fh: int) -> tuple[Ino, bool, bool]:
+    """The inode number of a write, whether it must be durable before it is answered, and whether
+    it removes the set-ID bits of the file."""
+    return Ino(fh & _INO_MASK), bool(fh & _WRITE_SYNC), bool(fh & _WRITE_REMOVES_SET_ID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +296,14 @@ class Datapath:
         not unbound, not bound any more, or no descriptor is free. Raises ValueError for an unknown
         tier."""
         return bool(self._native.rebind(ino, fd, tier))
+
+    def know_set_id(self, ino: Ino, *, has_set_id: bool) -> None:
+        """Records whether the mode of an inode may have set-ID bits, until its last release.
+
+        If so, writes that remove these bits come to Python: those of users that bypass the page
+        cache of the kernel. The kernel itself removes the bits at other writes of users.
+        """
+        self._native.know_set_id(ino, has_set_id)
 
     def written(self, ino: Ino) -> int:
         """The number of changes of a written inode without Python since it was bound, 0 for another

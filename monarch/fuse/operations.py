@@ -216,7 +216,7 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        ino, is_synced = split_write_handle(fh)
+        ino, is_synced, _ = split_write_handle(fh)
         written = await self.handlers.writing.files.write(ino, off, buf)
         if is_synced:
             await self.handlers.writing.fsyncs.sync(ino, None)

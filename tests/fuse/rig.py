@@ -131,9 +131,16 @@ class Rig:
         return self.send(Op.CREATE, 1, body, pid=pid)
 
     def send_write(
-        self, node: int, handle: int, offset: int, data: bytes, *, flags: int = 0
+        self,
+        node: int,
+        handle: int,
+        offset: int,
+        data: bytes,
+        *,
+        flags: int = 0,
+        write_flags: int = 0,
     ) -> int:
-        body = wire.WRITE_IN.pack(handle, offset, len(data), 0, 0, flags, 0) + data
+        body = wire.WRITE_IN.pack(handle, offset, len(data), write_flags, 0, flags, 0) + data
         return self.send(Op.WRITE, node, body)
 
     def write(self, node: int, handle: int, offset: int, data: bytes) -> Answer:

@@ -174,13 +174,49 @@ def test_python_makes_safe_what_must_be_when_it_is_answered(made: Rig, fd: int) 
     unique = made.send_write(NEW, handle, 0, b"safe", flags=flags)
     passed = made.passed()
     handle_seen, _, _, _, _, flags_seen, _ = wire.WRITE_IN.unpack_from(passed.body)
-    assert split_write_handle(handle_seen) == (NEW, True) and flags_seen == flags
+    assert split_write_handle(handle_seen) == (NEW, True, False) and flags_seen == flags
     made.reply(passed, wire.WRITE_OUT.pack(4, 0))
     assert made.answer(unique).error == 0
     # After a write through its pages the kernel asks for that itself.
     cached = opened(made, NEW, fd)
     assert made.answer(made.send_write(NEW, cached, 0, b"cached", flags=flags)).error == 0
     assert made.is_quiet(0)
+
+
+@pytest.mark.promise(88)
+def test_python_removes_the_set_id_bits_of_a_file_that_a_user_writes(made: Rig, fd: int) -> None:
+    handle = created(made, fd, flags=wire.FOPEN_DIRECT_IO)
+
+    def comes_to_python(flags: int, handle: int = handle) -> bool:
+        unique = made.send_write(NEW, handle, 0, b"bytes", write_flags=flags)
+        with suppress(NoMessage):
+            passed = made.passed(0.1)
+            seen, _, size = wire.WRITE_IN.unpack_from(passed.body)[:3]
+            assert split_write_handle(seen) == (NEW, False, bool(flags)) and size == 5
+            made.reply(passed, wire.WRITE_OUT.pack(5, 0))
+            assert made.answer(unique).error == 0
+            return True
+        assert made.answer(unique).error == 0
+        return False
+
+    user, root = wire.WRITE_KILL_SUIDGID, 0
+    assert not comes_to_python(user)
+    made.datapath.know_set_id(NEW, has_set_id=True)
+    assert not comes_to_python(root)
+    assert comes_to_python(user) and comes_to_python(user)
+    assert made.datapath.written(NEW) == 2
+    made.datapath.know_set_id(NEW, has_set_id=False)
+    assert not comes_to_python(user)
+    # Where Python serves the file, it gets to know who writes.
+    made.datapath.unbind(NEW)
+    assert comes_to_python(user) and comes_to_python(root)
+    made.datapath.rebind(NEW, fd, tier=1)
+    # The next file with this number is another one.
+    made.datapath.know_set_id(NEW, has_set_id=True)
+    released(made, NEW, handle)
+    made.datapath.release_written(NEW)
+    handle = created(made, fd, flags=wire.FOPEN_DIRECT_IO)
+    assert not comes_to_python(user, handle)
 
 
 def test_writers_and_readers_at_once_see_what_was_answered(made: Rig, fd: int) -> None:

@@ -31,6 +31,7 @@ DIRENT = struct.Struct("<QQII")
 STORE_OUT = struct.Struct("<QQII")
 
 FOPEN_DIRECT_IO = 1 << 0
+WRITE_KILL_SUIDGID = 1 << 2
 FOPEN_KEEP_CACHE = 1 << 1
 FOPEN_NOFLUSH = 1 << 5
 FOPEN_PASSTHROUGH = 1 << 7

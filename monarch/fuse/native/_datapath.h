@@ -83,6 +83,8 @@ enum {
 #define HANDLE_DIRECT (1ull << 61)
 /* Bit in the handle of a write that is passed to Python: it must be durable before its answer. */
 #define WRITE_SYNC (1ull << 60)
+/* Another bit there: the write removes the set-ID bits of the file. */
+#define WRITE_REMOVES_SET_ID (1ull << 59)
 /* The shift in a file handle, above the inode number, of the read's number in the pending table. */
 #define TOKEN_SHIFT 40
 #define INO_MASK ((1ull << TOKEN_SHIFT) - 1)

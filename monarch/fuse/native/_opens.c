@@ -96,6 +96,7 @@ static struct open_inode *take(struct opens *opens, struct opens_stripe *stripe,
         entry->backing_id = 0;
         entry->leaving = NULL;
         __atomic_store_n(&entry->bound, false, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->has_set_id, false, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->tier, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->reached, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->fd, -1, __ATOMIC_RELAXED);
@@ -437,6 +438,13 @@ bool opens_rebind(struct opens *opens, uint64_t ino, int fd, uint8_t tier) {
     if (!can)
         free(file);
     return can;
+}
+
+void opens_know_set_id(struct opens *opens, uint64_t ino, bool has_set_id) {
+    struct open_inode *entry = locked(opens, ino);
+    if (entry)
+        __atomic_store_n(&entry->has_set_id, has_set_id, __ATOMIC_RELEASE);
+    unlock(stripe_of(opens, ino));
 }
 
 uint64_t opens_lowest(struct opens *opens, uint64_t ino, bool forget) {

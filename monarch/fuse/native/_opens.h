@@ -53,12 +53,13 @@ struct open_inode {
     uint32_t users; /* opens without a release, including unanswered ones, and Python if ``held`` */
     uint32_t python_handles; /* those of them with a plain handle of pyfuse3 */
     int32_t backing_id;
-    int fd;        /* atomic */
-    uint8_t kind;  /* atomic */
-    uint8_t tier;  /* 0: the source */
-    bool bound;    /* Python decided the open and gets the release; atomic */
-    bool outdated; /* the source has another version: Python gets an event of the last release */
-    bool held;     /* Python has not released the written file yet */
+    int fd;          /* atomic */
+    uint8_t kind;    /* atomic */
+    uint8_t tier;    /* 0: the source */
+    bool bound;      /* Python decided the open and gets the release; atomic */
+    bool outdated;   /* the source has another version: Python gets an event of the last release */
+    bool held;       /* Python has not released the written file yet */
+    bool has_set_id; /* the mode may have set-ID bits that a user's write removes; atomic */
     uint32_t creating; /* those of the users with a creation that Python has not answered yet */
     struct written *written;
     struct written *leaving; /* unbound, but still used */
@@ -158,6 +159,8 @@ bool opens_unbind(struct opens *opens, uint64_t ino);
 /* Binds another descriptor after opens_unbind; false if the inode is not bound for writing, or not
  * unbound. If true, ``fd`` belongs to the entry. */
 bool opens_rebind(struct opens *opens, uint64_t ino, int fd, uint8_t tier);
+/* Records whether the mode of an open inode may have set-ID bits. */
+void opens_know_set_id(struct opens *opens, uint64_t ino, bool has_set_id);
 /* The number of changes since the inode was bound. */
 uint64_t opens_changes(struct opens *opens, uint64_t ino);
 /* The lowest offset that was changed since the inode was bound, or since the last call with

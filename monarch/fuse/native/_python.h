@@ -38,7 +38,8 @@ int to_attr(PyObject *given, void *attr);
         X(store, METH_VARARGS), X(taken, METH_O), X(reached, METH_O), X(was_given, METH_O),        \
         X(take_over, METH_NOARGS), X(requests, METH_NOARGS), X(requests_so_far, METH_NOARGS),      \
         X(answer_error, METH_VARARGS), X(answer_ioctl, METH_VARARGS),                              \
-        X(answer_missing, METH_VARARGS), X(answer_attributes, METH_VARARGS)
+        X(answer_missing, METH_VARARGS), X(answer_attributes, METH_VARARGS),                       \
+        X(know_set_id, METH_VARARGS)
 
 #define DECLARED(name, how) *datapath_##name(Datapath *self, PyObject *args)
 PyObject OTHER_METHODS(DECLARED);

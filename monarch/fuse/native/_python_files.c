@@ -153,6 +153,15 @@ PyObject *datapath_release_written(Datapath *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+PyObject *datapath_know_set_id(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    int has_set_id;
+    if (!PyArg_ParseTuple(args, "Kp", &ino, &has_set_id))
+        return NULL;
+    opens_know_set_id(&self->dp->opens, ino, has_set_id);
+    Py_RETURN_NONE;
+}
+
 PyObject *datapath_lowest(Datapath *self, PyObject *args) {
     unsigned long long ino;
     int forget;

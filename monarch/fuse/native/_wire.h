@@ -127,6 +127,10 @@ struct write_in {
     uint32_t flags, padding;
 };
 
+/* A bit of ``write_flags``: the caller may not keep the set-ID bits of the file. The kernel sets it
+ * only for writes that bypass the page cache; before others it sends a SETATTR. */
+enum { WRITE_KILL_SUIDGID = 1 << 2 };
+
 struct write_out {
     uint32_t size, padding;
 };

@@ -52,12 +52,17 @@ void do_write(struct thread *thread, struct in_header *request, size_t size) {
         refuse(thread, request, EBADF);
         return;
     }
-    bool synced = must_sync(in);
+    bool synced = must_sync(in), removes_set_id = in->write_flags & WRITE_KILL_SUIDGID;
     struct written *file = NULL;
     struct open_inode *entry = NULL;
     /* Only Python can make it durable. */
     if (!synced)
         entry = use_written(dp, in->fh, request->nodeid, &file);
+    if (file && removes_set_id && LOAD(entry->has_set_id)) {
+        /* Only Python can record the new mode. */
+        opens_unuse(file);
+        file = NULL;
+    }
     if (file) {
         opens_changing(&dp->opens, entry, request->nodeid, in->offset);
         int error = write_all(file->fd, (const uint8_t *)(in + 1), in->size, in->offset);
@@ -79,7 +84,8 @@ void do_write(struct thread *thread, struct in_header *request, size_t size) {
         if (error == 0 || is_callers(error))
             return;
     }
-    in->fh = request->nodeid | (synced ? WRITE_SYNC : 0);
+    in->fh =
+        request->nodeid | (synced ? WRITE_SYNC : 0) | (removes_set_id ? WRITE_REMOVES_SET_ID : 0);
     pass_on(thread, request);
 }
 
