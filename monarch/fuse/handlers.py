@@ -139,9 +139,10 @@ class Handlers:
         """Whether writes of an open may bypass the page cache of the kernel.
 
         A process that opens a file for writing only cannot read or map through it; for other
-        processes the kernel drops its pages. But for such a file the kernel would not clear set-ID
-        bits at a write by another user, and would send no fsync after a write with RWF_DSYNC, which
-        only the datapath sees. With O_DSYNC or O_SYNC every write is synced, and one fsync each is
+        processes the kernel drops its pages. But for such a file the kernel does not clear set-ID
+        bits at a write by a user, which is left to Python, also if the file gets the bits while it
+        is open. The kernel also sends no fsync after a write with RWF_DSYNC, which only the
+        datapath sees. With O_DSYNC or O_SYNC every write is synced, and one fsync each is
         better than one for each MiB.
         """
         return (

@@ -216,8 +216,9 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        ino, is_synced, _ = split_write_handle(fh)
-        written = await self.handlers.writing.files.write(ino, off, buf)
+        ino, is_synced, removes_set_id = split_write_handle(fh)
+        files = self.handlers.writing.files
+        written = await files.write(ino, off, buf, removes_set_id=removes_set_id)
         if is_synced:
             await self.handlers.writing.fsyncs.sync(ino, None)
         return written

@@ -131,12 +131,17 @@ class Node:
         self.size = max(self.size, size)
         self.touch(now_ns)
 
-    def drop_privileges(self) -> None:
-        """Removes the set-user-ID and set-group-ID bits, as a change by another user does."""
+    @property
+    def set_id_to_remove(self) -> int:
+        """The set-ID bits of the mode that a change of the bytes by a user removes."""
         drop = stat.S_ISUID
         if self.mode & stat.S_IXGRP:
             drop |= stat.S_ISGID
-        self.drop_bits(drop)
+        return self.mode & drop
+
+    def drop_privileges(self) -> None:
+        """Removes the set-user-ID and set-group-ID bits, as a change by another user does."""
+        self.drop_bits(self.set_id_to_remove)
 
     def drop_bits(self, bits: int) -> None:
         """Removes ``bits`` from the mode."""

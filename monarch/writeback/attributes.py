@@ -98,8 +98,7 @@ class WrittenAttributes:
         await self._gate.require_room()
         node = self._names.node(ino)
         was = None if has_lost_names else known_at_source(self._names, ino)
-        # Only owners change modes. For other users the kernel does: it takes the set-ID bits from a
-        # program into which they write.
+        # Only owners change modes. For other users the kernel does, when it removes set-ID bits.
         now = self._names.attributes(ino)
         owner = Credentials(now.uid, now.gid)
         is_of_times = atime_ns is not None or mtime_ns is not None
@@ -122,6 +121,8 @@ class WrittenAttributes:
             mtime_ns=mtime_ns,
             now_ns=file_now_ns(),
         )
+        if mode is not None:
+            self._files.mode_changed(node)
         if node.names:
             self._recorder.note(
                 Op(

@@ -102,11 +102,11 @@ class WriteFront:
             names, table.states, opens, unlinked, drained, drain, staged, source_calls, look_again
         )
         self.failures = failures = FsyncFailures(names, table, objects, opens, drained)
+        self.gate = gate = WriteGate(names, settings, recorder, objects, unlinked, space)
         self.files = files = WrittenFiles(
-            names, table, opens, objects, recorder, unlinked, failures, source, space
+            names, table, opens, objects, recorder, unlinked, failures, source, space, gate
         )
         self.fsyncs = Fsyncs(names, files, recorder, drain, settings.writeback.fsync == "source")
-        self.gate = gate = WriteGate(names, settings, recorder, objects, unlinked, space)
         copies = CopyUp(names, gate, files, objects, recorder, source, drained, unlinked, copied_up)
         self.operations = WriteOperations(
             names, gate, files, opens, copies, recorder, drained, unlinked, copied_up

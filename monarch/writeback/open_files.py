@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import SourceFiles
 from monarch.writeback.tier_objects import FULL, TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
-from monarch.writeback.write_gate import OBJECT_BYTES, SpaceReclaimer
+from monarch.writeback.write_gate import OBJECT_BYTES, SpaceReclaimer, WriteGate
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class WrittenFiles:
     _failures: FsyncFailures
     _source: SourceFiles
     _space: SpaceReclaimer
+    _gate: WriteGate
 
     def is_open(self, ino: Ino) -> bool:
         return ino in self._opens.files
@@ -179,12 +181,18 @@ class WrittenFiles:
         """Raises Refused or SourceError, depending on whose disk it is."""
         return await self._opens.files[ino].place.run(os.pread, size, offset)
 
-    async def write(self, ino: Ino, offset: int, content: bytes) -> int:
-        """Raises Refused or SourceError; ENOSPC if neither the tier nor the source has room."""
+    async def write(
+        self, ino: Ino, offset: int, content: bytes, *, removes_set_id: bool = False
+    ) -> int:
+        """Raises Refused or SourceError; ENOSPC if neither the tier nor the source has room.
+
+        ``removes_set_id``: a user writes, and the kernel has not removed the set-ID bits.
+        """
         file = self._opens.files[ino]
-        if not self._opens.has_datapath:
-            # The kernel leaves that to the file system, and does not say who writes.
-            file.node.drop_privileges()
+        # Without a datapath the kernel leaves the bits to the file system and does not report who
+        # writes. A process of a user may have inherited a descriptor that root has opened.
+        if removes_set_id or not self._opens.has_datapath:
+            await self._remove_set_id(file.node)
         async with self._changing(file, offset):
             written = await self._with_room(file, len(content), _write_all, content, offset)
             if file.is_write_through:
@@ -195,6 +203,8 @@ class WrittenFiles:
         """Set the size of a file. A user who is not root takes the set-ID bits from it."""
         await self.open(node, by=by)
         try:
+            if not by.is_root:
+                await self._remove_set_id(node)
             file = self._opens.files[node.ino]
             async with self._changing(file, size):
                 await self._with_room(file, 0, os.ftruncate, size)
@@ -205,8 +215,39 @@ class WrittenFiles:
                     node.grow(size, file_now_ns())
         finally:
             self.release(node.ino)
-        if not by.is_root:
-            node.drop_privileges()
+
+    async def _remove_set_id(self, node: Node) -> None:
+        """Removes the set-ID bits from the mode of an open file before a user changes its bytes.
+
+        The new mode is a change of its own, as it is where the kernel removes the bits. So the
+        drain removes them from the file at the source, also if root changes the bytes later.
+        """
+        if not node.set_id_to_remove:
+            return
+        if node.names:
+            self._gate.require_journal()
+            await self._gate.require_room()
+        paths = tuple(self._names.visible_paths(node.ino)) if node.names else ()
+        # Another write may have removed them meanwhile.
+        has_set_id = bool(node.set_id_to_remove)
+        node.drop_privileges()
+        if paths and has_set_id:
+            self._recorder.note(
+                Op(
+                    kind="attr",
+                    path=paths[0],
+                    paths=paths if len(paths) > 1 else (),
+                    object=node.object,
+                    mode=stat.S_IMODE(node.mode),
+                    ino=node.ino,
+                    by=Credentials(node.uid, node.gid),
+                )
+            )
+        self.mode_changed(node)
+
+    def mode_changed(self, node: Node) -> None:
+        """Reports to the datapath whether a file has set-ID bits that a user's write removes."""
+        self._opens.fast.know_set_id(node.ino, has_set_id=bool(node.set_id_to_remove))
 
     @asynccontextmanager
     async def _changing(self, file: OpenFile, offset: int) -> AsyncIterator[None]:

@@ -187,6 +187,38 @@ def test_writing_clears_the_set_id_bits_of_a_program_for_ordinary_users(
 
 
 @needs_root
+@pytest.mark.promise(88)
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR])
+def test_writing_clears_the_set_id_bits_that_a_file_got_while_it_was_open(
+    here: Place, flags: int
+) -> None:
+    write_file("f", OLD)
+    for name in ("f", "old"):
+        os.chown(name, USER, USER)
+        os.chmod(name, 0o777)
+
+        def write(name: str = name) -> None:
+            with opened(name, flags) as fd:
+                os.write(fd, b"x")
+                os.chmod(name, 0o6777)
+                os.write(fd, b"y")
+                assert mode_of(name) == 0o777
+
+        elsewhere(write, uid=USER)
+        assert mode_of(name) == 0o777
+        # A user may also have inherited the descriptor from root.
+        with opened(name, flags) as fd:
+            os.chmod(name, 0o6777)
+            elsewhere(lambda fd=fd: os.write(fd, b"z"), uid=USER)
+            assert mode_of(name) == 0o777
+            os.chmod(name, 0o6777)
+            os.write(fd, b"root")
+            # Without a datapath the kernel does not report who writes.
+            assert mode_of(name) == (0o777 if here.way == "python" else 0o6777)
+            assert os.fstat(fd).st_size == len(OLD)
+
+
+@needs_root
 def test_a_user_cannot_set_the_set_group_id_bit_of_a_foreign_group(here: Place) -> None:
     write_file("f", b"x")
     os.chown("f", USER, 1234)
