@@ -146,7 +146,7 @@ class Walk:
         await session.mkfifo(self._free(session))
 
     async def _chmod(self, session: Session) -> None:
-        mode = self._chance.choice([0o600, 0o640, 0o755])
+        mode = self._chance.choice([0o600, 0o640, 0o755, 0o6755])
         await session.chmod(self._any(session, "file", "dir", "fifo"), mode)
 
     async def _utime(self, session: Session) -> None:
