@@ -267,16 +267,15 @@ def _is_the_root_of(source: Source, kept: Snapshot, changes: Earlier) -> bool:
         return False
     if kept_ns(now.st_mtime_ns) == known.mtime_ns:
         return True
-    # A change may have removed a name, or given its file another inode number.
-    entries = ((name, it.source_ino) for name, it in kept.list_from(ROOT_INO, 0))
-    names = list(islice((each for each in entries if each[0] not in changes.roots), _KNOWN_BY))
-    changed = (name for name, is_there in changes.roots.items() if is_there and name)
-    names += [(name, 0) for name in islice(changed, _KNOWN_BY)]
+    names = [(name, it.source_ino) for name, it in islice(kept.list_from(ROOT_INO, 0), _KNOWN_BY)]
+    # A file has another inode number after a change of it was drained.
+    names += [(name, 0) for name in islice(changes.roots, _KNOWN_BY) if name]
     for name, ino in names:
         with suppress(FileNotFoundError):
             if source.status(name).st_ino == ino or not ino:
                 return True
-    return not names
+    # Changes may have removed all of them.
+    return not any(changes.roots.get(name, True) for name, _ in names)
 
 
 def _is_empty(source: Source) -> bool:
