@@ -1,4 +1,4 @@
-"""What will be read next: the only interface of this package for the rest of the daemon.
+"""Foresees the next reads: the only interface of this package for the rest of the daemon.
 
 Each open is given to ``opened`` in its order, with the number of its *job*: processes of one job
 read one data set together. ``next`` returns the files that should be fetched ahead. Pure: nothing
@@ -47,7 +47,7 @@ class _Job:
     """Streams of one job, the last used first, and its opens in none of them."""
 
     streams: list[Stream] = field(default_factory=list)
-    strange: list[Ino] = field(default_factory=list)
+    outside: list[Ino] = field(default_factory=list)
 
 
 class Foresight:
@@ -72,7 +72,7 @@ class Foresight:
         self._wake = wake
 
     def wake(self) -> None:
-        """An order was announced."""
+        """Must be called after a message about an announced order."""
         self._wake()
 
     # -- what happens ------------------------------------------------------------------------
@@ -92,8 +92,8 @@ class Foresight:
         known = self._job(job)
         stream = self._stream_of(known, ino)
         if stream is None:
-            known.strange.append(ino)
-            if len(known.strange) >= WINDOW:
+            known.outside.append(ino)
+            if len(known.outside) >= WINDOW:
                 self._begin_stream(known)
             return
         is_complete = stream.opened(ino)
@@ -199,8 +199,8 @@ class Foresight:
 
     def _begin_stream(self, job: _Job) -> None:
         """Begins a stream in the subtree that has most of the opens outside of all others."""
-        strange, job.strange = job.strange, []
-        found = self._subtree_of(strange)
+        outside, job.outside = job.outside, []
+        found = self._subtree_of(outside)
         if found is None:
             return
         directory, depth = found
@@ -221,7 +221,7 @@ class Foresight:
         for stale in job.streams[_MOST_STREAMS:]:
             self._end_stream(stale)
         del job.streams[_MOST_STREAMS:]
-        for ino in strange:
+        for ino in outside:
             if ino in files:
                 stream.subtree.opened(ino - files.start)
                 stream.opened(ino)

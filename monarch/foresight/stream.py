@@ -278,7 +278,7 @@ class Stream:
             self._front = self._given = found.high
 
     def _follow(self, found: Locality) -> None:
-        """Moves on with the readers, and adapts the distance."""
+        """Records the position of the readers, and adapts the distance."""
         reached = self._front + self.distance * (self.step if self.pattern == "strided" else 1)
         places = self._window
         if self.pattern == "same order" and self._last is not None:
