@@ -22,7 +22,7 @@ from monarch.foresight.messages import NO_DESCRIPTOR, Begin, Piece, Progress, de
 from monarch.namespace.access import ReadAccess
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix.credentials import credentials_of
-from monarch.posix.processes import inode_of, process_of
+from monarch.posix.processes import link_of, process_of
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
 from monarch.transfer.source_calls import Caller
@@ -40,11 +40,11 @@ _IDLE_S = 600.0
 
 @dataclass(eq=False)
 class _Watched:
-    """An order whose end must be noticed. ``inode`` is that of the descriptor."""
+    """An order whose end must be noticed. ``path`` is that of the descriptor."""
 
     access: ReadAccess
     descriptor: int
-    inode: int
+    path: str
     activity: int = -1
     since_s: float = field(default_factory=trio.current_time)
 
@@ -107,20 +107,17 @@ class Hints:
         return kept
 
     def _begin(self, announcer: Announcer, ino: Ino, begin: Begin, caller: Caller) -> None:
-        descriptor, inode = begin.descriptor, 0
+        descriptor, path = begin.descriptor, ""
         if descriptor != NO_DESCRIPTOR and announcer.pid:
             try:
-                inode = inode_of(announcer.pid, descriptor)
+                path = link_of(announcer.pid, descriptor)
             except FileNotFoundError:
                 raise Refused(errno.EINVAL) from None
             except OSError:
                 descriptor = NO_DESCRIPTOR
-            else:
-                if inode != ino:
-                    raise Refused(errno.EINVAL)
         by = credentials_of(caller.pid, caller.uid, caller.gid)
         key = self._announcements.begin(announcer, ino, begin)
-        self._watched[key] = _Watched(ReadAccess(self._snapshot, by), descriptor, inode)
+        self._watched[key] = _Watched(ReadAccess(self._snapshot, by), descriptor, path)
 
     def _end(self, key: OrderKey) -> None:
         self._announcements.end(key)
@@ -143,7 +140,7 @@ class Hints:
         if watched.descriptor == NO_DESCRIPTOR:
             return False
         try:
-            return inode_of(key.pid, watched.descriptor) != watched.inode
+            return link_of(key.pid, watched.descriptor) != watched.path
         except FileNotFoundError:
             return True
         except OSError:

@@ -39,10 +39,14 @@ def process_of(thread: int) -> int:
     return int(_field(text, b"Tgid") or 0)
 
 
-def inode_of(process: int, descriptor: int) -> int:
-    """The inode number of the file that a process has open as ``descriptor``. Raises OSError:
-    FileNotFoundError if it is closed; PermissionError if this process may not see it."""
-    return int(_field(_read_all(f"/proc/{process}/fdinfo/{descriptor}"), b"ino") or 0)
+def link_of(process: int, descriptor: int) -> str:
+    """The path of the file that a process has open as ``descriptor``. Raises OSError:
+    FileNotFoundError if it is closed; PermissionError if this process may not see it.
+
+    Not from ``fdinfo``, whose length the process determines: it has a line for each file lock, and
+    for each watch of inotify, and the kernel makes all of them for each read.
+    """
+    return os.readlink(f"/proc/{process}/fd/{descriptor}")
 
 
 def _field(text: bytes, name: bytes) -> bytes:
