@@ -215,7 +215,7 @@ class SourceEntries:
         of the entry and all its attributes."""
         try:
             by = directories.user_of(op)
-            op = replace(op, path=_own_path(directories, op, by, expected))
+            op = replace(op, path=_own_path(directories, op, by, expected) or op.path)
             directory_fd, name = directories.of(op.path, by)
             with closing_fd(os.open(name, ITSELF, dir_fd=directory_fd)) as fd:
                 return self._changed(fd, op, by, expected)
@@ -223,6 +223,19 @@ class SourceEntries:
             if not will_come:
                 log.warning("source: %r is not there to be changed", os.fsdecode(op.path))
             return None
+
+    def change_older(
+        self, directories: OpenDirectories, op: Op, expected: Expected
+    ) -> Identity | None:
+        """Changes attributes of the older version of a file, if one of the file's names leads to
+        it. The next content replaces that version and keeps its attributes."""
+        older = replace(expected, over=(), ours=frozenset())
+        path = _own_path(directories, op, directories.user_of(op), older, version=True)
+        if path is None:
+            return None
+        return self.change_attributes(
+            directories, replace(op, path=path, paths=()), older, will_come=True
+        )
 
     def _changed(
         self, fd: int, op: Op, by: Credentials | None, expected: Expected
@@ -273,15 +286,21 @@ def _with_known_bytes(expected: Expected, found: os.stat_result, now: Identity, 
 
 
 def _own_path(
-    directories: OpenDirectories, op: Op, by: Credentials | None, expected: Expected
-) -> bytes:
-    """The first name that still leads to the file; its first name if none does."""
+    directories: OpenDirectories,
+    op: Op,
+    by: Credentials | None,
+    expected: Expected,
+    *,
+    version: bool = False,
+) -> bytes | None:
+    """The first of several names that still leads to the file, with ``version`` in its known
+    version; None if none does."""
     for path in op.paths if op.strict else ():
         with suppress(OSError):
             there = status_at(*directories.of(path, by))
-            if there is not None and expected.is_same(there):
+            if there is not None and expected.is_same(there, version=version):
                 return path
-    return op.path
+    return None
 
 
 def _found(

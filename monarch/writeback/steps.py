@@ -125,11 +125,15 @@ class Steps:
                 }
                 return partial(changes[op.kind], op=op, expected=expected)
             case "attr" | "xattr":
-                # A file whose content was left out keeps its older version at the source.
-                if absent and not state.has_older(op.object):
+                # A file whose content was left out keeps its older version at the source. If one of
+                # its names was renamed since, the others still lead to that version.
+                has_older = state.has_older(op.object)
+                if absent and not has_older and state.identity(op.object) is None:
                     return None
                 op = self._with_bits_that_stay(entry)
                 entry.withheld = (entry.op.mode or 0) & _SET_ID & ~(op.mode or 0)
+                if absent and not has_older:
+                    return partial(entries.change_older, op=op, expected=expected)
                 will_come = absent and self._order.later(entry) is not None
                 change = entries.change_attributes
                 return partial(change, op=op, expected=expected, will_come=will_come)

@@ -558,10 +558,24 @@ class World:
         node = self.tree[path] = Node("fifo", 0o600)
         return self.record(Op(kind="mknod", path=path, ino=node.ino, mode=stat.S_IFIFO | 0o600))
 
+    def _paths(self, node: Node) -> tuple[bytes, ...]:
+        """What a change of attributes records of the names of a file that has several."""
+        names = self.names(node)
+        return names if node.kind == "file" and len(names) > 1 else ()
+
     def chmod(self, path: bytes, mode: int) -> int:
         node = self.tree[path]
         node.mode = mode
-        return self.record(Op(kind="attr", path=path, ino=node.ino, object=node.object, mode=mode))
+        return self.record(
+            Op(
+                kind="attr",
+                path=path,
+                paths=self._paths(node),
+                ino=node.ino,
+                object=node.object,
+                mode=mode,
+            )
+        )
 
     def utime(self, path: bytes, mtime_ns: int) -> int:
         node = self.tree[path]
@@ -574,6 +588,7 @@ class World:
             Op(
                 kind="attr",
                 path=path,
+                paths=self._paths(node),
                 ino=node.ino,
                 object=node.object,
                 mtime_ns=mtime_ns,
@@ -587,7 +602,15 @@ class World:
             node.xattrs.pop(name, None)
         else:
             node.xattrs[name] = value
-        return self.record(Op(kind="xattr", path=path, object=node.object, xattrs={name: value}))
+        return self.record(
+            Op(
+                kind="xattr",
+                path=path,
+                paths=self._paths(node),
+                object=node.object,
+                xattrs={name: value},
+            )
+        )
 
     # -- ends --------------------------------------------------------------------------------
 

@@ -104,6 +104,61 @@ async def test_a_published_file_that_gave_way_does_not_vanish_when_it_is_renamed
     world.check_all_is_there()
 
 
+@pytest.mark.promise(80)
+@pytest.mark.parametrize("kills", [False, True])
+async def test_attributes_that_follow_a_rename_reach_a_file_with_other_names(
+    world: World, clock: Clock, kills: bool
+) -> None:
+    """The file is written meanwhile, so the rename removes the old name only, and the other name
+    keeps the earlier version, which the next content replaces."""
+    async with draining(world) as drain:
+        world.write(b"first", b"1")
+        await drain.progress.wait(world.link(b"first", b"z"))
+        world.chmod(b"first", 0o777)
+        await drain.progress.wait(world.setxattr(b"first", b"user.k", b"old"))
+        node = world.begin(b"first")
+        world.store(node, b"22")
+        world.rename(b"first", b"second")
+        world.store(node, b"333")
+        world.chmod(b"z", 0o640)
+        await drain.progress.wait(world.setxattr(b"second", b"user.k", b"new"))
+        assert (world.source / "z").read_bytes() == b"1"
+        assert (world.source / "z").stat().st_mode & 0o7777 == 0o640
+        if not kills:
+            world.end(node)
+            await drain.progress.wait(world.last_seq)
+    if kills:
+        replay = world.kill()
+        async with draining(world, replay) as drain:
+            world.catch_up(replay)
+            await drain.progress.wait(world.last_seq)
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(80)
+async def test_such_attributes_leave_alone_what_the_rename_has_replaced(
+    world: World, clock: Clock
+) -> None:
+    """No name leads to the earlier version, and the new name leads to another file."""
+    async with draining(world) as drain:
+        world.write(b"first", b"1")
+        await drain.progress.wait(world.link(b"first", b"z"))
+        node = world.begin(b"first")
+        world.store(node, b"22")
+        mode = (world.source / "a").stat().st_mode
+        world.rename(b"first", b"a")
+        world.unlink(b"z")
+        world.link(b"a", b"y")
+        world.store(node, b"333")
+        await drain.progress.wait(world.chmod(b"a", 0o400))
+        assert (world.source / "a").stat().st_mode == mode
+        assert drain.backlog().conflicts == 0
+        world.end(node)
+        await drain.progress.wait(world.last_seq)
+        assert drain.backlog().conflicts == 0
+    world.check_all_is_there()
+
+
 @pytest.mark.finding("W9")
 @pytest.mark.promise(144)
 async def test_a_file_that_is_written_all_the_time_does_not_hold_up_others(
