@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -386,6 +387,12 @@ class Datapath:
         """The events since the last call, in their order."""
         happened: list[Served] = self._native.events()
         return happened
+
+    def opened(self, events: bytes, directories: array[int]) -> list[Ino]:
+        """The files that ``struct inotify_event`` in ``events`` name, in their order. The table has
+        the directory of each watch, 0 for none. 0 in the result: not all opens are reported."""
+        found: list[Ino] = self._native.opened(events, directories)
+        return found
 
     def taken(self, ino: Ino) -> None:
         """Releases the fetched bytes of ``ino`` that were held for reads to come."""

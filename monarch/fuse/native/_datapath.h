@@ -33,7 +33,8 @@
  *   _events.c    events and counts for Python
  *   _names.c, _opens.c, _fetch.c, _absorbed.c, _missing.c, _direct.c: one subject each, without
  *                the others
- *   _python.c    the interface to Python, with _python_files.c and _python_direct.c
+ *   _python.c    the interface to Python, with _python_files.c, _python_direct.c and
+ *                _python_watched.c
  */
 #ifndef MONARCH_DATAPATH_H
 #define MONARCH_DATAPATH_H

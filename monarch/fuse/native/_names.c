@@ -243,15 +243,12 @@ static int compare(struct text a, const char *bytes, size_t length) {
     return (a.length > length) - (a.length < length);
 }
 
-enum names_answer names_lookup(const struct names *names, uint64_t parent, const char *name,
-                               size_t length, struct entry_out *entry) {
+/* Finds the place of a child in the table; NAMES_ASK if a block is not published. */
+static enum names_answer slot_of(const struct names *names, uint64_t parent, const char *name,
+                                 size_t length, uint64_t *slot) {
     uint64_t low, high;
-    /* The inode was created through the mount. */
-    if (parent > names->entries)
-        return NAMES_OTHERS;
     if (!children_of(names, parent, &low, &high))
         return NAMES_ASK;
-    bool changed = differs(names, parent);
     while (low < high) {
         uint64_t middle = low + (high - low) / 2;
         struct text found;
@@ -259,17 +256,42 @@ enum names_answer names_lookup(const struct names *names, uint64_t parent, const
             return NAMES_ASK;
         int order = compare(found, name, length);
         if (order == 0) {
-            uint64_t ino;
-            struct record record;
-            if (changed || !resolved(names, middle, &ino, &record) || differs(names, ino))
-                return NAMES_ASK;
-            fill_entry(entry, ino, &record);
+            *slot = middle;
             return NAMES_YES;
         }
         if (order < 0)
             low = middle + 1;
         else
             high = middle;
+    }
+    return NAMES_NONE;
+}
+
+uint64_t names_child(const struct names *names, uint64_t parent, const char *name, size_t length) {
+    uint64_t slot, ino;
+    struct record record;
+    if (slot_of(names, parent, name, length, &slot) != NAMES_YES ||
+        !resolved(names, slot, &ino, &record))
+        return 0;
+    return ino;
+}
+
+enum names_answer names_lookup(const struct names *names, uint64_t parent, const char *name,
+                               size_t length, struct entry_out *entry) {
+    /* The inode was created through the mount. */
+    if (parent > names->entries)
+        return NAMES_OTHERS;
+    uint64_t slot, ino;
+    enum names_answer found = slot_of(names, parent, name, length, &slot);
+    if (found == NAMES_ASK)
+        return NAMES_ASK;
+    bool changed = differs(names, parent);
+    if (found == NAMES_YES) {
+        struct record record;
+        if (changed || !resolved(names, slot, &ino, &record) || differs(names, ino))
+            return NAMES_ASK;
+        fill_entry(entry, ino, &record);
+        return NAMES_YES;
     }
     if (names->ask || changed)
         return NAMES_OTHERS;

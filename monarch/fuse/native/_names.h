@@ -66,6 +66,8 @@ enum names_answer names_acls(const struct names *names, uint64_t ino,
 /* Fills in the times, in ns since the epoch, and the block size. */
 void names_times(struct attr *attr, int64_t atime_ns, int64_t mtime_ns, int64_t ctime_ns);
 enum names_answer names_attributes(const struct names *names, uint64_t ino, struct attr *attr);
+/* The inode number of a child in the snapshot; 0 if it has none, or the block is not published. */
+uint64_t names_child(const struct names *names, uint64_t parent, const char *name, size_t length);
 /* Looks a name up. For a directory that differs from the snapshot, or may get names, the answer is
  * NAMES_ASK or, if the snapshot does not have the name, NAMES_OTHERS. */
 enum names_answer names_lookup(const struct names *names, uint64_t parent, const char *name,

@@ -25,7 +25,7 @@ int to_place(PyObject *given, void *number);
  * and the times of access, modification and change in ns. */
 int to_attr(PyObject *given, void *attr);
 
-/* -- _python_files.c, _python_direct.c --------------------------------------------------------- */
+/* -- _python_files.c, _python_direct.c, _python_watched.c ------------------------------------- */
 
 /* Each method there, and how it takes its arguments. */
 #define OTHER_METHODS(X)                                                                           \
@@ -39,7 +39,7 @@ int to_attr(PyObject *given, void *attr);
         X(take_over, METH_NOARGS), X(requests, METH_NOARGS), X(requests_so_far, METH_NOARGS),      \
         X(answer_error, METH_VARARGS), X(answer_ioctl, METH_VARARGS),                              \
         X(answer_missing, METH_VARARGS), X(answer_attributes, METH_VARARGS),                       \
-        X(know_set_id, METH_VARARGS)
+        X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS)
 
 #define DECLARED(name, how) *datapath_##name(Datapath *self, PyObject *args)
 PyObject OTHER_METHODS(DECLARED);
