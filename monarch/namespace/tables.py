@@ -237,6 +237,14 @@ class Tables:
             for row in np.flatnonzero((rows["mode"] & KIND) == stat.S_IFDIR).tolist():
                 yield Ino(first + row)
 
+    def directories_of_files(self) -> list[Ino]:
+        """Every directory that has an entry which is no directory, in the order of the numbers."""
+        found: set[int] = set()
+        for _, rows in self.records():
+            is_file = (rows["mode"] & KIND) != stat.S_IFDIR
+            found.update(np.unique(rows["parent"][is_file]).tolist())
+        return [Ino(number) for number in sorted(found)]
+
     def columns(self, slots: range) -> npt.NDArray[np.void]:
         """The records of consecutive places as one array of RECORD."""
         pieces = [
