@@ -196,11 +196,15 @@ def test_values_that_the_mode_does_not_count_have_no_sample(metrics: Metrics) ->
     metrics.read(1, 7, 0.1)
     epochs = [EpochReport(1, 300, 0, 0.0)]
     mode = Mode("relay", "none", "")
-    shown = samples(metrics, a_report(mode=mode, epochs=None, handles=Handles(None, 0)))
+    shown = samples(metrics, a_report(mode=mode, opens=None, epochs=None, handles=Handles(None, 0)))
     names = {key[0] for key in shown}
     not_counted = ("opens_total", "open_seconds_count", "hit_ratio", "epoch", "open_files")
     assert not names & {f"monarch_{name}" for name in not_counted}
     assert shown["monarch_reads_total", "ram"] == 1
+    watched = a_report(mode=mode, opens=300, epochs=[EpochReport(2, 300, None, None)])
+    shown = samples(metrics, watched)
+    assert shown["monarch_opens_total", "unknown"] == 300 and shown["monarch_epoch",] == 2
+    assert not {("monarch_opens_total", "ram"), ("monarch_hit_ratio",)} & shown.keys()
     passthrough = Mode("passthrough", "open", "")
     shown = samples(metrics, a_report(mode=passthrough, epochs=epochs))
     assert shown["monarch_opens_total", "ram"] == 1 and shown["monarch_hit_ratio",] == 0

@@ -318,7 +318,15 @@ def _latency_word(seconds: float | None, bound: str) -> str:
 def _epochs(epochs: Sequence[reports.EpochReport], width: int) -> list[Text]:
     names = ("epoch", "opens", "hits", "hit ratio")
     rows = [
-        (str(epoch.number), f"{epoch.opens:,}", f"{epoch.hits:,}", _percent(epoch.hit_ratio))
+        (
+            str(epoch.number),
+            f"{epoch.opens:,}",
+            *(
+                (_NOT_COUNTED, _NOT_COUNTED)
+                if epoch.hits is None
+                else (f"{epoch.hits:,}", _percent(epoch.hit_ratio))
+            ),
+        )
         for epoch in epochs[-_SHOWN_EPOCHS:]
     ]
     return table([Column(name, right=True) for name in names], rows, width)
@@ -371,7 +379,11 @@ def _warming(work: reports.WarmProgress) -> str:
 
 def _readers(report: reports.StatusReport) -> str:
     if report.opens is None:
-        words = "opens and hits not counted (the kernel serves them)"
+        words = f"opens and hits not counted (the kernel serves them; {report.opens_not_counted})"
+    elif not report.mode.counts_opens:
+        words = (
+            f"{counted(report.opens, 'open', 'opens')}, hits not counted (the kernel serves them)"
+        )
     else:
         words = (
             f"{counted(report.opens, 'open', 'opens')}, {_percent(report.hit_ratio)} hits,"

@@ -194,6 +194,8 @@ class ForesightSettings(Section):
     fill: bool = True
     """Fetch the remaining files of a directory that is read in random order, when a fifth of them
     was read."""
+    count_opens: bool = True
+    """Count the opens of files with inotify where the kernel does not report them (open: none)."""
 
 
 class LimitSettings(Section):

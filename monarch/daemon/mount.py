@@ -48,6 +48,7 @@ from monarch.telemetry.metrics import Metrics
 from monarch.transfer.ahead import FetchAhead
 from monarch.types import WRITTEN_INO, Ino
 from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.read_side import ReadSide, build_read_side
 from monarch.writeback.front import Reading
 from monarch.writeback.setup import WriteBack, build_write_back
@@ -115,13 +116,14 @@ def open_mount(parts: subsystems.Parts) -> Mount:
     if store is not None:
         loss_alarm.report(op.path for op in store.found.lost)
         write_back = _write_back(parts, store, tiers, names, datapath, caches, transfer, read)
-    filesystem = FileSystem(read, tiers.epochs, tiers.foresight, write_back)
+    watch = subsystems.build_open_watch(parts, choice, datapath, caches)
+    filesystem = FileSystem(read, tiers.epochs, tiers.foresight, write_back, watch)
     upkeep = subsystems.build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=sends_opens
     )
     hints = Hints(parts.snapshot, tiers.foresight.announced, tiers.foresight.wake)
     status = Status(
-        parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving
+        parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving, watch
     )
     operations = Operations(
         filesystem, metrics.error, datapath, status.summary, serving, hints.receive
@@ -134,6 +136,8 @@ def open_mount(parts: subsystems.Parts) -> Mount:
         transfer=transfer,
         read=read,
         filesystem=filesystem,
+        watch=watch,
+        serving=serving,
         write_back=write_back,
         upkeep=upkeep,
         hints=hints,
@@ -220,6 +224,8 @@ class Mount:
     transfer: subsystems.Transfer
     read: ReadSide
     filesystem: FileSystem
+    watch: OpenWatch | None
+    serving: Serving
     write_back: WriteBack | None
     upkeep: subsystems.Upkeep
     hints: Hints
@@ -297,6 +303,8 @@ class Mount:
     async def _finish(self) -> None:
         """Ends the session, then the copies, then the drain, each within its time limit."""
         self.status.state = "stopping"
+        if self.watch is not None:
+            self.watch.close()
         with ending.step("requests"):
             self.session.close()
         with ending.step("copies"), trio.move_on_after(_LAST_COPIES_S, shield=True):
@@ -326,6 +334,8 @@ class Mount:
             "hints": self.hints.run,
             "second look": upkeep.watch.run_second_look,
         }
+        if self.watch is not None:
+            tasks["open watch"] = partial(self.watch.run, self.filesystem.readers.catch_up)
         if self._settings.snapshot.freshness != "never":
             tasks["watch"] = upkeep.watch.run
         if self.write_back is not None:
@@ -346,6 +356,9 @@ class Mount:
 
     async def _announce(self, ready: Callable[[list[str]], None]) -> None:
         await wait_until_answered(self._settings.mountpoint)
+        if self.watch is not None and self.serving.mode().open == "none":
+            # Before the mount is ready: all opens since then are counted.
+            await self.watch.begin()
         self.status.state = "serving"
         # The first check, with which later ones are compared.
         self.status.health()

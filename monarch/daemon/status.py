@@ -21,6 +21,7 @@ from monarch.telemetry import report as reports
 from monarch.telemetry.health import Health, health_of
 from monarch.telemetry.metrics import Metrics
 from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.open_watch import OpenWatch
 from monarch.writeback.setup import WriteBack
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Status:
     _upkeep: Upkeep
     _loss_alarm: LossAlarm
     _serving: Serving
+    _watch: OpenWatch | None
 
     def __post_init__(self) -> None:
         parts, metrics, write_back = self._parts, self._metrics, self._write_back
@@ -125,10 +127,7 @@ class Status:
         mode = self._serving.mode()
         tiers, snapshot = self._tier_reports(mode), self._upkeep.watch.report()
         latency = metrics.latency()
-        epochs = [
-            reports.EpochReport(e.number, e.opens, e.hits, e.hits / e.opens if e.opens else None)
-            for e in self._tiers.epochs.epochs()
-        ]
+        not_counted = self._not_counted(mode)
         open_files = self._filesystem.bindings.open_files
         return reports.StatusReport(
             version=__version__,
@@ -150,9 +149,9 @@ class Status:
                 failed=sum(metrics.promotion_failures.values()),
                 bytes=sum(metrics.promoted_bytes),
             ),
-            epochs=epochs if mode.counts_opens else None,
-            foresight=self._tiers.foresight.report(counts_opens=mode.counts_opens),
-            opens=sum(metrics.opens) if mode.counts_opens else None,
+            epochs=None if not_counted else self._epoch_reports(mode),
+            foresight=self._tiers.foresight.report(counts_opens=not not_counted),
+            opens=None if not_counted else self._opens(mode),
             reads=sum(metrics.reads) if mode.counts_tier_reads else None,
             bytes=sum(metrics.read_bytes) if mode.counts_tier_reads else None,
             hit_ratio=metrics.hit_ratio() if mode.counts_opens else None,
@@ -170,9 +169,33 @@ class Status:
             ),
             requests=self._serving.requests(),
             scrub=self._upkeep.scrub.report(),
+            opens_not_counted=not_counted,
             writing=self._writing.report(),
             warming=self.warming(),
         )
+
+    def _not_counted(self, mode: reports.Mode) -> str:
+        """Why opens are not counted; empty if they are."""
+        if mode.counts_opens:
+            return ""
+        if self._watch is None:
+            return "foresight.count_opens is false"
+        return self._watch.not_counted
+
+    def _opens(self, mode: reports.Mode) -> int:
+        if mode.counts_opens or self._watch is None:
+            return sum(self._metrics.opens)
+        return self._watch.opens
+
+    def _epoch_reports(self, mode: reports.Mode) -> list[reports.EpochReport]:
+        """Hits are known only of opens that the kernel reports to the daemon."""
+        epochs = self._tiers.epochs.epochs()
+        if not mode.counts_opens:
+            return [reports.EpochReport(e.number, e.opens, None, None) for e in epochs]
+        return [
+            reports.EpochReport(e.number, e.opens, e.hits, e.hits / e.opens if e.opens else None)
+            for e in epochs
+        ]
 
     def _tier_reports(self, mode: reports.Mode) -> list[reports.TierReport]:
         out = self._transfer.monitor.out_of_service()

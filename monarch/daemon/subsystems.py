@@ -15,6 +15,7 @@ from monarch.daemon.scrub import Scrub
 from monarch.foresight.foresight import Foresight
 from monarch.fuse.datapath import Datapath, DatapathOptions
 from monarch.fuse.datapath_mode import Choice
+from monarch.fuse.session import MountCaches
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
@@ -34,6 +35,7 @@ from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import DatapathView, NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
+from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.read_side import ReadSide
 from monarch.writeback.earlier import renewed_by_drain
 from monarch.writeback.setup import WriteBack
@@ -223,6 +225,19 @@ def build_fetch_ahead(
     )
     tiers.foresight.on_more(fetch_ahead.wake)
     return fetch_ahead
+
+
+def build_open_watch(
+    parts: Parts, choice: Choice, datapath: Datapath | None, caches: MountCaches
+) -> OpenWatch | None:
+    """Counts the opens that the kernel does not report; None if it reports all, or if they are not
+    to be counted."""
+    settings = parts.settings
+    if choice.open != "none" or datapath is None or not settings.foresight.count_opens:
+        return None
+    watch = OpenWatch(parts.snapshot, datapath, settings.mountpoint)
+    caches.before_drop = watch.expect_own
+    return watch
 
 
 def build_upkeep(

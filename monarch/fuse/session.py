@@ -61,6 +61,8 @@ class MountCaches:
         self._mountpoint = os.fsencode(mountpoint)
         self._path_of = path_of
         self._datapath = datapath
+        # Called before another process opens the file in ``drop``.
+        self.before_drop: Callable[[Ino], None] = lambda _: None
         self._is_open = False
         self._storing = threading.Lock()
         self._threads = ThreadPool(1, "pages", abandon=True)
@@ -120,6 +122,7 @@ class MountCaches:
         Pages that are being read, or are mapped, stay: the kernel does not wait for them, as it
         would for an invalidation of the inode.
         """
+        self.before_drop(ino)
         self._threads.start(_drop, os.path.join(self._mountpoint, self._path_of(ino)))
 
 

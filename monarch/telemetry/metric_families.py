@@ -144,11 +144,23 @@ def _problems(_: Metrics, status: StatusReport) -> Iterator[Sample]:
 
 
 _NO_OPENS = "Missing with `open: none`: the kernel sends no opens."
+_IF_COUNTED = "Missing if opens are not counted (`open: none`)."
+
+
+def _opens(metrics: Metrics, status: StatusReport) -> Iterator[Sample]:
+    if status.mode.counts_opens:
+        yield from (((name,), n) for name, n in zip(metrics.names, metrics.opens, strict=True))
+    elif status.opens is not None:
+        yield ("unknown",), status.opens
+
 
 _TABLE: Mapping[str, _Nameless] = {
-    "monarch_opens_total": _of_opens(
-        f"Files opened through the mount, by the tier that served the open. {_NO_OPENS}",
-        lambda m: m.opens,
+    "monarch_opens_total": partial(
+        Family,
+        help="Files opened through the mount, by the tier that served the open; `unknown` with"
+        f" `open: none`. {_IF_COUNTED}",
+        of=_opens,
+        labels=("tier",),
     ),
     "monarch_reads_total": _of_reads(
         "Read requests that the daemon answered, by the tier that served them. Requests that the"
@@ -272,7 +284,7 @@ _TABLE: Mapping[str, _Nameless] = {
         lambda s: s.epochs[-1].hit_ratio if s.epochs else None,
     ),
     "monarch_epoch": _one(
-        f"Number of the current epoch. {_NO_OPENS}",
+        f"Number of the current epoch. {_IF_COUNTED}",
         lambda s: s.epochs[-1].number if s.epochs else None,
     ),
     "monarch_ahead_files_total": _one(

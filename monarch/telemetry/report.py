@@ -51,7 +51,8 @@ class Mode:
 
     @property
     def counts_opens(self) -> bool:
-        """Whether the daemon sees every open. Otherwise figures of opens are not available."""
+        """Whether the kernel sends every open to the daemon. Otherwise the daemon does not know
+        what has served an open, nor how long it took."""
         return self.open == "open"
 
     @property
@@ -155,11 +156,12 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:
-    """``hit_ratio`` is None before the first open."""
+    """``hit_ratio`` is None before the first open. Hits are None with ``open: none``: the daemon
+    does not know which opens the source has served."""
 
     number: int
     opens: int
-    hits: int
+    hits: int | None
     hit_ratio: float | None
 
 
@@ -188,8 +190,8 @@ class AnnouncedReport:
 class StreamReport:
     """The opens of one job in one directory and beneath. ``files`` is the number of entries at the
     depth that it reads; ``share`` of them, 0 to 1, were opened in ``epoch``. Files are given out up
-    to ``ahead`` entries before they are read. ``epoch`` and ``share`` are None if the
-    kernel does not send all opens, or the same files are opened again and again."""
+    to ``ahead`` entries before they are read. ``epoch`` and ``share`` are None if
+    opens are not counted, or the same files are opened again and again."""
 
     directory: str
     pattern: str
@@ -323,9 +325,10 @@ class StatusReport(Report):
 
     ``opens`` are opens of readers; ``reads`` and ``bytes`` are those that the daemon answered from
     any tier, without those from the page cache of the kernel. ``hit_ratio`` is the share of opens
-    that a tier served, None before the first. ``opens``, ``hit_ratio`` and ``epochs`` are None if
-    the kernel sends no opens; ``reads`` and ``bytes`` if it reads copies itself. ``writing`` is
-    None for a read-only mount. ``warming``: the unfinished requests of `monarch warm`.
+    that a tier served, None before the first, and if the kernel sends no opens. ``opens`` and
+    ``epochs`` are None if opens are not counted, for the reason ``opens_not_counted``; ``reads``
+    and ``bytes`` if the kernel reads copies itself. ``writing`` is None for a read-only mount.
+    ``warming``: the unfinished requests of `monarch warm`.
     """
 
     version: str
@@ -354,6 +357,7 @@ class StatusReport(Report):
     handles: Handles
     requests: Requests
     scrub: ScrubReport
+    opens_not_counted: str = ""
     writing: WritingReport | None = None
     warming: list[WarmProgress] = field(default_factory=list)
 

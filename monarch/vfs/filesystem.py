@@ -19,6 +19,7 @@ from monarch.posix import acl
 from monarch.posix.credentials import Credentials
 from monarch.tiers.tier import Space
 from monarch.types import Attributes, Ino
+from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.read_side import ReadSide
 from monarch.vfs.readers import Readers
 from monarch.writeback.attributes import XATTR_DURABLE, WrittenAttributes
@@ -35,11 +36,16 @@ class FileSystem:
 
     ``writing`` makes the changes of a mount that can be written, ``others`` finds changes that
     other mounts and programs make at the source; both are None if the mount is read-only and has
-    nothing to drain.
+    nothing to drain. ``watch`` as in ``Readers``.
     """
 
     def __init__(
-        self, read: ReadSide, epochs: Epochs, foresight: Foresight, write_back: WriteBack | None
+        self,
+        read: ReadSide,
+        epochs: Epochs,
+        foresight: Foresight,
+        write_back: WriteBack | None,
+        watch: OpenWatch | None = None,
     ) -> None:
         self.names = read.names
         self.bindings = read.bindings
@@ -49,7 +55,7 @@ class FileSystem:
         if write_back is not None:
             self.writing, self.others = write_back.front, write_back.others
             attributes = self.writing.attributes
-        self.readers = Readers(read, epochs, foresight, self.writing)
+        self.readers = Readers(read, epochs, foresight, self.writing, watch)
         # Ends one open of a file.
         self.release = self.readers.release
         self.xattrs = ExtendedAttributes(read, self.readers, attributes)

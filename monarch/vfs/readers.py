@@ -29,6 +29,7 @@ from monarch.transfer.source_calls import CALLER
 from monarch.types import WRITTEN_INO, Attributes, Ino
 from monarch.vfs.binding import Binding
 from monarch.vfs.interfaces import ABANDONED, RELEASED
+from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.read_side import ReadSide
 from monarch.writeback.front import WriteFront
 
@@ -42,10 +43,16 @@ _VISIT_STEP_S = 0.25
 
 class Readers:
     """Belongs to the event loop. ``run`` is its task. ``written`` has the written files that are
-    open, None if the mount is read-only."""
+    open, None if the mount is read-only. ``watch`` counts opens that the kernel does not report,
+    None if it reports all."""
 
     def __init__(
-        self, read: ReadSide, epochs: Epochs, foresight: Foresight, written: WriteFront | None
+        self,
+        read: ReadSide,
+        epochs: Epochs,
+        foresight: Foresight,
+        written: WriteFront | None,
+        watch: OpenWatch | None,
     ) -> None:
         self._names = read.names
         self._bindings = read.bindings
@@ -62,6 +69,7 @@ class Readers:
         self._foresight = foresight
         self._sessions = Sessions()
         self._written = written
+        self._watch = watch
         # When each visit ends.
         self._visits: dict[Ino, float] = {}
         self._visited = trio.Event()
@@ -288,6 +296,9 @@ class Readers:
     def _count(self, binding: Binding, started: float) -> None:
         """Counts an open that was answered here; ``started`` is of ``time.perf_counter``."""
         self._metrics.opened(binding.tier, time.perf_counter() - started)
+        if self._watch is not None and self._watch.counts:
+            # A read that stands for an open: the open itself was counted.
+            return
         caller = CALLER.get()
         self._count_open(binding.ino, binding.tier != SOURCE, 0 if caller is None else caller.pid)
 
@@ -301,6 +312,10 @@ class Readers:
         opens are counted in their order."""
         if self._fast is None:
             return
+        is_watched = self._watch is not None and self._watch.counts
+        if self._watch is not None and is_watched:
+            for ino in self._watch.opened():
+                self._count_open(ino, False, 0)
         # The events happened since the last call.
         since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
         for ino, what, content, pid in self._fast.served():
@@ -311,10 +326,12 @@ class Readers:
             elif content is not None:
                 self._promotions.keep_fetched(ino, content, since_ns)
                 self._fast.taken(ino)
-                self._count_open(ino, False, pid)
+                if not is_watched:
+                    self._count_open(ino, False, pid)
             else:
                 self._promotions.accessed(ino, what)
-                self._count_open(ino, what != SOURCE, pid)
+                if not is_watched:
+                    self._count_open(ino, what != SOURCE, pid)
 
     def catch_up_all(self) -> None:
         """Handles the events and adds up the totals of the datapath. Called before the metrics are

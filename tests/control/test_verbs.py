@@ -176,6 +176,7 @@ async def test_values_that_are_not_counted_are_shown_as_not_counted(
         tiers=tiers,
         epochs=None,
         opens=None,
+        opens_not_counted="the kernel has lost reports of opens",
         hit_ratio=None,
         saved=Saved(None, 9000),
         latency=latency,
@@ -186,7 +187,7 @@ async def test_values_that_are_not_counted_are_shown_as_not_counted(
         details = capsys.readouterr().out
         await run(status.status)
         overview = capsys.readouterr().out
-    assert "opens and hits not counted (the kernel serves them)" in details
+    assert "opens and hits not counted (the kernel serves them; the kernel has lost" in details
     assert "1,500 reads, 200 MiB answered by the daemon" in details
     assert "at least 8.79 KiB not served by the source" in details
     assert "epoch  " not in details

@@ -38,6 +38,8 @@ def test_an_ordinary_user_mounts_reads_twice_and_unmounts(monarch: MonarchComman
         (fast,) = status["tiers"]
         assert fast["files"] == 1
         assert fast["opens"] == (None if monarch.mode == "no_open" else 1)
+        assert [epoch["opens"] for epoch in status["epochs"]] == [2]
+        assert status["opens"] == 2
         assert status["saved"]["bytes"] == len("content")
         assert status["source_totals"]["reader"]["opens"] == 1
         assert Path(status["snapshot"]["file"]).is_relative_to(user.directory / "home/state")
