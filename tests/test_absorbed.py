@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from monarch.config.write_patterns import WritePatterns, check_pattern
+from monarch.config.path_pattern import check_pattern
+from monarch.config.write_patterns import WritePatterns
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,48 @@ MISTAKES = {
     "tier in a tier": ("tiers: [/t, /t/u]", "tier /t/u is inside the tier /t"),
     "state in the source": ("state: /pfs/a/s", "state directory /pfs/a/s is inside the source"),
     "log in the mount": ("log: {file: /mnt/a/log}", "log.file /mnt/a/log is inside the mount"),
+    "rules that are no list": ("rules: {match: a}", "rules is {'match': 'a'}; it must be a list"),
+    "rule without a match": ("rules: [{pin: true}]", "rules[0].match is missing; add 'match: ...'"),
+    "rule of nothing": (
+        "rules: [{match: a/**}]",
+        "the rule for a/** does nothing; add `pin: true`",
+    ),
+    "rule with an unknown key": (
+        "rules: [{match: a, pinn: true}]",
+        "unknown key 'pinn' in rules[0]; did you mean 'pin'?",
+    ),
+    "rule with a pattern above the mount": (
+        "rules: [{match: ../a, pin: true}]",
+        "rules[0].match: '../a' holds an empty part",
+    ),
+    "rule that admits sometimes": (
+        "rules: [{match: a, admit: seldom}]",
+        "rules[0].admit is 'seldom'; it must be 'auto' or 'never'",
+    ),
+    "rule that pins nothing": (
+        "rules: [{match: a, pin: true, admit: never}]",
+        "rules[0]: admit: never and pin: true exclude each other; leave one of them out",
+    ),
+    "rule for a tier and for none": (
+        "<<: {tiers: [{path: /t, name: x}], rules: [{match: a, tier: x, admit: never}]}",
+        "rules[0]: admit: never and tier: x exclude each other",
+    ),
+    "rule for no tier of the mount": (
+        "<<: {tiers: [{path: /t, name: x}], rules: [{match: a, tier: y}]}",
+        "rules: [0] names no tier of the mount: 'y'; the tiers are x",
+    ),
+    "rule for a tier without tiers": (
+        "rules: [{match: a, tier: y}]",
+        "names no tier of the mount: 'y'; name one under `tiers`",
+    ),
+    "rule after one of the same pattern": (
+        "rules: [{match: a, pin: true}, {match: a, admit: never}]",
+        "rules: [1] has no effect: an earlier rule has the match 'a'; make it one rule",
+    ),
+    "pinned files without a caller": (
+        "<<: {source_identity: caller, rules: [{match: a, pin: true}]}",
+        "source_identity: caller and a rule with pin: true exclude each other",
+    ),
     "too many tiers": (f"tiers: [{', '.join(f'/t{n}' for n in range(17))}]", "more than 16"),
 }
 
@@ -554,6 +596,7 @@ def test_options_of_mount_are_taken_or_refused_in_a_short_line() -> None:
     assert of(harmless) == of()
     for options, message in (
         ("zzz", "-o zzz: unknown key 'zzz'; conf/monarch.yaml lists every key"),
+        ("placement.rules=x", "-o placement.rules=x: rules are written in a configuration file"),
         ("rw", "-o rw: name the paths that can be written: absorb=PATTERN"),
         ("ro,absorb=a/**", "-o ro: excludes `write` and `absorb`"),
     ):
@@ -574,6 +617,15 @@ def test_a_wrong_tier_option_is_reported_once_and_causes_no_other_mistake() -> N
 def test_directories_that_meet_are_refused_on_the_command_line_too() -> None:
     with pytest.raises(ConfigError, match="mount point /pfs/a/m is inside the source /pfs/a"):
         load.from_options(Path("/pfs/a"), Path("/pfs/a/m"))
+
+
+def test_options_go_over_the_rules_of_a_named_mount(tmp_path: Path) -> None:
+    line = "tiers: [/t]\n    rules: [{match: '*.lmdb', tier: t}, {match: a, pin: true}]"
+    mount = loaded(tmp_path, in_mount(line))["a"]
+    assert load.with_options(mount, ["verify=open"]).rules == mount.rules
+    with pytest.raises(ConfigError) as caught:
+        load.with_options(mount, ["rules=[{match: a, pin: true}]"])
+    assert len(caught.value.problems) == 1
 
 
 def test_options_go_over_a_named_mount_and_leave_the_rest(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,14 @@ from pydantic_core import ErrorDetails
 
 from monarch.config.conflicts import conflicts, conflicts_between, resolved
 from monarch.config.document import MAX_MOUNTS, MAX_VALUES, Loc, Node, dotted, read_document, shown
-from monarch.config.settings import MountSettings, Section, TierSettings, expand, parse_tier
+from monarch.config.settings import (
+    MountSettings,
+    RuleSettings,
+    Section,
+    TierSettings,
+    expand,
+    parse_tier,
+)
 from monarch.errors import ConfigError
 from monarch.text import plain_name
 
@@ -114,6 +121,8 @@ def _keys_at(loc: Loc) -> list[str]:
     """The keys that are valid in the mapping at ``loc`` of a mount."""
     if loc[:1] == ("tiers",):
         return list(TierSettings.model_fields)
+    if loc[:1] == ("rules",):
+        return list(RuleSettings.model_fields)
     if loc:
         section = _section(str(loc[0]))
         return list(section.model_fields) if section else []
@@ -121,14 +130,15 @@ def _keys_at(loc: Loc) -> list[str]:
 
 
 def option_keys() -> dict[str, bool]:
-    """The dotted keys that ``-o`` can set (not arguments and tiers), and whether each is a flag."""
+    """The dotted keys that ``-o`` can set, which are not arguments, tiers and rules, and whether
+    each is a flag."""
     keys = {}
     for key, field in MountSettings.model_fields.items():
         section = _section(key)
         if section is not None:
             for inner, inner_field in section.model_fields.items():
                 keys[f"{key}.{inner}"] = inner_field.annotation is bool
-        elif key not in ("name", "source", "mountpoint", "tiers"):
+        elif key not in ("name", "source", "mountpoint", "tiers", "rules"):
             keys[key] = field.annotation is bool
     return keys
 
@@ -268,6 +278,22 @@ _REFUSED_OPTIONS = {
     "remount": "a running mount keeps its settings: `monarch umount`, then mount with new ones; the"
     " tiers keep their copies",
 }
+_RULES_IN_A_FILE = "rules are written in a configuration file: `monarch mount -c FILE NAME`"
+
+
+def _is_of_rules(key: str) -> bool:
+    return key.rpartition(".")[2].partition("[")[0] == "rules"
+
+
+def _single(options: Sequence[str]) -> Iterator[str]:
+    """The options, which commas separate. A rule may contain commas itself: its text is not
+    divided."""
+    for text in options:
+        while text:
+            is_rule = _is_of_rules(text.partition("=")[0])
+            option, _, text = (text, "", "") if is_rule else text.partition(",")
+            if option:
+                yield option
 
 
 def _apply(options: Sequence[str], fields: dict[str, Any], problems: list[str]) -> None:
@@ -276,7 +302,7 @@ def _apply(options: Sequence[str], fields: dict[str, Any], problems: list[str]) 
     patterns: list[str] = []
     read_only = False
     valid = option_keys()
-    for option in (part for text in options for part in text.split(",") if part):
+    for option in _single(options):
         key, equals, value = option.partition("=")
         if option == "ro":
             read_only = True
@@ -285,6 +311,9 @@ def _apply(options: Sequence[str], fields: dict[str, Any], problems: list[str]) 
             continue
         if option in _REFUSED_OPTIONS:
             problems.append(f"-o {option}: {_REFUSED_OPTIONS[option]}")
+            continue
+        if _is_of_rules(key):
+            problems.append(f"-o {option}: {_RULES_IN_A_FILE}")
             continue
         if key not in valid:
             problems.append(f"-o {option}: {_unknown_key(key, list(valid))}")

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from monarch.config.write_patterns import check_pattern
+from monarch.config.path_pattern import check_pattern
 from monarch.text import GiB, MiB, format_bytes, parse_bytes, parse_seconds, plain_name
 
 # The share of the free space of a tier's file system that copies use if no capacity is given. The
@@ -185,6 +185,34 @@ class PlacementSettings(Section):
     first_come, or lru (the least recently used is evicted)."""
 
 
+class RuleSettings(Section):
+    match: Annotated[str, AfterValidator(check_pattern)]
+    """Pattern of paths, as of `absorb`: relative to the mount, with all paths beneath. Required."""
+    pin: bool = False
+    """Fetch the files after the mount, and never evict them."""
+    admit: Literal["auto", "never"] = "auto"
+    """never: the files get no copies, and nothing of them is fetched ahead."""
+    tier: str | None = None
+    """Name of the only tier that gets copies of the files. null: any tier."""
+
+    @model_validator(mode="after")
+    def _does_one_thing(self) -> RuleSettings:
+        acts = [
+            *(["pin: true"] if self.pin else []),
+            *([f"tier: {self.tier}"] if self.tier is not None else []),
+        ]
+        if self.admit == "never" and acts:
+            raise ValueError(
+                f"admit: never and {acts[0]} exclude each other; leave one of them out"
+            )
+        if self.admit == "auto" and not acts:
+            raise ValueError(
+                f"the rule for {self.match} does nothing; add `pin: true`, `admit: never` or"
+                " `tier: NAME`"
+            )
+        return self
+
+
 class ForesightSettings(Section):
     announced: bool = True
     """Fetch the next files of an order that a training program has announced."""
@@ -312,6 +340,11 @@ class MountSettings(Section):
     """The names and attributes of the source, kept locally."""
     placement: PlacementSettings = PlacementSettings()
     """The choice of files that the tiers keep."""
+    rules: tuple[RuleSettings, ...] = Field(default=(), max_length=64)
+    """Rules for the files of certain paths, like [{match: val/**, pin: true}]. They go before
+    `placement` and `foresight`; of several rules for a file the first counts. Each has a `match`
+    (a pattern as of `absorb`) and one or more of `pin: true` (fetched after the mount, and never
+    evicted), `tier: NAME` (copied to this tier only) and `admit: never` (never copied)."""
     foresight: ForesightSettings = ForesightSettings()
     """Fetches of files that no process has opened yet."""
     limits: LimitSettings = LimitSettings()
@@ -384,14 +417,40 @@ class MountSettings(Section):
                 "caller and open: none exclude each other: the opening process must be known;"
                 " leave one of them out"
             )
+        pins = any(rule.pin for rule in fields.data.get("rules", ()))
+        if value == "caller" and pins:
+            raise ValueError(
+                "caller and a rule with pin: true exclude each other: a file that no process has"
+                " opened has no caller; leave one of them out"
+            )
         return value
+
+    @field_validator("rules", mode="after")
+    @classmethod
+    def _rules_are_possible(
+        cls, rules: tuple[RuleSettings, ...], fields: ValidationInfo
+    ) -> tuple[RuleSettings, ...]:
+        tiers = fields.data.get("tiers")
+        names = [tier.name for tier in tiers] if tiers is not None else None
+        seen: set[str] = set()
+        for number, rule in enumerate(rules):
+            if rule.match in seen:
+                raise ValueError(
+                    f"[{number}] has no effect: an earlier rule has the match {rule.match!r};"
+                    " make it one rule"
+                )
+            seen.add(rule.match)
+            if rule.tier is not None and names is not None and rule.tier not in names:
+                known = f"the tiers are {', '.join(names)}" if names else "name one under `tiers`"
+                raise ValueError(f"[{number}] names no tier of the mount: {rule.tier!r}; {known}")
+        return rules
 
     @property
     def absorbs(self) -> tuple[str, ...]:
         """The patterns of paths that can be written; empty for a read-only mount."""
         return ("**",) if self.write == "absorb" and not self.absorb else self.absorb
 
-    @field_validator("absorb", "tiers", mode="before")
+    @field_validator("absorb", "rules", "tiers", mode="before")
     @classmethod
     def _empty_list(cls, value: object, field: ValidationInfo) -> object:
         if value is None:
