@@ -180,6 +180,22 @@ class Snapshot(Tables):
             level = range(self.children(first).start, self.children(last or first).stop)
         return level
 
+    def files_in(
+        self, slots: range
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """The regular files among consecutive entries, each at its first name only: their inode
+        numbers, sizes, and inode numbers at the source."""
+        records = self.columns(slots)
+        is_first = records["flags"] & ALIAS == 0
+        found = np.flatnonzero(is_first & (records["mode"] & KIND == stat.S_IFREG))
+        chosen = records[found]
+        return found + slots.start, chosen["size"], chosen["source_ino"]
+
+    def directories_in(self, slots: range) -> list[Ino]:
+        """The directories among consecutive entries."""
+        found = np.flatnonzero(self.columns(slots)["mode"] & KIND == stat.S_IFDIR)
+        return [Ino(slot) for slot in (found + slots.start).tolist()]
+
     def _directory_in(self, slots: range) -> Ino | None:
         """The first directory among ``slots``, which ascend or descend by one."""
         for start in range(0, len(slots), BLOCK):

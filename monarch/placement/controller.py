@@ -26,8 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from monarch.placement.ledger import Ledger
-from monarch.placement.policy import Item, Policy
+from monarch.placement.policy import Item, Placement, Policy
+from monarch.placement.replacement import Replacement
 from monarch.placement.residency import SOURCE, Residency
+from monarch.placement.rules import Rules
 from monarch.types import ROOT_INO, Ino
 
 
@@ -53,10 +55,14 @@ class Controller:
     """Belongs to the event loop; no method waits. Sizes are those of the item at the decision.
     Raises ValueError for a result of a ``Promote`` that is not running."""
 
-    def __init__(self, residency: Residency, ledger: Ledger, policy: Policy) -> None:
+    def __init__(
+        self, residency: Residency, ledger: Ledger, policy: Policy, rules: Rules | None = None
+    ) -> None:
         self._residency = residency
         self._ledger = ledger
         self._policy = policy
+        self._rules = rules
+        self._replacement = Replacement(residency, ledger)
         self._next_ino = ROOT_INO
         # Whether a complete copy of an inode is to be kept.
         self.is_wanted = residency.is_wanted
@@ -81,14 +87,12 @@ class Controller:
 
     def offered(self, item: Item) -> Promote | None:
         """Offers an item that the source serves, and that is open or will be opened: what to copy,
-        if anything. No copy is evicted for it: that is decided at its open."""
+        if anything. No copy is evicted for it, unless it is pinned: that is decided at its
+        open."""
         if self.is_placed(item.ino):
             return None
         forced = self._residency.is_forced(item.ino)
-        placement = self._policy.choose(item, self._ledger, forced=forced)
-        if placement is None or placement.evict:
-            return None
-        return self._promote(item, forced=forced)
+        return self._promote(item, forced=forced, may_evict=self._is_pinned(item.ino))
 
     def is_placed(self, ino: Ino) -> bool:
         """Whether an item is resident or being copied."""
@@ -137,6 +141,8 @@ class Controller:
         self._residency.unwant(item.ino)
         self._residency.place(item.ino, tier)
         self._policy.placed(item, tier)
+        if self._rules is not None:
+            self._rules.placed(item.ino, item.size)
 
     def abandoned(self, item: Item, tier: int, *, retry: bool) -> None:
         """The copy failed and its files are removed; with ``retry`` the item stays wanted."""
@@ -155,14 +161,27 @@ class Controller:
         if tier != SOURCE:
             self._ledger.release(tier, size)
             self._policy.removed(ino)
+            if self._rules is not None:
+                self._rules.removed(ino, size)
         return tier
 
-    def _promote(self, item: Item, *, forced: bool) -> Promote | None:
+    def draw(self, curve: npt.NDArray[np.uint64]) -> None:
+        """Lets the policy choose again, when the files of the rules are counted. ``curve`` has the
+        bytes of all files in each bucket."""
+        if self._rules is not None:
+            capacities = [self._ledger.capacity(tier) for tier in self._ledger.tiers]
+            self._policy.draw(*self._rules.shares(curve, capacities))
+
+    def sizes_by(self, size_of: Callable[[Ino], int]) -> None:
+        """``size_of`` returns the size of a copy, in bytes, from now on."""
+        self._replacement.size_of = size_of
+
+    def _promote(self, item: Item, *, forced: bool, may_evict: bool = True) -> Promote | None:
         if self._residency.is_copying(item.ino):
             self._residency.want(item.ino, forced=forced)
             return None
-        placement = self._policy.choose(item, self._ledger, forced=forced)
-        if placement is None:
+        placement = self._choose(item, forced=forced)
+        if placement is None or (placement.evict and not may_evict):
             return None
         if any(self._residency.is_copying(victim.ino) for victim in placement.evict):
             return None
@@ -173,6 +192,35 @@ class Controller:
         self._residency.want(item.ino, forced=forced)
         self._residency.start_copy(item.ino)
         return Promote(item, placement.tier, tuple(victim.ino for victim in placement.evict))
+
+    def _choose(self, item: Item, *, forced: bool) -> Placement | None:
+        """The tier for an item, and the copies that leave for it, by its rule or the policy."""
+        rules, ledger = self._rules, self._ledger
+        rule = rules.of(item.ino) if rules is not None else None
+        if rule is None:
+            return self._keep_pinned(item, ledger, forced=forced)
+        if rule.never:
+            return None
+        if rule.tier is not None:
+            ledger = ledger.only(rule.tier)
+        placement = self._keep_pinned(item, ledger, forced=forced or rule.pin)
+        if placement is None and rule.pin:
+            return self._replacement.make(item, ledger.tiers, self._is_pinned)
+        return placement
+
+    def _keep_pinned(self, item: Item, ledger: Ledger, *, forced: bool) -> Placement | None:
+        """What the policy chooses, without pinned copies among those to be evicted."""
+        while True:
+            placement = self._policy.choose(item, ledger, forced=forced)
+            pinned = [v for v in placement.evict if self._is_pinned(v.ino)] if placement else []
+            if not pinned:
+                return placement
+            for victim in pinned:
+                # From now on the policy has no such copy.
+                self._policy.removed(victim.ino)
+
+    def _is_pinned(self, ino: Ino) -> bool:
+        return self._rules is not None and self._rules.is_pinned(ino)
 
     def _end_copy(self, item: Item) -> None:
         if not self._residency.is_copying(item.ino):

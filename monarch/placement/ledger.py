@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 
 
 class Ledger:
@@ -28,10 +29,18 @@ class Ledger:
         # Free bytes of the disk beyond all reservations; negative if other programs filled it.
         self._disk: list[float] = [math.inf] * len(self._capacity)
         self._closed: set[int] = set()
+        self.tiers = range(1, len(self._capacity))
 
-    @property
-    def tiers(self) -> range:
-        return range(1, len(self._capacity))
+    def only(self, tier: int) -> Ledger:
+        """The same accounts, of one tier only."""
+        view = copy(self)
+        self._known(tier)
+        view.tiers = range(tier, tier + 1)
+        return view
+
+    def usable(self, tier: int) -> int:
+        """Bytes of the capacity that are not set aside."""
+        return max(0, self.capacity(tier) - self._held[tier])
 
     def capacity(self, tier: int) -> int:
         return self._capacity[self._known(tier)]

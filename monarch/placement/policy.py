@@ -10,7 +10,7 @@ docs/adr/0001-admission-by-hash-buckets.md.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +80,13 @@ class Policy(Protocol):
         """A copy was removed."""
         return
 
+    def draw(
+        self, shares: Mapping[range, npt.NDArray[np.uint64]], capacities: Sequence[int]
+    ) -> None:
+        """Sets what the policy may choose from: the bytes in each bucket of the files that may be
+        in a range of tiers only, and the capacity of each tier for them."""
+        return
+
 
 class FirstCome(Policy):
     """First come, first placed: the fastest tier with space; no evictions. For trees of unknown
@@ -92,43 +99,63 @@ class FirstCome(Policy):
         return None if tier is None else Placement(tier)
 
 
-def assign(curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> bytes:
+def assign(
+    shares: Mapping[range, npt.NDArray[np.uint64]], capacities: Sequence[int]
+) -> dict[range, bytes]:
     """The tier of every hash bucket (0: none), from the bytes of the files in each bucket.
 
-    ``curve`` has one sum for each bucket, in the order of the hash. Each bucket goes to the fastest
-    tier that can still hold all of it. A bucket that fits nowhere is skipped, so that a huge file
-    does not block the rest. No tier gets more bytes than its capacity. One byte for each bucket.
+    Each of ``shares`` has the files that may be in a range of tiers only: one sum for each bucket,
+    in the order of the hash. Each bucket goes to the fastest tier of the range that can still hold
+    all of it. A bucket that fits nowhere is skipped, so that a huge file does not block the rest.
+    No tier gets more bytes than its capacity. One byte for each bucket.
     """
-    filled = np.flatnonzero(curve)
-    table = bytearray(len(curve))
-    room = list(capacities)
-    smallest = int(curve[filled].min()) if filled.size else 0
-    for index, size in zip(filled.tolist(), curve[filled].tolist(), strict=True):
-        for tier, free in enumerate(room, 1):
-            if size <= free:
-                table[index] = tier
-                room[tier - 1] = free - size
-                if max(room) < smallest:
-                    return bytes(table)
+    tables = {tiers: bytearray(len(curve)) for tiers, curve in shares.items()}
+    room = [0, *capacities]
+    waiting = [
+        (index, size, tiers)
+        for tiers, curve in shares.items()
+        for index, size in enumerate(curve.tolist())
+        if size
+    ]
+    waiting.sort(key=lambda part: part[0])
+    smallest = min((size for _, size, _ in waiting), default=0)
+    for index, size, tiers in waiting:
+        for tier in tiers:
+            if size <= room[tier]:
+                tables[tiers][index] = tier
+                room[tier] -= size
                 break
-    return bytes(table)
+        if max(room) < smallest:
+            break
+    return {tiers: bytes(table) for tiers, table in tables.items()}
 
 
 class NoEvict(FirstCome):
-    """Admits the buckets that ``assign`` gives to a tier, or all files if all fit."""
+    """Admits the buckets that ``assign`` gives to a tier, or all files if all fit. ``curve`` has
+    the bytes of all files in each bucket."""
 
     name = "no_evict"
 
     def __init__(self, curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> None:
+        self.draw({range(1, len(capacities) + 1): curve}, capacities)
+
+    def draw(
+        self, shares: Mapping[range, npt.NDArray[np.uint64]], capacities: Sequence[int]
+    ) -> None:
         # Python integers: the sum of the sizes of a hostile tree may exceed 64 bits.
-        all_fits = sum(curve.tolist()) <= sum(capacities)
-        self._tier_of_bucket = None if all_fits else assign(curve, capacities)
+        totals = {tiers: sum(curve.tolist()) for tiers, curve in shares.items()}
+        all_fits = sum(totals.values()) <= sum(capacities) and all(
+            total <= sum(capacities[tier - 1] for tier in tiers) for tiers, total in totals.items()
+        )
+        self._tables = None if all_fits else assign(shares, capacities)
 
     def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
         # An empty file needs no space, so its bucket may have no tier.
-        if forced or not item.size or self._tier_of_bucket is None:
+        if forced or not item.size or self._tables is None:
             return super().choose(item, ledger)
-        tier = self._tier_of_bucket[bucket(item.key)]
+        # Until the files of a rule for one tier are counted, they have no table of their own.
+        table = self._tables.get(ledger.tiers)
+        tier = table[bucket(item.key)] if table is not None else 0
         return Placement(tier) if tier and ledger.fits(tier, item.size) else None
 
 
@@ -166,7 +193,8 @@ class Lru(Policy):
         return None
 
     def accessed(self, ino: Ino, tier: int) -> None:
-        self._copies.move_to_end(ino)
+        if ino in self._copies:
+            self._copies.move_to_end(ino)
 
     def placed(self, item: Item, tier: int) -> None:
         self._copies[item.ino] = (item.size, tier)

@@ -42,7 +42,8 @@ def policy_named(name: str, items: Sequence[Item], capacities: Sequence[int]) ->
 
 def predicted(items: Sequence[Item], capacities: Sequence[int]) -> dict[Ino, int]:
     """The tier of each item that ``no_evict`` admits."""
-    table = assign(curve_of(items), capacities)
+    tiers = range(1, len(capacities) + 1)
+    table = assign({tiers: curve_of(items)}, capacities)[tiers]
     return {item.ino: tier for item in items if (tier := table[bucket(item.key)])}
 
 

@@ -1,0 +1,292 @@
+"""Rules for paths: which rule a file has, what its copies do, and what is left for other files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from monarch.config.settings import RuleSettings
+from monarch.config.write_patterns import WritePatterns
+from monarch.namespace.build import build
+from monarch.namespace.snapshot import Snapshot
+from monarch.placement import rules as rules_module
+from monarch.placement.controller import Controller, Promote
+from monarch.placement.ledger import Ledger
+from monarch.placement.policy import FirstCome, Item, Lru, NoEvict, Policy
+from monarch.placement.residency import Residency
+from monarch.placement.rules import Rule, Rules
+from monarch.types import Ino
+
+TIERS = ["ram", "nvme"]
+SIZE = 100
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snapshot]:
+    """Files of 100 bytes in directories of three depths, with further names of some."""
+    directory = tmp_path_factory.mktemp("rules")
+    source = directory / "source"
+    for parent in ("train/a", "train/b", "val/a", "raw", "raw/deep/er", "."):
+        (source / parent).mkdir(parents=True, exist_ok=True)
+        for number in range(20):
+            suffix = "lmdb" if number % 10 == 0 else "jpg"
+            (source / parent / f"{number:02}.{suffix}").write_bytes(b"x" * SIZE)
+    (source / "raw/deep/er/again.jpg").hardlink_to(source / "val/a/01.jpg")
+    build(source, directory / "snapshot")
+    with Snapshot.open(directory / "snapshot") as opened:
+        yield opened
+
+
+def rule(match: str, **keys: object) -> Rule:
+    return Rule.of(RuleSettings.model_validate({"match": match, **keys}), TIERS)
+
+
+def files_of(snapshot: Snapshot) -> dict[Ino, bytes]:
+    return {
+        attributes.ino: snapshot.path(attributes.ino)
+        for slot in range(1, snapshot.entries + 1)
+        if (attributes := snapshot.attributes(Ino(slot))).is_file and attributes.ino == slot
+    }
+
+
+class Mount:
+    """A controller with rules over the files of a snapshot; copies are committed at once."""
+
+    def __init__(
+        self, snapshot: Snapshot, rules: list[Rule], capacities: list[int], policy: str = "no_evict"
+    ) -> None:
+        self.snapshot = snapshot
+        self.files = files_of(snapshot)
+        self.residency, self.ledger = Residency(snapshot.entries), Ledger(capacities)
+        self.rules = Rules(rules, snapshot, self.residency)
+        policies: dict[str, Policy] = {
+            "no_evict": NoEvict(snapshot.curve(), capacities),
+            "first_come": FirstCome(),
+            "lru": Lru(),
+        }
+        self.controller = Controller(self.residency, self.ledger, policies[policy], self.rules)
+        self.controller.sizes_by(lambda ino: SIZE)
+
+    def item(self, ino: Ino) -> Item:
+        return Item.of(self.snapshot.attributes(ino))
+
+    def under(self, prefix: bytes) -> set[Ino]:
+        return {ino for ino, path in self.files.items() if path.startswith(prefix)}
+
+    def measure(self) -> None:
+        for _ in self.rules.measure():
+            pass
+        self.controller.draw(self.snapshot.curve())
+
+    def read(self, inos: set[Ino], seed: int = 1) -> None:
+        for ino in random.Random(seed).sample(sorted(inos), len(inos)):
+            self.settle(self.controller.opened(self.item(ino)))
+
+    def fetch(self, ino: Ino) -> None:
+        self.settle(self.controller.offered(self.item(ino)))
+
+    def settle(self, promote: Promote | None) -> None:
+        if promote is not None:
+            self.controller.committed(promote.item, promote.tier)
+        for tier in self.ledger.tiers:
+            assert self.ledger.used(tier) <= self.ledger.capacity(tier)
+
+    def resident(self, tier: int | None = None) -> set[Ino]:
+        tiers = self.ledger.tiers if tier is None else [tier]
+        return {ino for number in tiers for ino in self.residency.resident_in(number)}
+
+
+PATTERNS = ["val/**", "*.lmdb", "**/*.lmdb", "raw", "raw/*/er", "train/*/0*", "**", "no/**", "*/a"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_rule_that_covers_the_path_of_a_file_counts(
+    snapshot: Snapshot, seed: int
+) -> None:
+    chosen = random.Random(seed).sample(PATTERNS, 4)
+    mount = Mount(snapshot, [rule(match, pin=True) for match in chosen], [0, 0])
+    for ino, path in mount.files.items():
+        expected = next((m for m in chosen if WritePatterns([m]).covers(path)), None)
+        found = mount.rules.of(ino)
+        assert (found.match if found is not None else None) == expected, path
+
+
+def test_a_file_made_through_the_mount_has_no_rule(snapshot: Snapshot) -> None:
+    rules = Rules([rule("**", pin=True)], snapshot, Residency(snapshot.entries))
+    assert rules.of(Ino(snapshot.entries + 1)) is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_files_of_all_rules_are_counted_while_copies_come_and_go(
+    snapshot: Snapshot, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules_module, "_SLICE", 7)
+    draw = random.Random(seed)
+    rules = [rule(match, pin=True) for match in draw.sample(PATTERNS, 4)]
+    mount = Mount(snapshot, rules, [40 * SIZE, 40 * SIZE], "lru")
+
+    def change() -> None:
+        ino = draw.choice(sorted(mount.files))
+        if mount.residency.tier_of(ino):
+            mount.controller.dropped(ino, SIZE)
+        else:
+            mount.settle(mount.controller.opened(mount.item(ino)))
+
+    for _ in range(20):
+        change()
+    for _ in mount.rules.measure():
+        change()
+    for _ in range(20):
+        change()
+    resident = mount.resident()
+    for number, each in enumerate(mount.rules.rules):
+        inos = {ino for ino in mount.files if mount.rules.of(ino) is mount.rules.rules[number]}
+        count = mount.rules.counts[number]
+        assert (count.files, count.bytes) == (len(inos), SIZE * len(inos)), each
+        here = len(inos & resident)
+        assert (count.resident_files, count.resident_bytes) == (here, SIZE * here), each
+
+
+@pytest.mark.promise(190)
+@pytest.mark.parametrize("policy", ["no_evict", "first_come", "lru"])
+def test_files_of_admit_never_get_no_copy_and_leave_their_room_to_others(
+    snapshot: Snapshot, policy: str
+) -> None:
+    mount = Mount(snapshot, [rule("raw/**", admit="never")], [60 * SIZE, 20 * SIZE], policy)
+    mount.measure()
+    raw = mount.under(b"raw/")
+    for ino in raw:
+        assert mount.controller.opened(mount.item(ino)) is None
+        assert mount.controller.offered(mount.item(ino)) is None
+        assert mount.controller.warm(mount.item(ino)) is None
+    assert mount.residency.wanted == 0
+    mount.read(set(mount.files))
+    assert not mount.resident() & raw
+    assert len(mount.resident()) == 80, "all others fit into the tiers"
+
+
+@pytest.mark.promise(190)
+@pytest.mark.parametrize("policy", ["no_evict", "first_come", "lru"])
+def test_files_of_a_tier_get_copies_there_only(snapshot: Snapshot, policy: str) -> None:
+    rules = [rule("**/*.lmdb", tier="nvme")]
+    mount = Mount(snapshot, rules, [30 * SIZE, 30 * SIZE], policy)
+    lmdb = {ino for ino, path in mount.files.items() if path.endswith(b".lmdb")}
+    for seed in range(2):
+        mount.read(set(mount.files), seed)
+        mount.measure()
+    assert not mount.resident(1) & lmdb
+    assert len(mount.resident(1)) == 30 or policy == "no_evict"
+    mount.read(lmdb)
+    mount.read(set(mount.files))
+    assert not mount.resident(1) & lmdb
+    if policy == "no_evict":
+        # Before the files were counted, as many as fit by their buckets.
+        assert len(mount.resident(2) & lmdb) <= 12
+    assert mount.controller.opened(mount.item(min(lmdb))) is None or policy == "lru"
+
+
+def test_no_evict_draws_each_file_for_the_tiers_that_may_have_it(snapshot: Snapshot) -> None:
+    rules = [rule("train/**", tier="nvme")]
+    mount = Mount(snapshot, rules, [20 * SIZE, 20 * SIZE])
+    mount.measure()
+    mount.read(set(mount.files))
+    train = mount.under(b"train/")
+    assert not mount.resident(1) & train
+    assert len(mount.resident(1)) == 20, "those without a rule fill the first tier"
+    here = mount.resident(2)
+    assert len(here) == 20 and here & train and here - train, "and share the second one"
+
+
+@pytest.mark.promise(191)
+@pytest.mark.parametrize("policy", ["no_evict", "first_come", "lru"])
+def test_pinned_files_find_room_in_full_tiers_and_are_never_evicted(
+    snapshot: Snapshot, policy: str
+) -> None:
+    mount = Mount(snapshot, [rule("val/**", pin=True)], [15 * SIZE, 30 * SIZE], policy)
+    pinned = mount.under(b"val/")
+    others = set(mount.files) - pinned
+    for seed in range(4):
+        mount.read(others, seed)
+    mount.measure()
+    for ino in pinned:
+        mount.fetch(ino)
+    assert pinned <= mount.resident()
+    for seed in range(4):
+        mount.read(set(mount.files), seed)
+        assert pinned <= mount.resident()
+    count = mount.rules.counts[0]
+    assert (count.resident_files, count.files) == (20, 20)
+    assert mount.rules.excess(mount.ledger) == 0
+
+
+@pytest.mark.promise(191)
+def test_the_hash_leaves_room_for_pinned_files_and_draws_among_the_others(
+    snapshot: Snapshot,
+) -> None:
+    mount = Mount(snapshot, [rule("val/**", pin=True)], [50 * SIZE])
+    mount.measure()
+    mount.read(set(mount.files) - mount.under(b"val/"))
+    assert len(mount.resident()) == 30
+    before = mount.resident()
+    for ino in mount.under(b"val/"):
+        mount.fetch(ino)
+    assert mount.resident() == before | mount.under(b"val/"), "none left for them"
+
+
+@pytest.mark.promise(191)
+def test_pinned_files_that_do_not_fit_are_counted_and_evict_no_other_pinned_file(
+    snapshot: Snapshot,
+) -> None:
+    rules = [rule("val/**", pin=True), rule("raw/**", pin=True, tier="ram")]
+    mount = Mount(snapshot, rules, [15 * SIZE, 8 * SIZE])
+    mount.measure()
+    # 40 files want the first tier, 20 any: 23 of 60 fit.
+    assert mount.rules.excess(mount.ledger) == 37 * SIZE
+    for _ in range(2):
+        for ino in sorted(mount.under(b"raw/") | mount.under(b"val/")):
+            before = mount.resident()
+            mount.fetch(ino)
+            assert before <= mount.resident()
+    assert len(mount.resident()) == 23
+    mount.ledger.hold(2, 5 * SIZE)
+    assert mount.rules.excess(mount.ledger) == 42 * SIZE
+
+
+def test_a_tier_that_another_program_has_filled_gets_no_pinned_files(snapshot: Snapshot) -> None:
+    mount = Mount(snapshot, [rule("val/**", pin=True)], [30 * SIZE])
+    mount.ledger.close(1)
+    for ino in mount.under(b"val/"):
+        mount.fetch(ino)
+    assert mount.resident() == set()
+
+
+def test_without_rules_the_draw_is_as_before(snapshot: Snapshot) -> None:
+    plain = Mount(snapshot, [], [50 * SIZE])
+    ruled = Mount(snapshot, [rule("no/**", pin=True)], [50 * SIZE])
+    ruled.measure()
+    for mount in (plain, ruled):
+        mount.read(set(mount.files))
+    assert plain.resident() == ruled.resident()
+    assert ruled.rules.counts[0].files == 0 and ruled.rules.is_measured
+    assert np.array_equal(plain.snapshot.curve(), ruled.snapshot.curve())
+
+
+def test_the_kept_states_of_directories_are_bounded(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules_module, "_KEPT_DIRECTORIES", 2)
+    rules = Rules([rule("**/*.lmdb", pin=True)], snapshot, Residency(snapshot.entries))
+    for ino, path in files_of(snapshot).items():
+        assert (rules.of(ino) is not None) == path.endswith(b".lmdb")
+    assert len(rules._kept) <= 2
+
+
+def test_a_further_name_of_a_file_changes_no_rule(snapshot: Snapshot) -> None:
+    mount = Mount(snapshot, [rule("raw/**", pin=True)], [0])
+    mount.measure()
+    first = next(ino for ino, path in mount.files.items() if path == b"val/a/01.jpg")
+    assert mount.rules.of(first) is None
+    assert mount.rules.counts[0].files == 40
