@@ -208,6 +208,7 @@ def _detail_lines(
         ("source traffic", _source(report)),
         ("saved", _saved(report)),
         *_foresight(report.foresight),
+        *(("rule", _rule(rule)) for rule in report.rules),
         *_writing(report.writing),
         ("datapath", f"{mode.datapath}{opens} ({mode.why})"),
         ("snapshot", _snapshot(report)),
@@ -437,6 +438,14 @@ def _foresight(foresight: reports.ForesightReport) -> Iterable[tuple[str, str]]:
             f" {foresight.unread_files:,}, {format_bytes(foresight.unread_bytes)},"
             " were not opened since",
         )
+
+
+def _rule(rule: reports.RuleReport) -> str:
+    """A rule for paths, and its files."""
+    so_far = "" if rule.counted else " found so far"
+    files = f"{counted(rule.files, 'file', 'files')}, {format_bytes(rule.bytes)}{so_far}"
+    copies = f"{rule.resident_files:,}, {format_bytes(rule.resident_bytes)}"
+    return f"{rule.match}: {rule.action}; {files}; {copies}, have copies"
 
 
 def _writing(writing: reports.WritingReport | None) -> Iterable[tuple[str, str]]:

@@ -21,7 +21,9 @@ from typing import Protocol
 from monarch.config.settings import MountSettings
 from monarch.daemon.freshness import FreshnessWatch
 from monarch.fuse.mountpoint import detached_users, mount_at
+from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
+from monarch.placement.rules import Rules
 from monarch.posix.cgroups import machine_memory, memory_groups
 from monarch.posix.credentials import can_act_as_others
 from monarch.telemetry.health import Problem, Spell
@@ -256,6 +258,23 @@ class CopyCheck:
                 since_ns,
                 f"repair {where} (`ls -ld {where}`, `findmnt -T {where}`, `dmesg`); reads are"
                 " served from lower tiers or the source, and the tier returns by itself",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RuleCheck:
+    """The pinned files."""
+
+    rules: Rules
+    ledger: Ledger
+
+    def problems(self) -> Iterator[Problem]:
+        if excess := self.rules.excess(self.ledger):
+            yield Problem(
+                "pins-too-large",
+                f"{format_bytes(excess)} of pinned files do not fit into the tiers",
+                remedy="pin fewer files (`rules` of the mount), or give the tiers more capacity;"
+                " readers get the rest from the source",
             )
 
 

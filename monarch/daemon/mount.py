@@ -32,6 +32,7 @@ from monarch.control.state_directory import write_note
 from monarch.daemon import subsystems
 from monarch.daemon.hints import Hints
 from monarch.daemon.remarks import remarks
+from monarch.daemon.ruled_files import RuledFiles
 from monarch.daemon.status import Status
 from monarch.daemon.supervisor import Supervisor
 from monarch.daemon.sweep import Sweep
@@ -128,6 +129,7 @@ def open_mount(parts: subsystems.Parts) -> Mount:
     operations = Operations(
         filesystem, metrics.error, datapath, status.summary, serving, hints.receive
     )
+    ruled_files = subsystems.build_ruled_files(parts, tiers, names, read)
     return Mount(
         parts=parts,
         tiers=tiers,
@@ -141,7 +143,8 @@ def open_mount(parts: subsystems.Parts) -> Mount:
         write_back=write_back,
         upkeep=upkeep,
         hints=hints,
-        ahead=subsystems.build_fetch_ahead(tiers, names, transfer, read),
+        ruled_files=ruled_files,
+        ahead=subsystems.build_fetch_ahead(tiers, names, transfer, read, ruled_files),
         status=status,
         session=_session(settings, operations, datapath, caches),
         written_verbs=WrittenVerbs(names=names, write_back=write_back, loss_alarm=loss_alarm),
@@ -229,6 +232,7 @@ class Mount:
     write_back: WriteBack | None
     upkeep: subsystems.Upkeep
     hints: Hints
+    ruled_files: RuledFiles
     ahead: FetchAhead
     status: Status
     session: Session
@@ -323,6 +327,7 @@ class Mount:
             "signals": self._signals,
             "engine": partial(transfer.engine.run, on_return=self._sweep.returned),
             "ahead": self.ahead.run,
+            "rules": self.ruled_files.run,
             "changes": partial(transfer.changed.run, self.read.revalidation.look_again),
             "inquiry": transfer.source_calls.run,
             "offers": self.read.promotions.run,

@@ -62,6 +62,7 @@ class Status:
                 health_checks.MountCheck(mountpoint),
                 health_checks.SourceCheck(settings, calls, monitor, metrics, requests, log_path),
                 health_checks.CopyCheck(monitor, self._tiers.residency, metrics, mountpoint),
+                health_checks.RuleCheck(self._tiers.rules, self._tiers.ledger),
                 health_checks.ProcessCheck(parts.logbook),
                 health_checks.SnapshotCheck(
                     self._upkeep.watch, metrics, mountpoint, parts.put_off, drain
@@ -172,6 +173,7 @@ class Status:
             opens_not_counted=not_counted,
             writing=self._writing.report(),
             warming=self.warming(),
+            rules=self._rule_reports(),
         )
 
     def _not_counted(self, mode: reports.Mode) -> str:
@@ -195,6 +197,21 @@ class Status:
         return [
             reports.EpochReport(e.number, e.opens, e.hits, e.hits / e.opens if e.opens else None)
             for e in epochs
+        ]
+
+    def _rule_reports(self) -> list[reports.RuleReport]:
+        rules = self._tiers.rules
+        return [
+            reports.RuleReport(
+                match=rule.match,
+                action=rule.action([tier.name for tier in self._parts.settings.tiers]),
+                files=count.files,
+                bytes=count.bytes,
+                resident_files=count.resident_files,
+                resident_bytes=count.resident_bytes,
+                counted=rules.is_measured,
+            )
+            for rule, count in zip(rules.rules, rules.counts, strict=True)
         ]
 
     def _tier_reports(self, mode: reports.Mode) -> list[reports.TierReport]:

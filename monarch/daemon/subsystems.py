@@ -11,6 +11,7 @@ from monarch.config.settings import ForesightSettings, MountSettings
 from monarch.daemon.freshness import ChangedInodes, FreshnessWatch
 from monarch.daemon.fsck import OnlineFsck
 from monarch.daemon.remarks import TierRoom
+from monarch.daemon.ruled_files import RuledFiles
 from monarch.daemon.scrub import Scrub
 from monarch.foresight.foresight import Foresight
 from monarch.fuse.datapath import Datapath, DatapathOptions
@@ -23,6 +24,7 @@ from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
 from monarch.placement.policy import FirstCome, Lru, NoEvict, Policy
 from monarch.placement.residency import Residency
+from monarch.placement.rules import Rule, Rules
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Logbook
 from monarch.telemetry.metrics import Metrics
@@ -66,6 +68,7 @@ class Tiers:
     residency: Residency
     ledger: Ledger
     controller: Controller
+    rules: Rules
     epochs: Epochs
     foresight: Foresight
     rooms: list[TierRoom]
@@ -114,7 +117,10 @@ def open_tiers(parts: Parts) -> Tiers:
         rooms.append(TierRoom(tier, capacity, space, held, hierarchy.forgotten(tier)))
     capacities = [room.capacity for room in rooms]
     residency, ledger = Residency(snapshot.entries), Ledger(capacities)
-    controller = Controller(residency, ledger, _policy(settings, snapshot, capacities))
+    names = [tier.name for tier in settings.tiers]
+    rules = Rules([Rule.of(rule, names) for rule in settings.rules], snapshot, residency)
+    policy = _policy(settings, snapshot, capacities)
+    controller = Controller(residency, ledger, policy, rules if settings.rules else None)
     for room in rooms:
         kept = hierarchy.keep_within(room.tier, room.capacity)
         controller.load(kept.inos, kept.sizes, tier=room.tier.number)
@@ -126,6 +132,7 @@ def open_tiers(parts: Parts) -> Tiers:
         residency,
         ledger,
         controller,
+        rules,
         Epochs(snapshot.entries),
         Foresight(snapshot, _foresight(settings)),
         rooms,
@@ -210,12 +217,25 @@ def build_transfer(
     return Transfer(monitor, engine, reader, source_calls, source_load, doubts, changed)
 
 
-def build_fetch_ahead(
-    tiers: Tiers, names: Namespace, transfer: Transfer, read: ReadSide
-) -> FetchAhead:
-    """Fetches what ``tiers.foresight`` foresees."""
-    fetch_ahead = FetchAhead(
+def build_ruled_files(parts: Parts, tiers: Tiers, names: Namespace, read: ReadSide) -> RuledFiles:
+    inline_max = parts.settings.limits.inline_max
+    tiers.controller.sizes_by(lambda ino: names.attributes(ino).size)
+    return RuledFiles(
+        tiers.rules,
         tiers.foresight,
+        tier_of=tiers.residency.tier_of,
+        is_large=lambda ino: names.attributes(ino).size > inline_max,
+        evict=read.promotions.evict,
+        counted=lambda: tiers.controller.draw(parts.snapshot.curve()),
+    )
+
+
+def build_fetch_ahead(
+    tiers: Tiers, names: Namespace, transfer: Transfer, read: ReadSide, ruled: RuledFiles
+) -> FetchAhead:
+    """Fetches what ``tiers.foresight`` foresees, and then pinned files."""
+    fetch_ahead = FetchAhead(
+        ruled,
         names,
         tiers.controller,
         transfer.engine,
@@ -224,6 +244,7 @@ def build_fetch_ahead(
         is_open=read.bindings.is_open,
     )
     tiers.foresight.on_more(fetch_ahead.wake)
+    ruled.wake = fetch_ahead.wake
     return fetch_ahead
 
 

@@ -298,6 +298,18 @@ _TABLE: Mapping[str, _Nameless] = {
         "Bytes that were fetched ahead, of files that no process has opened since.",
         lambda s: s.foresight.unread_bytes,
     ),
+    "monarch_rule_bytes": partial(
+        Family,
+        help="Bytes of the files that a rule of the configuration is for.",
+        of=lambda _, s: [((rule.match,), rule.bytes) for rule in s.rules],
+        labels=("rule",),
+    ),
+    "monarch_rule_resident_bytes": partial(
+        Family,
+        help="Bytes of the copies of files that a rule of the configuration is for.",
+        of=lambda _, s: [((rule.match,), rule.resident_bytes) for rule in s.rules],
+        labels=("rule",),
+    ),
     "monarch_open_files": _one(
         f"Files that are open for reading. {_NO_OPENS}", lambda s: s.handles.open_files
     ),

@@ -215,6 +215,20 @@ class ForesightReport:
 
 
 @dataclass(frozen=True, slots=True)
+class RuleReport:
+    """A rule for the paths that ``match`` covers: ``action`` as in the configuration. Its files,
+    and those of them with copies. ``counted``: all of its files were found since the mount."""
+
+    match: str
+    action: str
+    files: int
+    bytes: int
+    resident_files: int
+    resident_bytes: int
+    counted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Quantiles:
     """Seconds: the upper bound of the bucket of each quantile, None beyond the last bucket."""
 
@@ -360,6 +374,7 @@ class StatusReport(Report):
     opens_not_counted: str = ""
     writing: WritingReport | None = None
     warming: list[WarmProgress] = field(default_factory=list)
+    rules: list[RuleReport] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

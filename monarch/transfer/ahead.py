@@ -181,6 +181,7 @@ class FetchAhead:
         if promote is None:
             self._foreseen.refused(ino)
             return None
+        promote = self._engine.make_room(promote)
         # From now on the datapath passes opens of the file to Python, where its flight is found.
         # An open may have begun just before.
         if self.is_open(ino):
