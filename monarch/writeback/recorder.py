@@ -120,16 +120,21 @@ class Recorder:
         """Make the changes so far safe. Raises Refused."""
         await self._objects.run_sync(self._journal.sync)
 
-    def remove_object(self, number: int) -> None:
-        """Record that an object has no file any more, and remove it."""
+    def remove_object(self, number: int, *, is_at_source: bool = False) -> None:
+        """Record that an object has no file any more, and remove it. ``is_at_source``: the source
+        has its bytes."""
         self._writers.pop(number, None)
         self._unwritten.discard(number)
         # Its room is free once it is closed.
         self._objects.close_pending()
-        # If that cannot be recorded, it stays, and the next mount removes it.
-        with suppress(Refused):
+        try:
             self.note(Op(kind="gone", object=number))
-            self.start_removal(number)
+        except Refused as error:
+            # It stays, and the next mount removes it. But a full disk has room for the record only
+            # when the object is removed: a mount that misses it reads the file from the source.
+            if not (is_at_source and error.errno in FULL):
+                return
+        self.start_removal(number)
 
     def start_removal(self, number: int) -> None:
         """Remove an object that no file has, by the changes so far."""

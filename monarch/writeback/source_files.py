@@ -110,7 +110,7 @@ class DrainedObjects:
         number = node.object
         self._opens.fast.forget_object(node.ino)
         freed = self._object_table.leave(node)
-        self._recorder.remove_object(number)
+        self._recorder.remove_object(number, is_at_source=True)
         return freed
 
     def release_if_clean(self, node: Node) -> bool:

@@ -3,7 +3,7 @@
 Written files take precedence over copies of the source. Their room is the size of the present ones,
 at least the reserve. Copies are evicted to make that room. Drained objects stay while they fit into
 the reserve; the oldest are released first. The number of drained objects is limited too, since each
-takes memory.
+takes memory. Both give way as well when the journal has no room on the tier's disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.posix.mounts import mount_table
 from monarch.posix.thread_pool import ThreadPool
-from monarch.text import KiB
+from monarch.text import KiB, MiB
 from monarch.tiers.tier import Space
 from monarch.types import Ino
 from monarch.writeback.object_states import ObjectStates
@@ -48,6 +48,8 @@ _RESERVE_SHARE = 0.05
 _LARGEST_FILES = 2
 # The most drained objects that stay: each takes about a kilobyte of memory.
 _MOST_DRAINED = 32768
+# What is released for the journal, in bytes, when it has no room: more than it asks for.
+_JOURNAL_BYTES = 2 * MiB
 # How long ``make`` waits for the disk to show released room, and between two checks, in seconds.
 _PATIENCE_S = 2.0
 _STEP_S = 0.02
@@ -113,7 +115,8 @@ class SpaceReclaimer:
 
     async def keep(self) -> None:
         """Releases drained objects that do not fit into the reserve, and evicts copies as far as
-        written files need their room."""
+        written files need their room. Does the same for the journal: without room for its marks the
+        drain stops."""
         number, reserve = self.reserve.tier, self.reserve.bytes
         self._drained.release_oldest(
             self._states.drained_bytes - reserve,
@@ -123,6 +126,8 @@ class SpaceReclaimer:
         self._ledger.hold(number, max(reserve, written))
         wanted = max(0, reserve - written) - self.space.available
         await self._drop_copies(max(wanted, -self._ledger.room(number)))
+        if not self._place.journal.has_room():
+            await self.make(_JOURNAL_BYTES)
 
     async def make(self, size: int) -> bool:
         """Makes room for ``size`` bytes now; returns whether any room was released."""

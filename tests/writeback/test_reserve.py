@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import trio.testing
 
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.journal_file import Reserve
+from monarch.writeback.source_writer import SourceWriter
+from tests.conftest import require_root
 from tests.equipment import disks
 from tests.equipment.disks import Disk
+from tests.writeback.remounts import Rig, Session
 from tests.writeback.test_journal import until_full
 
 _MB = 1 << 20
+BLOCK = 4096
 BIG = Op(kind="xattr", path=b"a", xattrs={b"user.x": bytes(60_000)})
 
 
@@ -101,3 +107,63 @@ def test_the_reserve_is_given_up_where_less_is_free_and_made_where_more_is(place
     os.sync()
     reserve.make()
     assert (place / "reserve").exists()
+
+
+def _refused(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.promise(138)
+@pytest.mark.parametrize("slack", [200, 0])
+async def test_a_journal_without_room_gets_that_of_drained_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, slack: int
+) -> None:
+    """Others have filled the disk while no mount held its reserve. ``slack``: so many bytes are
+    free in the last block of the journal."""
+    require_root()
+    with disks.in_memory(tmp_path / "disk", 16) as disk:
+        rig = Rig(tmp_path / "rig", monkeypatch, disk=disk)
+        with monkeypatch.context() as patched:
+            async with rig.mount() as session:
+                await session.write(b"drained", bytes(_MB))
+                await session.drained()
+                patched.setattr(SourceWriter, "carry_out", _refused)
+                for number in range(8):
+                    await session.write(b"%d" % number, b"undrained %d" % number)
+                # The descriptors of a killed daemon hold no room.
+                session.front.objects.close_pending()
+                await _fill_block(session, slack)
+                shown = session.kill()
+        # The room that was allocated ahead goes as well.
+        journal = rig.directory / "journal"
+        os.truncate(journal, journal.stat().st_size)
+        (rig.directory / "reserve").unlink(missing_ok=True)
+        rig.fill(is_full=True)
+        async with rig.mount() as session:
+            journal_file = session.write_back.place.journal.file
+            assert -journal_file.position % BLOCK == slack
+            assert not session.write_back.place.journal.has_room()
+            with trio.fail_after(60):
+                await session.drained()
+                await session.end()
+        assert {os.fsdecode(name) for name in shown} <= set(os.listdir(rig.source))
+        assert (rig.source / "7").read_bytes() == b"undrained 7"
+
+
+async def _fill_block(session: Session, slack: int) -> None:
+    """Record changes until so many bytes are free in the last block of the journal."""
+    file, name = session.write_back.place.journal.file, b"user.x"
+
+    async def recorded(count: int) -> int:
+        before = file.position
+        await session.setxattr(b"0", name, bytes(3 * count))
+        return file.position - before
+
+    while left := -(file.position + slack) % BLOCK:
+        # Three bytes of a value are four characters of the record.
+        shortest = await recorded(1)
+        left = -(file.position + slack) % BLOCK
+        if left % 4 == shortest % 4 and left >= shortest:
+            await recorded(1 + (left - shortest) // 4)
+        else:
+            name += b"x"
