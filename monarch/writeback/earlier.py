@@ -59,7 +59,7 @@ def earlier(settings: MountSettings) -> Earlier:
             if not (directory / "journal").exists():
                 continue
             found = read_replay(directory)
-            changed |= changed_in_place(found.ops)
+            changed |= changed_in_place(found)
             roots |= _roots(found)
             ops = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
             if (ops and not undone) or not snapshot_id:
@@ -82,20 +82,24 @@ def _roots(found: Replay) -> dict[bytes, bool]:
     return {root: is_there and root not in waiting for root, is_there in roots.items()}
 
 
-def changed_in_place(ops: Iterable[Numbered]) -> set[bytes]:
-    """The paths of entries that ``ops`` have changed but not created, and perhaps others.
+def changed_in_place(found: Replay) -> set[bytes]:
+    """The paths of entries that the changes of a journal have changed but not created, and perhaps
+    others.
 
     A file that is created, renamed or replaced changes the time of its directory. A renewed
     snapshot compares these times only. So it must read by name the files with other changes: of
-    mode, owner, length or number of names.
+    mode, owner, length or number of names. Among them are files that were created through a mount
+    and that the source had already when the journal was rewritten for the present snapshot.
     """
     made: set[tuple[int, int]] = set()
     paths: set[bytes] = set()
-    for _, op in ops:
+    had = found.known.known if found.known is not None else {}
+    for _, op in found.ops:
         entry = (op.object, 0 if op.object else op.ino)
         match op.kind:
             case "create" | "mkdir" | "symlink" | "mknod":
-                made.add(entry)
+                if op.object not in had:
+                    made.add(entry)
             case "take" | "content" | "attr" | "xattr" if entry not in made:
                 paths |= {op.path, *op.paths}
             case "link" if entry not in made:

@@ -24,6 +24,7 @@ from monarch.namespace.build import build
 from monarch.telemetry.report import LostReport
 from monarch.writeback import replay as replay_module
 from monarch.writeback.source_contents import StagedContents
+from monarch.writeback.source_writer import SourceWriter
 from tests.equipment.remounts import tree_of
 from tests.writeback.remount_histories import history, how, prepared
 from tests.writeback.remounts import Session
@@ -150,6 +151,40 @@ async def test_a_renewed_snapshot_has_what_earlier_mounts_have_changed_in_place(
             assert session.ino(b"other name") == found[b"d/linked"].ino
             assert found[b"d/linked"].nlink == 2
             await session.end()
+
+
+@pytest.mark.promise(170)
+async def test_a_renewed_snapshot_has_late_changes_of_files_that_mounts_have_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    """The first snapshot with these files lacks changes that the source gets later."""
+    monkeypatch.setattr(scan, "_RACY_NS", -3600 * 10**9)
+    rig = prepared(tmp_path, monkeypatch)
+    with monkeypatch.context() as patched:
+        async with rig.mount() as session:
+            for name in (b"d/mode", b"d/time", b"d/longer"):
+                await session.write(name, b"new")
+            await session.mkdir(b"d/made")
+            await session.drained()
+            patched.setattr(SourceWriter, "carry_out", _full)
+            await session.chmod(b"d/mode", 0o600)
+            await session.chmod(b"d/made", 0o700)
+            await session.utime(b"d/time", 10**18)
+            ino = await session.open(b"d/longer")
+            await session.files.write(ino, 3, b"er")
+            session.files.release(ino)
+            session.kill()
+    rig.lose_state()
+    async with rig.mount() as session:
+        await session.drained()
+        await session.end()
+    async with rig.mount() as session:
+        shown = {path: session.names.attributes(session.ino(path)) for path in session.shown()}
+        assert shown[b"d/mode"].mode & 0o777 == 0o600
+        assert shown[b"d/made"].mode & 0o777 == 0o700
+        assert shown[b"d/time"].mtime_ns == 10**18
+        assert shown[b"d/longer"].size == 5
+        await session.end()
 
 
 @pytest.mark.promise(170)
