@@ -265,7 +265,7 @@ class Drain:
             except TierCallError:
                 raise
             except OSError as error:
-                if error.errno in _REFUSALS and not entry.is_staging:
+                if not entry.is_staging and await self._is_refusal(entry.op, error):
                     raise _RefusedError(error) from error
                 raise
         batch = self._next_batch()
@@ -365,9 +365,16 @@ class Drain:
             again = error.errno in (errno.EAGAIN, errno.ESTALE)
             if again and failed.restaged <= _RESTAGED:
                 return
-        if failed is not None and error.errno in _REFUSALS:
+        if failed is not None and await self._is_refusal(failed.op, error):
             raise _RefusedError(error) from error
         raise error
+
+    async def _is_refusal(self, op: Op, error: OSError) -> bool:
+        """Whether the source refuses this change, and may accept others: so also if it has no space
+        for it, by a quota of a directory, although its file system has room."""
+        if error.errno == errno.ENOSPC:
+            return await self._threads.run(self.writer.has_room, op.size)
+        return error.errno in _REFUSALS
 
     def _bring_back(self, entry: Entry) -> None:
         """Record a content of a file that the source has lost, unless one waits. Raises OSError."""

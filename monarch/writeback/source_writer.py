@@ -26,10 +26,12 @@ raised.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from monarch.posix import failpoints
+from monarch.text import MiB
 from monarch.tiers.source import Source
 from monarch.types import Identity
 from monarch.writeback.expected import SourceLog
@@ -38,6 +40,9 @@ from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_directories import OpenDirectories, Temporaries
 from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_publishing import Publishing
+
+# A file system with less free space than this, in bytes, is full: others may have freed some since.
+_FULL_BYTES = 64 * MiB
 
 Step = Callable[[OpenDirectories], "Identity | None"]
 
@@ -82,6 +87,21 @@ class SourceWriter:
             except OSError as error:
                 return [], error
         return made, failure
+
+    def has_room(self, size: int) -> bool:
+        """Whether the file system of the source's root has room for ``size`` more bytes and one
+        more file; False if it does not answer. Waits for the source without a limit."""
+        try:
+            return bool(self._source.at_root(_has_room_at, size))
+        except OSError:
+            return False
+
+
+def _has_room_at(root: int, size: int) -> bool:
+    disk = os.fstatvfs(root)
+    # Some file systems do not count their files.
+    has_file = disk.f_files == 0 or disk.f_favail > 0
+    return has_file and disk.f_bavail * disk.f_frsize >= size + _FULL_BYTES
 
 
 def _step_at(_root: int, step: Step, directories: OpenDirectories) -> Identity | None:

@@ -11,8 +11,12 @@ import pytest
 import trio
 import trio.testing
 
+from monarch.posix.credentials import Credentials
+from monarch.types import Identity
+from monarch.writeback import source_writer
 from monarch.writeback.op import Op
 from monarch.writeback.source_contents import StagedContents
+from monarch.writeback.source_entries import SourceEntries
 from tests.writeback.rig import World, draining
 
 Clock = trio.testing.MockClock
@@ -88,10 +92,17 @@ async def test_a_change_set_aside_is_never_marked_as_done_whatever_comes_later(
 
 @pytest.mark.finding("W11")
 @pytest.mark.promise(146)
-@pytest.mark.parametrize("error", [errno.ENAMETOOLONG, errno.EDQUOT, errno.EILSEQ, errno.EFBIG])
+@pytest.mark.parametrize(
+    "error",
+    [errno.ENAMETOOLONG, errno.EDQUOT, errno.EILSEQ, errno.EFBIG, errno.ENOSPC],
+    ids=errno.errorcode.get,
+)
 async def test_a_file_that_the_source_cannot_have_does_not_block_others_of_its_user(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
+    """ENOSPC: of a quota of a directory, for the file system has room."""
+    # Whatever room there is where the tests are run.
+    monkeypatch.setattr(source_writer, "_FULL_BYTES", 0)
     open_place = StagedContents.open_place
 
     def refused(self: StagedContents, op: Op, *more: Any, **others: Any) -> int:
@@ -107,6 +118,33 @@ async def test_a_file_that_the_source_cannot_have_does_not_block_others_of_its_u
         assert "content 'x'" in (drain.backlog().trouble or "")
         monkeypatch.undo()
         await until(lambda: drain.progress.has_all(later))
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(81)
+@pytest.mark.parametrize("error", [errno.EDQUOT, errno.ENOSPC], ids=errno.errorcode.get)
+async def test_a_directory_without_space_holds_up_no_other_user(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    monkeypatch.setattr(source_writer, "_FULL_BYTES", 0)
+    mkdir = SourceEntries.mkdir
+
+    def refused(self: SourceEntries, directories: Any, op: Op, expected: Any) -> Identity:
+        if op.path.startswith(b"x/"):
+            raise OSError(error, os.strerror(error))
+        return mkdir(self, directories, op, expected)
+
+    monkeypatch.setattr(SourceEntries, "mkdir", refused)
+    async with draining(world) as drain:
+        world.mkdir(b"x", 0o777)
+        world.by = Credentials(65534, 65534)
+        full = world.mkdir(b"x/y")
+        world.by = None
+        other = world.mkdir(b"z")
+        await until(lambda: drain.progress.is_done(other))
+        assert not drain.progress.is_done(full)
+        monkeypatch.undo()
+        await until(lambda: drain.progress.has_all(other))
     world.check_all_is_there()
 
 
