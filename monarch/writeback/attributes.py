@@ -15,7 +15,7 @@ from monarch.namespace.overlay import Node
 from monarch.placement.residency import SOURCE
 from monarch.posix.credentials import Credentials
 from monarch.transfer.source_calls import SourceCalls
-from monarch.types import WRITTEN_INO, Attributes, Ino, file_now_ns
+from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino, file_now_ns
 from monarch.writeback.copy_up import CopyUp, known_at_source
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
@@ -225,11 +225,16 @@ class WrittenAttributes:
     async def set_xattr(
         self, ino: Ino, name: bytes, value: bytes | None, *, by: Credentials
     ) -> None:
-        path = self._gate.require_node_covered(ino)
+        node = self._names.node(ino)
+        is_unlinked = node is not None and not node.names and ino != ROOT_INO
+        path = b"" if is_unlinked else self._gate.require_node_covered(ino)
         if name.startswith(_OURS):
             raise Refused(errno.EPERM)
         if not name.startswith(_KEPT):
             raise Refused(errno.EOPNOTSUPP)
+        if is_unlinked:
+            await self._set_xattr_unlinked(ino, name, value)
+            return
         there: dict[bytes, bytes] | None = None
         is_file = self._names.attributes(ino).is_file
         if is_file and name.startswith(b"user.") and self._is_at_source(ino):
@@ -240,11 +245,8 @@ class WrittenAttributes:
             await self._know_xattrs_of_source(ino, path)
         # It, or a directory above, may have got another name meanwhile.
         path = self._names.visible_path(ino)
-        if value is not None and len(value) > _LARGEST_XATTR:
-            raise Refused(errno.E2BIG)
-        self._gate.require_held(ino)
+        self._require_memory(ino, name, value)
         if value is not None:
-            self._gate.require_memory(self._names.more_for_xattr(ino, name, value))
             await self._gate.require_room()
         now_ns, was = file_now_ns(), known_at_source(self._names, ino)
         if there is not None and self._is_at_source(ino):
@@ -265,6 +267,24 @@ class WrittenAttributes:
                 was=was,
             )
         )
+
+    async def _set_xattr_unlinked(self, ino: Ino, name: bytes, value: bytes | None) -> None:
+        """The same for an entry without a name: only processes that have it open see the change,
+        and the source gets nothing of it."""
+        there = await self.xattrs_elsewhere(ino)
+        self._require_memory(ino, name, value)
+        node = self._names.node(ino)
+        if there is not None and node is not None and node.has_source_bytes:
+            self._change_at_source(ino, name, value, there, file_now_ns())
+        else:
+            self._names.set_xattr(ino, name, value, now_ns=file_now_ns())
+
+    def _require_memory(self, ino: Ino, name: bytes, value: bytes | None) -> None:
+        if value is not None and len(value) > _LARGEST_XATTR:
+            raise Refused(errno.E2BIG)
+        self._gate.require_held(ino)
+        if value is not None:
+            self._gate.require_memory(self._names.more_for_xattr(ino, name, value))
 
     def _change_at_source(
         self, ino: Ino, name: bytes, value: bytes | None, there: dict[bytes, bytes], now_ns: int

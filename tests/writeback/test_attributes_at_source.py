@@ -207,6 +207,39 @@ async def test_a_removed_extended_attribute_stays_removed(rig: Rig) -> None:
         assert os.listxattr(rig.source / "a") == ["user.note"]
 
 
+@pytest.mark.promise(99)
+@pytest.mark.parametrize("is_written", [False, True], ids=["of the source", "written"])
+@pytest.mark.parametrize("is_drained", [False, True], ids=["waiting", "drained"])
+async def test_an_open_file_without_a_name_takes_extended_attributes(
+    rig: Rig, is_written: bool, is_drained: bool
+) -> None:
+    async with rig.mount(works=is_drained) as session:
+        if is_written:
+            await session.write(b"a", b"written")
+            await session.open(b"a", os.O_RDONLY)
+        attributes, ino = session.front.attributes, session.ino(b"a")
+        session.read.add(ino)
+
+        async def found() -> dict[bytes, bytes]:
+            there = await attributes.xattrs_elsewhere(ino)
+            names = attributes.xattrs(ino)
+            return {name: attributes.xattr(ino, name) or b"" for name in names} | (there or {})
+
+        session.unlink(b"a")
+        if is_drained:
+            await session.drained()
+        await attributes.set_xattr(ino, b"user.note", b"1", by=ROOT)
+        assert (await found())[b"user.note"] == b"1"
+        await attributes.set_xattr(ino, b"user.note", None, by=ROOT)
+        assert b"user.note" not in await found()
+        with pytest.raises(Refused) as refused:
+            await attributes.set_xattr(ino, b"user.note", None, by=ROOT)
+        assert refused.value.errno == errno.ENODATA
+        # The source gets nothing of it.
+        assert all(op.kind != "xattr" for op in rig.left.waiting())
+        assert session.write_back.drain.backlog().conflicts == 0
+
+
 @pytest.mark.fault("N6")
 async def test_bytes_of_others_are_shown_with_the_attributes_that_were_set(
     rig: Rig,
