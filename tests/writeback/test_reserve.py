@@ -118,8 +118,8 @@ def _refused(*_: object) -> None:
 async def test_a_journal_without_room_gets_that_of_drained_objects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, slack: int
 ) -> None:
-    """Others have filled the disk while no mount held its reserve. ``slack``: so many bytes are
-    free in the last block of the journal."""
+    """Others have filled the disk while no mount held its reserve. ``slack``: the number of bytes
+    that are free in the last block of the journal."""
     require_root()
     with disks.in_memory(tmp_path / "disk", 16) as disk:
         rig = Rig(tmp_path / "rig", monkeypatch, disk=disk)
@@ -151,7 +151,7 @@ async def test_a_journal_without_room_gets_that_of_drained_objects(
 
 
 async def _fill_block(session: Session, slack: int) -> None:
-    """Record changes until so many bytes are free in the last block of the journal."""
+    """Record changes until ``slack`` bytes are free in the last block of the journal."""
     file, name = session.write_back.place.journal.file, b"user.x"
 
     async def recorded(count: int) -> int:
