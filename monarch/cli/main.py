@@ -29,6 +29,7 @@ VERBS = {
     "umount": Verb("monarch.cli.umount:umount", "Unmount, and end its daemon."),
     "status": Verb("monarch.cli.status:status", "Show what mounts hold, serve and copy."),
     "warm": Verb("monarch.cli.warm:warm", "Copy files into the tiers before a job starts."),
+    "trace": Verb("monarch.cli.trace:trace", "Record the opens of a mount in a file."),
     "evict": Verb("monarch.cli.evict:evict", "Remove copies from the tiers."),
     "ckpt": Verb("monarch.cli.ckpt:ckpt", "List, await, verify or prune all files written."),
     "fsck": Verb("monarch.cli.fsck:fsck", "Check all that a mount keeps, and repair it."),

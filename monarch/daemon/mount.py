@@ -36,6 +36,7 @@ from monarch.daemon.ruled_files import RuledFiles
 from monarch.daemon.status import Status
 from monarch.daemon.supervisor import Supervisor
 from monarch.daemon.sweep import Sweep
+from monarch.daemon.trace import Traces
 from monarch.daemon.verbs import Verbs
 from monarch.daemon.write_status import LossAlarm
 from monarch.daemon.write_verbs import WrittenVerbs
@@ -256,6 +257,8 @@ class Mount:
             table = written.front.object_table
             self._undrained = UndrainedNotes(self.parts.state, written.place, written.drain, table)
         self._timed_out = 0
+        readers, epochs = self.filesystem.readers, self.tiers.epochs
+        self._traces = Traces(self.filesystem.names, readers, epochs, self.status.report)
         self._answering = trio.CancelScope()
         # The steps that remain when the last task is cancelled.
         self._end = ExitStack()
@@ -279,7 +282,7 @@ class Mount:
                 stop=self._stop,
                 abandon=self._abandon,
             )
-            table = {**verbs.table(), **self.written_verbs.table()}
+            table = {**verbs.table(), **self.written_verbs.table(), **self._traces.table()}
             await service.start(Server(socket, table).serve)
             self.session.mount()
             failpoints.failpoint("mount-made")
@@ -307,6 +310,7 @@ class Mount:
     async def _finish(self) -> None:
         """Ends the session, then the copies, then the drain, each within its time limit."""
         self.status.state = "stopping"
+        await self._traces.finish()
         if self.watch is not None:
             self.watch.close()
         with ending.step("requests"):

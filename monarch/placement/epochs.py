@@ -60,6 +60,16 @@ class Epochs:
         """The last 100 epochs, oldest first. The last is not finished: a run may still leave it."""
         return [*self._finished, EpochCount(self._number, self._opens, self._hits)]
 
+    @property
+    def number(self) -> int:
+        """The number of the present epoch."""
+        return self._number
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the last open may be found to belong to the next epoch."""
+        return self._run_opens > 0
+
     def opened(self, ino: Ino, hit: bool) -> None:
         self._opens += 1
         self._hits += hit

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Callable
 
 import trio
 
@@ -70,6 +71,9 @@ class Readers:
         self._sessions = Sessions()
         self._written = written
         self._watch = watch
+        self.tier_names = read.metrics.names
+        # Is called for each open with its file, tier, latency in seconds and job, if not None.
+        self.traced: Callable[[Ino, int | None, float | None, int], None] | None = None
         # When each visit ends.
         self._visits: dict[Ino, float] = {}
         self._visited = trio.Event()
@@ -300,12 +304,24 @@ class Readers:
             # A read that stands for an open: the open itself was counted.
             return
         caller = CALLER.get()
-        self._count_open(binding.ino, binding.tier != SOURCE, 0 if caller is None else caller.pid)
+        pid = 0 if caller is None else caller.pid
+        self._count_open(binding.ino, binding.tier, pid, time.perf_counter() - started)
 
-    def _count_open(self, ino: Ino, hit: bool, pid: int) -> None:
-        """``pid`` is the process that opened the file, 0: unknown."""
-        self._epochs.opened(ino, hit)
-        self._foresight.opened(ino, self._sessions.of(pid))
+    def _count_open(
+        self, ino: Ino, tier: int | None, pid: int, latency_s: float | None = None
+    ) -> None:
+        """``pid`` is the process that opened the file, 0: unknown. ``tier`` has served the open,
+        None: unknown."""
+        job = self._sessions.of(pid)
+        self._epochs.opened(ino, bool(tier))
+        self._foresight.opened(ino, job)
+        if self.traced is not None:
+            self.traced(ino, tier, latency_s, job)
+
+    @property
+    def counts_opens(self) -> bool:
+        """Whether every open is counted."""
+        return self._kernel.sends_opens or (self._watch is not None and self._watch.counts)
 
     def catch_up(self) -> None:
         """Handles the events of the datapath. Called before an open is decided here, so that all
@@ -315,7 +331,7 @@ class Readers:
         is_watched = self._watch is not None and self._watch.counts
         if self._watch is not None and is_watched:
             for ino in self._watch.opened():
-                self._count_open(ino, False, 0)
+                self._count_open(ino, None, 0)
         # The events happened since the last call.
         since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
         for ino, what, content, pid in self._fast.served():
@@ -327,11 +343,11 @@ class Readers:
                 self._promotions.keep_fetched(ino, content, since_ns)
                 self._fast.taken(ino)
                 if not is_watched:
-                    self._count_open(ino, False, pid)
+                    self._count_open(ino, SOURCE, pid)
             else:
                 self._promotions.accessed(ino, what)
                 if not is_watched:
-                    self._count_open(ino, what != SOURCE, pid)
+                    self._count_open(ino, what, pid)
 
     def catch_up_all(self) -> None:
         """Handles the events and adds up the totals of the datapath. Called before the metrics are

@@ -1,0 +1,109 @@
+"""What a recording keeps for its client: the epochs of opens, and what was lost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+
+from monarch.daemon import trace
+from monarch.daemon.trace import OpenedFile, Recording
+from monarch.namespace.namespace import Namespace
+from monarch.placement.epochs import Epochs
+from monarch.types import Ino
+
+
+class Names:
+    """A snapshot of 100 files of the size of their number."""
+
+    entries = 100
+
+    def path(self, ino: Ino) -> bytes:
+        return b"f%d" % ino
+
+    def attributes(self, ino: Ino) -> Any:
+        return type("Attributes", (), {"size": int(ino)})
+
+
+class Played:
+    """Opens that the epochs and a recording see."""
+
+    def __init__(self, last_epoch: int | None = None) -> None:
+        self.recording = Recording(cast(Namespace, Names()), last_epoch)
+        self.epochs = Epochs(100)
+
+    def open(self, *inos: int) -> None:
+        for ino in inos:
+            self.epochs.opened(Ino(ino), False)
+            opened = OpenedFile(1.0, Ino(ino), "null", None, 0)
+            undecided = self.epochs.is_undecided
+            self.recording.add(opened, self.epochs.number, is_undecided=undecided)
+
+    def taken(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.recording.take().splitlines()]
+
+
+def opens(lines: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    return [(line["epoch"], line["file"]) for line in lines if "t" in line]
+
+
+@pytest.mark.promise(184)
+async def test_each_open_has_the_epoch_that_it_belongs_to() -> None:
+    played = Played()
+    first, second = range(1, 11), (3, 1, 5, 7, 9, 2, 4, 6, 8, 10)
+    played.open(*first)
+    assert opens(played.taken()) == [(1, ino) for ino in first]
+    # Until five files have come again, they may belong to the first epoch.
+    played.open(*second[:4])
+    assert played.taken() == []
+    played.open(*second[4:])
+    assert opens(played.taken()) == [(2, ino) for ino in second]
+    played.open(1, 2)
+    played.recording.end("seconds", played.epochs.number)
+    assert opens(played.taken()) == [(2, 1), (2, 2)]
+    assert (played.recording.why_ended, played.recording.opens) == ("seconds", 22)
+
+
+@pytest.mark.promise(184)
+async def test_a_trace_of_epochs_ends_with_the_last_open_of_the_last_one() -> None:
+    played = Played(last_epoch=2)
+    for _ in range(3):
+        played.open(*range(1, 11))
+    assert opens(played.taken()) == [(epoch, ino) for epoch in (1, 2) for ino in range(1, 11)]
+    assert (played.recording.why_ended, played.recording.opens) == ("epochs", 20)
+
+
+@pytest.mark.promise(184)
+async def test_a_file_is_named_once_before_its_first_open() -> None:
+    played = Played()
+    played.open(7, 8, 9, 7, 8, 9)
+    named = [line for line in played.taken() if "path" in line]
+    assert named == [{"file": ino, "path": f"f{ino}", "bytes": ino} for ino in (7, 8, 9)]
+
+
+@pytest.mark.promise(184)
+async def test_a_client_that_is_too_slow_loses_opens_and_has_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trace, "_MOST_WAITING", 5)
+    played = Played()
+    played.open(*range(1, 10))
+    assert opens(played.taken()) == [(1, ino) for ino in range(1, 6)]
+    played.open(11)
+    played.open(*range(12, 20))
+    played.recording.end("seconds", 1)
+    lines = [line for line in played.taken() if "path" not in line]
+    assert [line.get("lost", line.get("file")) for line in lines] == [4, 11, 12, 13, 14, 5]
+    assert played.recording.lost == 9 and played.recording.opens == 9
+
+
+async def test_the_text_that_is_taken_at_once_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_MESSAGE_CHARACTERS", 200)
+    played = Played()
+    played.open(*range(1, 51))
+    texts = []
+    while not played.recording.is_empty:
+        texts.append(played.recording.take())
+    assert len(texts) > 10 and max(map(len, texts)) < 400
+    assert "".join(texts).count('"t":') == 50

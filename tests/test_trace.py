@@ -1,0 +1,97 @@
+"""The format of a trace: what was written is read back."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from monarch.errors import MonarchError
+from monarch.telemetry.trace import (
+    VERSION,
+    TracedOpen,
+    TraceEnd,
+    TraceHeader,
+    file_line,
+    lost_line,
+    object_line,
+    open_line,
+    open_text,
+    read_trace,
+)
+
+HEADER = TraceHeader(VERSION, "/mnt/data", "/pfs/data", "abc", 17, ["source", 'a"b'], "open")
+ODD = 'odd "name"\n\udcff'
+TEXT = [
+    object_line(HEADER.to_dict()),
+    file_line(7, "train/a.jpg", 100),
+    open_line(0.5, 7, 1, '"source"', 0.001234, 4711),
+    file_line(9, ODD, 0),
+    lost_line(12),
+    lost_line(3),
+    open_line(1.25, 9, None, "null", None, 0),
+    open_line(2, 7, 2, '"a\\"b"', None, 4711),
+    object_line(TraceEnd("epochs", 3, 15).to_dict()),
+]
+OPENS = [
+    TracedOpen(0.5, "train/a.jpg", 100, 1, "source", 0.001234, 4711),
+    TracedOpen(1.25, ODD, 0, None, None, None, None, lost=15),
+    TracedOpen(2.0, "train/a.jpg", 100, 2, 'a"b', None, 4711),
+]
+
+
+@pytest.mark.promise(184)
+@pytest.mark.parametrize("name", ["opens.jsonl", "opens.jsonl.gz"])
+def test_a_trace_is_read_back(tmp_path: Path, name: str) -> None:
+    with open_text(tmp_path / name, "w") as file:
+        file.writelines(TEXT)
+    packed = (tmp_path / name).read_bytes()
+    text = gzip.decompress(packed) if name.endswith(".gz") else packed
+    assert text.decode("ascii") == "".join(TEXT)
+    with read_trace(tmp_path / name) as trace:
+        assert trace.header == HEADER and trace.end is None
+        assert list(trace) == OPENS
+        assert trace.end == TraceEnd("epochs", 3, 15)
+
+
+@pytest.mark.promise(184)
+@pytest.mark.parametrize("name", ["opens.jsonl", "opens.jsonl.gz"])
+def test_a_trace_that_was_cut_off_has_no_end(tmp_path: Path, name: str) -> None:
+    with open_text(tmp_path / name, "w") as file:
+        file.writelines(TEXT)
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[:-40])
+    with read_trace(tmp_path / name) as trace:
+        read = list(trace)
+        assert read == OPENS[: len(read)]
+        assert trace.end is None
+
+
+def test_other_files_and_versions_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    newer = object_line(replace(HEADER, monarch_trace=VERSION + 1).to_dict())
+    for text, message in (
+        ("", "is not a trace"),
+        ("words\n", "line 1, is not of a trace"),
+        ('{"a":1}\n', "is not a trace"),
+        (newer, f"is a trace of version {VERSION + 1}"),
+        ('{"monarch_trace":1}\n', "line 1, is not of a trace"),
+    ):
+        file.write_text(text)
+        with pytest.raises(MonarchError, match=message), read_trace(file):
+            pass
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[]\n", "{}\n", '{"t":1.0,"file":8}\n', '{"t":1.0,"file":7,"epoch":"x"}\n', '{"end":"x"}\n'],
+)
+def test_a_line_that_is_damaged_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "file").write_text("".join(TEXT[:2]) + line)
+    with (
+        read_trace(tmp_path / "file") as trace,
+        pytest.raises(MonarchError, match="line 3, is not of a trace"),
+    ):
+        list(trace)
