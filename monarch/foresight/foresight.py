@@ -8,14 +8,15 @@ here knows whether a file has a copy; the caller drops the files that need no fe
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from monarch.config.settings import ForesightSettings
 from monarch.foresight.announced import Announcements
+from monarch.foresight.marks import FETCHED, GIVEN, READ, Marks
 from monarch.foresight.recognition import LEAST_FILES, WINDOW
-from monarch.foresight.stream import Bits, Stream, Subtree
+from monarch.foresight.stream import Stream, Subtree
 from monarch.telemetry.report import ForesightReport, StreamReport
 from monarch.types import ROOT_INO, Attributes, Ino
 
@@ -61,11 +62,10 @@ class Foresight:
         self._jobs: OrderedDict[int, _Job] = OrderedDict()
         self._subtrees: dict[tuple[Ino, int], Subtree] = {}
         self._fetched_files = self._fetched_bytes = 0
-        # Files that were given out, and those that were fetched, and not opened since: two bits
-        # for each entry, since files of an announced order are in no subtree.
-        self._given = Bits(names.entries + 1)
-        self._unread = Bits(names.entries + 1)
+        self._marks = Marks(names.entries)
         self._unread_bytes = 0
+        # The job of the last open, which is the last one in ``_jobs``.
+        self._latest: tuple[int, _Job] | None = None
 
     def on_more(self, wake: Callable[[], None]) -> None:
         """``wake`` is called from now on when ``next`` may return files again."""
@@ -79,16 +79,15 @@ class Foresight:
 
     def opened(self, ino: Ino, job: int) -> None:
         """Records an open of a file by a process of ``job`` (0: unknown)."""
-        if ino > self._names.entries:
+        if ino >= len(self._marks.of):
             # A file that was made through the mount.
             return
         if self.announced.opened(ino) and self._settings.announced:
             self._wake()
-        for subtree, position in self._places(ino):
-            subtree.opened(position)
-        self._given.discard(ino)
-        if self._unread.discard(ino):
-            self._unread_bytes -= self._names.attributes(ino).size
+        if self._marks.of[ino] != READ:
+            if self._marks.of[ino] & FETCHED:
+                self._unread_bytes -= self._names.attributes(ino).size
+            self._marks.set(ino, READ)
         known = self._job(job)
         stream = self._stream_of(known, ino)
         if stream is None:
@@ -97,7 +96,7 @@ class Foresight:
                 self._begin_stream(known)
             return
         is_complete = stream.opened(ino)
-        if is_complete or stream.pattern == "shuffled":
+        if is_complete or (stream.pattern == "shuffled" and not stream.subtree.is_filled):
             self._wake()
 
     def fetched(self, ino: Ino, nbytes: int) -> None:
@@ -107,15 +106,16 @@ class Foresight:
             return
         self._fetched_files += 1
         self._fetched_bytes += nbytes
-        if self._given.discard(ino) and self._unread.add(ino):
-            # Not ``nbytes``, which differs from the size at the open if the source has changed.
-            self._unread_bytes += self._names.attributes(ino).size
+        mark = self._marks.of[ino]
+        if mark & GIVEN:
+            self._marks.set(ino, mark & READ | FETCHED)
+            if not mark & FETCHED:
+                # Not ``nbytes``, which differs from the size at the open if the source has changed.
+                self._unread_bytes += self._names.attributes(ino).size
 
     def refused(self, ino: Ino) -> None:
         """Records that a file that was given out is not fetched."""
-        self._given.discard(ino)
-        for subtree, position in self._places(ino):
-            subtree.ahead.discard(position)
+        self._marks.set(ino, self._marks.of[ino] & ~GIVEN)
 
     # -- the files to fetch --------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Foresight:
                 given += [ino for _, inos in found for ino in inos]
                 waiting = [stream for stream, inos in found if inos]
         for ino in given:
-            self._given.add(ino)
+            self._marks.set(ino, self._marks.of[ino] | GIVEN)
         return given
 
     def report(self, *, counts_opens: bool) -> ForesightReport:
@@ -150,7 +150,7 @@ class Foresight:
             self.announced.report(),
             self._fetched_files,
             self._fetched_bytes,
-            self._unread.count,
+            self._marks.fetched,
             self._unread_bytes,
         )
 
@@ -168,6 +168,8 @@ class Foresight:
     # -- jobs and subtrees -----------------------------------------------------------------------
 
     def _job(self, number: int) -> _Job:
+        if self._latest is not None and self._latest[0] == number:
+            return self._latest[1]
         job = self._jobs.get(number)
         if job is None:
             job = self._jobs[number] = _Job()
@@ -175,18 +177,13 @@ class Foresight:
                 self._end_idle_job()
         else:
             self._jobs.move_to_end(number)
+        self._latest = number, job
         return job
 
     def _end_idle_job(self) -> None:
         _, idle = self._jobs.popitem(last=False)
         for stream in idle.streams:
             self._end_stream(stream)
-
-    def _places(self, ino: Ino) -> Iterator[tuple[Subtree, int]]:
-        """The subtrees that a file is in, and its position in each."""
-        for subtree in self._subtrees.values():
-            if ino in subtree.files:
-                yield subtree, ino - subtree.files.start
 
     def _stream_of(self, job: _Job, ino: Ino) -> Stream | None:
         """The stream of the job whose files include ``ino``; it becomes the first."""
@@ -216,19 +213,22 @@ class Foresight:
             return
         while len(self._subtrees) >= _MOST_SUBTREES and len(self._jobs) > 1:
             self._end_idle_job()
-        stream = self._new_stream(Subtree(directory, depth, files))
+        stream = self._new_stream(Subtree(directory, depth, files, self._marks))
         job.streams.insert(0, stream)
         for stale in job.streams[_MOST_STREAMS:]:
             self._end_stream(stale)
         del job.streams[_MOST_STREAMS:]
         for ino in outside:
             if ino in files:
-                stream.subtree.opened(ino - files.start)
                 stream.opened(ino)
 
     def _new_stream(self, subtree: Subtree) -> Stream:
         key = subtree.directory, subtree.depth
-        subtree = self._subtrees.setdefault(key, subtree)
+        if key in self._subtrees:
+            subtree = self._subtrees[key]
+        else:
+            self._subtrees[key] = subtree
+            self._marks.add(subtree)
         subtree.streams += 1
         kept = sum(len(other.files) for other in self._subtrees.values() if other.is_order_kept)
         keeps_order = not subtree.is_order_kept and kept + len(subtree.files) <= self._names.entries
@@ -241,6 +241,7 @@ class Foresight:
         subtree.streams -= 1
         if not subtree.streams:
             del self._subtrees[subtree.directory, subtree.depth]
+            self._marks.remove(subtree)
 
     def _subtree_of(self, inos: Sequence[Ino]) -> tuple[Ino, int] | None:
         """The deepest directory, and the depth beneath it, that has most of the files."""

@@ -9,6 +9,7 @@ uniformly at random. The tests do not depend on how many workers open files in t
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -79,10 +80,8 @@ def is_uniform(positions: Sequence[int], n: int) -> bool:
     Computer Programming 3, 5.1.3)."""
     m = len(positions)
     ordered = sorted(positions)
-    distance = max(
-        max(abs((index + 1) / m - (position + 0.5) / n), abs((position + 0.5) / n - index / m))
-        for index, position in enumerate(ordered)
-    )
+    ahead = [(position + 0.5) / n - index / m for index, position in enumerate(ordered)]
+    distance: float = max(max(ahead), 1 / m - min(ahead))
     # Half of a place is the error of whole numbers.
     if distance - 0.5 / n > _uniform_distance(m):
         return False
@@ -117,7 +116,7 @@ def _excess_rank(positions: Sequence[int], before: Sequence[int]) -> float:
 def _excess_ascents(numbers: Sequence[int]) -> float:
     """The ascents of a permutation above their mean, in standard deviations of a random one."""
     m = len(numbers)
-    ascents = sum(b > a for a, b in pairwise(numbers))
+    ascents: int = sum(map(operator.lt, numbers, numbers[1:]))
     return (ascents - (m - 1) / 2) / math.sqrt((m + 1) / 12)
 
 

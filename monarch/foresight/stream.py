@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from monarch.foresight import recognition
+from monarch.foresight.marks import GIVEN, Marks
 from monarch.foresight.recognition import LEAST_FILES, Locality, Pattern
 from monarch.types import Ino
 
@@ -62,15 +63,6 @@ class Bits:
         self.count += 1
         return True
 
-    def discard(self, number: int) -> bool:
-        """Removes a number; False if it was not there."""
-        bit = 1 << (number & 7)
-        if not self._bits[number >> 3] & bit:
-            return False
-        self._bits[number >> 3] &= ~bit
-        self.count -= 1
-        return True
-
     def clear(self) -> None:
         self._bits = bytearray(len(self._bits))
         self.count = 0
@@ -79,37 +71,34 @@ class Bits:
 class Subtree:
     """The files at one depth of a directory: consecutive inode numbers. Shared by its streams.
 
-    ``read`` has the files that were opened since the mount, and ``ahead`` those that were given out
-    and not opened since. Two bits for each file.
+    ``read`` counts the files that were opened since the mount, and ``ahead`` those that were given
+    out and not opened since; ``marks`` has them.
     """
 
-    def __init__(self, directory: Ino, depth: int, files: range) -> None:
+    def __init__(self, directory: Ino, depth: int, files: range, marks: Marks) -> None:
         self.directory = directory
         self.depth = depth
         self.files = files
-        self.read = Bits(len(files))
-        self.ahead = Bits(len(files))
+        self.read = self.ahead = 0
+        self._marks = marks
         self._next_fill = 0
         # Whether a stream keeps the order of its epochs: 12 bytes for each file.
         self.is_order_kept = False
         self.streams = 0
 
-    def opened(self, position: int) -> None:
-        """Records an open."""
-        self.read.add(position)
-        self.ahead.discard(position)
-
     def give(self, position: int) -> Ino | None:
         """The file at a position, if it was not read or given out before."""
-        if position in self.read or not self.ahead.add(position):
+        ino = Ino(self.files.start + position)
+        if self._marks.of[ino]:
             return None
-        return Ino(self.files.start + position)
+        self._marks.set(ino, GIVEN)
+        return ino
 
     def fill(self, most: int) -> list[Ino]:
         """The next files in the order of the snapshot that were not read or given out."""
         allowed = len(self.files)
-        if self.read.count < _FILL_SHARE * len(self.files):
-            allowed = int(_EARLY_FILL * self.read.count) - self.ahead.count
+        if self.read < _FILL_SHARE * len(self.files):
+            allowed = int(_EARLY_FILL * self.read) - self.ahead
         given: list[Ino] = []
         while len(given) < min(most, allowed) and self._next_fill < len(self.files):
             ino = self.give(self._next_fill)
@@ -153,6 +142,7 @@ class Stream:
         # The opens that are tested next, and those of the window before.
         self._window: list[int] = []
         self._before: list[int] = []
+        self._in_window: set[int] = set()
         self._window_size = recognition.window_of(self._n)
         self._seen = Bits(self._n)
         # The latest opens, none of a file that is new in this epoch.
@@ -182,10 +172,19 @@ class Stream:
     def opened(self, ino: Ino) -> bool:
         """Records an open of one of the files; whether a window is complete."""
         position = ino - self.subtree.files.start
-        if position in self._window:
+        if position in self._in_window:
             # Some formats open a file twice for one sample.
             return False
-        self._count(position)
+        self._in_window.add(position)
+        self.opens += 1
+        if self._seen.add(position):
+            if self._order is not None:
+                self._order.append(position)
+            if self._run:
+                self.repeats += len(self._run)
+                self._run.clear()
+        else:
+            self._repeated(position)
         if self.pattern == "shuffled":
             self._fill_credit = min(_MOST_FILL, self._fill_credit + _FILL_PER_OPEN)
         self._window.append(position)
@@ -193,6 +192,7 @@ class Stream:
             return False
         self._judge()
         self._before, self._window = self._window, []
+        self._in_window.clear()
         return True
 
     def close(self) -> None:
@@ -202,16 +202,9 @@ class Stream:
 
     # -- epochs ----------------------------------------------------------------------------------
 
-    def _count(self, position: int) -> None:
-        """Counts an open. An epoch ends with a run of opens without a new file, as in
-        ``placement/epochs.py``."""
-        self.opens += 1
-        if self._seen.add(position):
-            if self._order is not None:
-                self._order.append(position)
-            self.repeats += len(self._run)
-            self._run.clear()
-            return
+    def _repeated(self, position: int) -> None:
+        """Counts an open of a file that this epoch has opened before. An epoch ends with a run of
+        such opens, as in ``placement/epochs.py``."""
         self._run[position] = None
         if self.pattern == "skewed":
             # It has no epochs; but the files of long ago do not count.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from monarch.foresight import recognition
+from monarch.foresight.marks import Marks
 from monarch.foresight.recognition import binomial_tail, poisson_tail
 from monarch.foresight.stream import Stream, Subtree
 from monarch.types import ROOT_INO, Ino
@@ -62,7 +63,7 @@ def test_each_order_is_recognised_within_the_error_rate(kind: str, readers: int)
     for seed in range(SEEDS):
         rng = random.Random(seed)
         opened = with_noise(workers(KINDS[kind](rng), readers, 16, rng), 0.05, FILES, rng)
-        stream = Stream(Subtree(ROOT_INO, 1, FILES), keeps_order=False)
+        stream = Stream(Subtree(ROOT_INO, 1, FILES, Marks(FILES.stop)), keeps_order=False)
         for ino in opened[: OPENS if kind != "skewed" else None]:
             stream.opened(Ino(ino))
         found[stream.pattern] += 1
@@ -77,7 +78,7 @@ def test_many_readers_of_one_order_are_sequential(readers: int) -> None:
     for seed in range(20):
         rng = random.Random(seed)
         opened = workers(FILES[500:3_000], readers, 1, rng)
-        stream = Stream(Subtree(ROOT_INO, 1, FILES), keeps_order=False)
+        stream = Stream(Subtree(ROOT_INO, 1, FILES, Marks(FILES.stop)), keeps_order=False)
         for ino in opened[: 10 * recognition.WINDOW]:
             stream.opened(Ino(ino))
         assert stream.pattern == "sequential"
@@ -87,7 +88,7 @@ def test_opens_without_an_order_stay_unknown() -> None:
     """Half of the opens are of one directory, the other half of all: none of the patterns."""
     for seed in range(100):
         rng = random.Random(seed)
-        stream = Stream(Subtree(ROOT_INO, 1, FILES), keeps_order=False)
+        stream = Stream(Subtree(ROOT_INO, 1, FILES, Marks(FILES.stop)), keeps_order=False)
         for _ in range(OPENS):
             part = FILES[:2000] if rng.random() < 0.5 else FILES
             stream.opened(Ino(rng.choice(part)))
@@ -104,7 +105,7 @@ def test_a_random_order_of_the_first_files_is_not_sequential(share: float, reade
         rng = random.Random(seed)
         part = FILES[: int(share * N)]
         opened = workers(rng.sample(part, 20 * recognition.WINDOW), readers, 16, rng)
-        stream = Stream(Subtree(ROOT_INO, 1, FILES), keeps_order=False)
+        stream = Stream(Subtree(ROOT_INO, 1, FILES, Marks(FILES.stop)), keeps_order=False)
         for ino in opened:
             stream.opened(Ino(ino))
         found[stream.pattern] += 1
