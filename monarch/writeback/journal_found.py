@@ -24,6 +24,8 @@ NAME = "journal"
 # The first record has one path of up to 4 KiB, in which a byte may take six characters.
 _MOST_HEADER_BYTES = 64 * KiB
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+# More than a tick of the clock from which file systems take times.
+_TICK_NS = 20_000_000
 
 
 def boot_now() -> str:
@@ -223,7 +225,7 @@ class Found(JournalState):
             elif op.object not in objects:
                 continue
             elif op.kind == "content" and not op.through:
-                last[op.object] = _Version(op.size, op.mtime_ns, self.recorded_ns[seq])
+                last[op.object] = _Version(op.size, op.mtime_ns, self.recorded_ns[seq], op.synced)
             elif op.kind == "attr" and op.mtime_ns is not None and op.object in last:
                 last[op.object] = replace(
                     last[op.object], mtime_ns=op.mtime_ns if op.same else None
@@ -303,17 +305,26 @@ class Found(JournalState):
 @dataclass(frozen=True, slots=True)
 class _Version:
     """A recorded version of an object: its size in bytes, its time of modification, None if that is
-    not known, and the time of the record, both in ns since the epoch."""
+    not known, and the time of the record, both in ns since the epoch. ``synced``: it was on the
+    disk before it was recorded."""
 
     size: int
     mtime_ns: int | None
     recorded_ns: int
+    synced: bool
 
     def is_older(self, status: os.stat_result) -> bool:
-        """Whether a file of this status was changed after this version."""
-        if self.mtime_ns is not None and status.st_mtime_ns <= self.mtime_ns:
+        """Whether a file of this status was changed after this version. File systems take times
+        from a clock that ticks: a change may have the same time, or one before the record."""
+        if self.mtime_ns is None:
+            return status.st_ctime_ns > self.recorded_ns
+        if status.st_mtime_ns < self.mtime_ns:
             return False
-        return status.st_ctime_ns > self.recorded_ns
+        if status.st_mtime_ns == self.mtime_ns:
+            # A restored file was changed at another time. A file system that has stopped loses no
+            # synced bytes.
+            return self.synced and status.st_ctime_ns == status.st_mtime_ns
+        return status.st_ctime_ns > self.recorded_ns - _TICK_NS
 
 
 def _recorded(ops: Iterable[Numbered]) -> Iterator[int]:

@@ -4,15 +4,21 @@ source."""
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import trio
 import trio.testing
 
+from monarch.writeback import journal_found
 from monarch.writeback.objects import object_path
 from tests.writeback.remounts import Rig, Session
 
+# CLOCK_REALTIME_COARSE of Linux.
+_COARSE_CLOCK = 5
 OLD, NEW = b"what the source had", b"what was written on the mount, and synced"
 
 
@@ -31,6 +37,9 @@ def cut(rig: Rig, number: int, *, restored: bool) -> None:
     """Cuts an object short. With ``restored`` it keeps its time, as in a backup."""
     path = object_path(rig.directory, number)
     before = path.stat()
+    # In another tick of the clock that file systems use.
+    while time.clock_gettime_ns(_COARSE_CLOCK) <= before.st_ctime_ns:
+        time.sleep(0.001)
     os.truncate(path, 5)
     if restored:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -87,6 +96,32 @@ async def test_a_drained_object_that_is_damaged_is_read_from_the_source(
         await session.drained()
         await session.end()
     assert (rig.source / "f").read_bytes() == NEW
+
+
+MTIME_NS, TICK_NS = 1_700_000_000_000_000_000, 4_000_000
+
+
+@pytest.mark.promise(73)
+@pytest.mark.parametrize(
+    ("mtime_ns", "ctime_ns", "is_synced", "is_older"),
+    [
+        (MTIME_NS, MTIME_NS, True, True),
+        (MTIME_NS, MTIME_NS, False, False),
+        (MTIME_NS + TICK_NS, MTIME_NS + TICK_NS, True, True),
+        (MTIME_NS, MTIME_NS + 10**9, True, False),
+        (MTIME_NS - TICK_NS, MTIME_NS + 10**9, True, False),
+    ],
+    ids=["same tick", "not synced", "before the record", "restored", "older backup"],
+)
+def test_a_file_truncated_within_a_tick_of_its_record_has_lost_no_bytes(
+    mtime_ns: int, ctime_ns: int, is_synced: bool, is_older: bool
+) -> None:
+    """As a database truncates its log right after a sync. The record has the exact time."""
+    recorded_ns = MTIME_NS + TICK_NS + 1_000_000
+    version = journal_found._Version(100, MTIME_NS, recorded_ns, synced=is_synced)
+    times = {"st_mtime_ns": mtime_ns, "st_ctime_ns": ctime_ns}
+    status = cast(os.stat_result, SimpleNamespace(**times))
+    assert version.is_older(status) is is_older
 
 
 async def test_a_file_truncated_after_a_clean_end_and_before_a_kill_keeps_its_length(
