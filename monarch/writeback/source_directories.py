@@ -52,8 +52,14 @@ class OpenDirectories:
             try:
                 with acting_as(by):
                     fd = self._source.at_root(self._opened, parent, make)
-            except PermissionError:
-                fd = self._source.at_root(self._opened, parent, False)
+            except PermissionError as error:
+                try:
+                    fd = self._source.at_root(self._opened, parent, False)
+                except FileNotFoundError:
+                    if make:
+                        # This user may not make it; others may.
+                        raise error from None
+                    raise
                 if not is_owner(fd, by):
                     os.close(fd)
                     raise

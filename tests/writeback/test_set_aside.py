@@ -17,6 +17,7 @@ from monarch.writeback import source_writer
 from monarch.writeback.op import Op
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_entries import SourceEntries
+from tests.conftest import require_root
 from tests.writeback.rig import World, draining
 
 Clock = trio.testing.MockClock
@@ -144,6 +145,28 @@ async def test_a_directory_without_space_holds_up_no_other_user(
         await until(lambda: drain.progress.is_done(other))
         assert not drain.progress.is_done(full)
         monkeypatch.undo()
+        await until(lambda: drain.progress.has_all(other))
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(81, 149)
+async def test_a_directory_that_its_user_may_not_make_again_holds_up_no_other_user(
+    world: World, clock: Clock
+) -> None:
+    require_root()
+    world.source.chmod(0o755)
+    async with draining(world) as drain:
+        world.mkdir(b"x", 0o777)
+        world.by = Credentials(65534, 65534)
+        await drain.progress.wait(world.mkdir(b"x/y", 0o777))
+        (world.source / "x").rename(world.source / "theirs")
+        missing = world.rename(b"x/y", b"x/z")
+        world.by = None
+        other = world.mkdir(b"other")
+        await until(lambda: drain.progress.is_done(other))
+        assert not drain.progress.is_done(missing)
+        assert "rename 'x/y'" in (drain.backlog().trouble or "")
+        (world.source / "theirs").rename(world.source / "x")
         await until(lambda: drain.progress.has_all(other))
     world.check_all_is_there()
 
