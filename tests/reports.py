@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from monarch.telemetry.health import Problem, health_of
+from monarch.telemetry.placement_report import AdmissionReport, RuleReport
 from monarch.telemetry.report import (
     AnnouncedReport,
     Copies,
@@ -116,4 +117,9 @@ def a_report(**changes: Any) -> StatusReport:
             names_max=100000,
         ),
     )
+    rules = [
+        RuleReport("val/**", "pin: true", 50, 5 * MiB, 40, 4 * MiB, True),
+        RuleReport("raw/**", "admit: never", 20, MiB, 0, 0, False),
+    ]
+    report = dataclasses.replace(report, rules=rules, admission=AdmissionReport(12, 300, 1000))
     return dataclasses.replace(report, **changes)

@@ -102,6 +102,20 @@ def test_data_that_exceeds_the_tiers_is_reported() -> None:
     assert any(line.plain.startswith("fits            13.3% of the data set") for line in lines)
 
 
+@pytest.mark.promise(192)
+def test_each_rule_and_what_readers_have_decided_have_a_line() -> None:
+    report = a_report()
+    lines = screens._detail_lines(report, record(report), 120, False, screens._Rates())
+    shown = [line.plain for line in lines]
+    for expected in (
+        "rule            val/**: pin: true; 50 files, 5 MiB; 40, 4 MiB, have copies",
+        "rule            raw/**: admit: never; 20 files, 1 MiB found so far; 0, 0 B, have copies",
+        "by frequency    12 copies made in place of files that are opened less often, 300 not made",
+        "scans           1,000 files read, no copy removed",
+    ):
+        assert expected in shown
+
+
 @pytest.mark.finding("B8")
 def test_watching_shows_what_happened_since_the_last_look() -> None:
     rates = screens._Rates()

@@ -19,6 +19,7 @@ from monarch.cli.screen import Column, bar, fields, paragraph, table
 from monarch.control.registry import MountRecord, Registry
 from monarch.telemetry import report as reports
 from monarch.telemetry.health import Health, Problem, State
+from monarch.telemetry.placement_report import AdmissionReport, RuleReport
 from monarch.text import counted, escape_text, format_bytes
 
 WATCH_SECONDS = 2.0
@@ -208,6 +209,7 @@ def _detail_lines(
         ("source traffic", _source(report)),
         ("saved", _saved(report)),
         *_foresight(report.foresight),
+        *_admission(report.admission),
         *(("rule", _rule(rule)) for rule in report.rules),
         *_writing(report.writing),
         ("datapath", f"{mode.datapath}{opens} ({mode.why})"),
@@ -440,7 +442,19 @@ def _foresight(foresight: reports.ForesightReport) -> Iterable[tuple[str, str]]:
         )
 
 
-def _rule(rule: reports.RuleReport) -> str:
+def _admission(admission: AdmissionReport) -> Iterable[tuple[str, str]]:
+    """How often frequency and scans have decided."""
+    if admission.replaced or admission.refused:
+        yield (
+            "by frequency",
+            f"{counted(admission.replaced, 'copy', 'copies')} made in place of files that are"
+            f" opened less often, {admission.refused:,} not made",
+        )
+    if admission.spared:
+        yield "scans", f"{counted(admission.spared, 'file', 'files')} read, no copy removed"
+
+
+def _rule(rule: RuleReport) -> str:
     """A rule for paths, and its files."""
     so_far = "" if rule.counted else " found so far"
     files = f"{counted(rule.files, 'file', 'files')}, {format_bytes(rule.bytes)}{so_far}"

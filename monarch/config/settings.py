@@ -222,6 +222,12 @@ class ForesightSettings(Section):
     fill: bool = True
     """Fetch the remaining files of a directory that is read in random order, when a fifth of them
     was read."""
+    frequency: bool = True
+    """While some files of a directory are opened again and again, keep copies of those that are
+    opened most often, in place of others of the directory."""
+    scans: bool = True
+    """Remove no copies for a directory that one process reads for the first time, in the order of
+    the names, as `cp -r` and `grep -r` do (`placement.policy: lru`)."""
     count_opens: bool = True
     """Count the opens of files with inotify where the kernel does not report them (open: none)."""
 

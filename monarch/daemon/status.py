@@ -20,6 +20,7 @@ from monarch.fuse.datapath_mode import Serving
 from monarch.telemetry import report as reports
 from monarch.telemetry.health import Health, health_of
 from monarch.telemetry.metrics import Metrics
+from monarch.telemetry.placement_report import AdmissionReport, RuleReport
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.open_watch import OpenWatch
 from monarch.writeback.setup import WriteBack
@@ -124,7 +125,7 @@ class Status:
 
     def report(self) -> reports.StatusReport:
         self._filesystem.readers.catch_up_all()
-        metrics = self._metrics
+        metrics, admission = self._metrics, self._tiers.admission
         mode = self._serving.mode()
         tiers, snapshot = self._tier_reports(mode), self._upkeep.watch.report()
         latency = metrics.latency()
@@ -174,6 +175,7 @@ class Status:
             writing=self._writing.report(),
             warming=self.warming(),
             rules=self._rule_reports(),
+            admission=AdmissionReport(admission.replaced, admission.refused, admission.spared),
         )
 
     def _not_counted(self, mode: reports.Mode) -> str:
@@ -199,10 +201,10 @@ class Status:
             for e in epochs
         ]
 
-    def _rule_reports(self) -> list[reports.RuleReport]:
+    def _rule_reports(self) -> list[RuleReport]:
         rules = self._tiers.rules
         return [
-            reports.RuleReport(
+            RuleReport(
                 match=rule.match,
                 action=rule.action([tier.name for tier in self._parts.settings.tiers]),
                 files=count.files,

@@ -19,6 +19,7 @@ from monarch.fuse.datapath_mode import Choice
 from monarch.fuse.session import MountCaches
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
+from monarch.placement.admission import Admission
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
@@ -71,6 +72,7 @@ class Tiers:
     rules: Rules
     epochs: Epochs
     foresight: Foresight
+    admission: Admission
     rooms: list[TierRoom]
 
 
@@ -121,6 +123,15 @@ def open_tiers(parts: Parts) -> Tiers:
     rules = Rules([Rule.of(rule, names) for rule in settings.rules], snapshot, residency)
     policy = _policy(settings, snapshot, capacities)
     controller = Controller(residency, ledger, policy, rules if settings.rules else None)
+    foresight = Foresight(snapshot, _foresight(settings))
+    admission = Admission(
+        foresight,
+        snapshot.entries,
+        by_frequency=settings.foresight.frequency,
+        spares_copies=settings.foresight.scans,
+    )
+    controller.admit_by(admission)
+    foresight.on_skewed(admission.opened)
     for room in rooms:
         kept = hierarchy.keep_within(room.tier, room.capacity)
         controller.load(kept.inos, kept.sizes, tier=room.tier.number)
@@ -134,7 +145,8 @@ def open_tiers(parts: Parts) -> Tiers:
         controller,
         rules,
         Epochs(snapshot.entries),
-        Foresight(snapshot, _foresight(settings)),
+        foresight,
+        admission,
         rooms,
     )
 

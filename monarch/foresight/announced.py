@@ -213,6 +213,11 @@ class Announcements:
         self._opened = self._skipped = self._unknown = 0
         self._ended = self._deviated = self._refused = 0
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether an announced order is present."""
+        return bool(self._orders)
+
     # -- messages --------------------------------------------------------------------------------
 
     def begin(self, announcer: Announcer, subtree: Ino, begin: Begin) -> OrderKey:

@@ -8,7 +8,7 @@ here knows whether a file has a copy; the caller drops the files that need no fe
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,6 +59,7 @@ class Foresight:
         self._settings = settings
         self.announced = Announcements()
         self._wake: Callable[[], None] = _nothing
+        self._skewed_open: Callable[[Ino], None] = _ignore
         self._jobs: OrderedDict[int, _Job] = OrderedDict()
         self._subtrees: dict[tuple[Ino, int], Subtree] = {}
         self._fetched_files = self._fetched_bytes = 0
@@ -71,14 +72,18 @@ class Foresight:
         """``wake`` is called from now on when ``next`` may return files again."""
         self._wake = wake
 
+    def on_skewed(self, call: Callable[[Ino], None]) -> None:
+        """``call`` is called from now on for each open in a stream that is skewed."""
+        self._skewed_open = call
+
     def wake(self) -> None:
         """Must be called after a message about an announced order."""
         self._wake()
 
     # -- what happens ------------------------------------------------------------------------
 
-    def opened(self, ino: Ino, job: int) -> None:
-        """Records an open of a file by a process of ``job`` (0: unknown)."""
+    def opened(self, ino: Ino, job: int, process: int = 0) -> None:
+        """Records an open of a file by a ``process`` of ``job`` (0: unknown)."""
         if ino >= len(self._marks.of):
             # A file that was made through the mount.
             return
@@ -95,9 +100,11 @@ class Foresight:
             if len(known.outside) >= WINDOW:
                 self._begin_stream(known)
             return
-        is_complete = stream.opened(ino)
+        is_complete = stream.opened(ino, process)
         if is_complete or (stream.pattern == "shuffled" and not stream.subtree.is_filled):
             self._wake()
+        elif stream.pattern == "skewed":
+            self._skewed_open(ino)
 
     def fetched(self, ino: Ino, nbytes: int) -> None:
         """Records that ``nbytes`` of a file were fetched ahead; 0: it has a copy, or is empty."""
@@ -136,6 +143,28 @@ class Foresight:
         for ino in given:
             self._marks.set(ino, self._marks.of[ino] | GIVEN)
         return given
+
+    # -- what is recognised of the readers of a file --------------------------------------------
+
+    def skewed(self, ino: Ino) -> range | None:
+        """The files of the subtree in which a job opens some files again and again, with ``ino``
+        among them; None if there is no such job."""
+        found = (stream for stream in self._streams_with(ino) if stream.pattern == "skewed")
+        stream = next(found, None)
+        return stream.subtree.files if stream is not None else None
+
+    def is_scan(self, ino: Ino) -> bool:
+        """Whether all jobs that read the subtree of a file read it for the first time, by one
+        process and in the order of the names, and no order is announced."""
+        streams = list(self._streams_with(ino))
+        is_scanned = bool(streams) and all(stream.is_scan for stream in streams)
+        return is_scanned and not self.announced.has_orders
+
+    def _streams_with(self, ino: Ino) -> Iterator[Stream]:
+        for job in self._jobs.values():
+            for stream in job.streams:
+                if ino in stream.subtree.files:
+                    yield stream
 
     def report(self, *, counts_opens: bool) -> ForesightReport:
         """``counts_opens``: the kernel sends all opens. Otherwise epochs after the first are not
@@ -257,6 +286,10 @@ class Foresight:
 
 def _nothing() -> None:
     """Until ``on_more`` is called."""
+
+
+def _ignore(ino: Ino) -> None:
+    """Until ``on_skewed`` is called."""
 
 
 def _continues(stream: Stream, files: range) -> bool:

@@ -144,6 +144,9 @@ class Stream:
         self._before: list[int] = []
         self._in_window: set[int] = set()
         self._window_size = recognition.window_of(self._n)
+        # The processes of this window, and whether the last one was of one process only.
+        self._processes: set[int] = set()
+        self._has_one_process = False
         self._seen = Bits(self._n)
         # The latest opens, none of a file that is new in this epoch.
         self._run: dict[int, None] = {}
@@ -169,8 +172,14 @@ class Stream:
         """How many files ahead of the readers are given out; 0 without a known order."""
         return self.distance if self.pattern in _LOCAL else 0
 
-    def opened(self, ino: Ino) -> bool:
-        """Records an open of one of the files; whether a window is complete."""
+    @property
+    def is_scan(self) -> bool:
+        """Whether one process reads the files for the first time, in the order of the names."""
+        return self.pattern == "sequential" and self.epoch == 1 and self._has_one_process
+
+    def opened(self, ino: Ino, process: int = 0) -> bool:
+        """Records an open of one of the files by a ``process`` (0: unknown); whether a window is
+        complete."""
         position = ino - self.subtree.files.start
         if position in self._in_window:
             # Some formats open a file twice for one sample.
@@ -188,11 +197,14 @@ class Stream:
         if self.pattern == "shuffled":
             self._fill_credit = min(_MOST_FILL, self._fill_credit + _FILL_PER_OPEN)
         self._window.append(position)
+        self._processes.add(process)
         if len(self._window) < self._window_size:
             return False
         self._judge()
         self._before, self._window = self._window, []
         self._in_window.clear()
+        self._has_one_process = len(self._processes) == 1 and 0 not in self._processes
+        self._processes.clear()
         return True
 
     def close(self) -> None:

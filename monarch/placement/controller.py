@@ -25,6 +25,7 @@ from itertools import chain, takewhile
 import numpy as np
 import numpy.typing as npt
 
+from monarch.placement.admission import Admission
 from monarch.placement.ledger import Ledger
 from monarch.placement.policy import Item, Placement, Policy
 from monarch.placement.replacement import Replacement
@@ -63,6 +64,7 @@ class Controller:
         self._policy = policy
         self._rules = rules
         self._replacement = Replacement(residency, ledger)
+        self._admission: Admission | None = None
         self._next_ino = ROOT_INO
         # Whether a complete copy of an inode is to be kept.
         self.is_wanted = residency.is_wanted
@@ -172,6 +174,10 @@ class Controller:
             capacities = [self._ledger.capacity(tier) for tier in self._ledger.tiers]
             self._policy.draw(*self._rules.shares(curve, capacities))
 
+    def admit_by(self, admission: Admission) -> None:
+        """From now on ``admission`` decides whether copies leave for a file."""
+        self._admission = admission
+
     def sizes_by(self, size_of: Callable[[Ino], int]) -> None:
         """``size_of`` returns the size of a copy, in bytes, from now on."""
         self._replacement.size_of = size_of
@@ -197,16 +203,19 @@ class Controller:
         """The tier for an item, and the copies that leave for it, by its rule or the policy."""
         rules, ledger = self._rules, self._ledger
         rule = rules.of(item.ino) if rules is not None else None
-        if rule is None:
-            return self._keep_pinned(item, ledger, forced=forced)
-        if rule.never:
+        if rule is not None and rule.never:
             return None
-        if rule.tier is not None:
+        if rule is not None and rule.tier is not None:
             ledger = ledger.only(rule.tier)
-        placement = self._keep_pinned(item, ledger, forced=forced or rule.pin)
-        if placement is None and rule.pin:
-            return self._replacement.make(item, ledger.tiers, self._is_pinned)
-        return placement
+        if rule is not None and rule.pin:
+            placement = self._keep_pinned(item, ledger, forced=True)
+            return placement or self._replacement.make(item, ledger.tiers, self._is_pinned)
+        placement = self._keep_pinned(item, ledger, forced=forced)
+        if forced or self._admission is None:
+            return placement
+        return self._admission.decide(
+            item, placement, ledger.tiers, self._replacement, self._is_pinned
+        )
 
     def _keep_pinned(self, item: Item, ledger: Ledger, *, forced: bool) -> Placement | None:
         """What the policy chooses, without pinned copies among those to be evicted."""

@@ -99,10 +99,12 @@ class Residency:
         self._tiers_array[inos] = tier
         self._files[tier] = int(np.count_nonzero(self._tiers_array == tier))
 
-    def resident_in(self, tier: int) -> Iterator[Ino]:
-        """The inodes in ``tier``, ascending. The table may change meanwhile."""
-        for start in range(0, len(self._tiers), _SCAN_INODES):
-            part = self._tiers_array[start : start + _SCAN_INODES]
+    def resident_in(self, tier: int, inos: range | None = None) -> Iterator[Ino]:
+        """The inodes in ``tier``, ascending, all of them or those among ``inos``. The table may
+        change meanwhile."""
+        first, end = (0, len(self._tiers)) if inos is None else (inos.start, inos.stop)
+        for start in range(first, end, _SCAN_INODES):
+            part = self._tiers_array[start : min(end, start + _SCAN_INODES)]
             for offset in np.flatnonzero(part == tier).tolist():
                 if self._tiers[start + offset] == tier:
                     yield Ino(start + offset)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from monarch.telemetry.health import Health
+from monarch.telemetry.placement_report import AdmissionReport, RuleReport
 
 State = Literal["starting", "serving", "stopping"]
 
@@ -215,20 +216,6 @@ class ForesightReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RuleReport:
-    """A rule for the paths that ``match`` covers: ``action`` as in the configuration. Its files,
-    and those of them with copies. ``counted``: all of its files were found since the mount."""
-
-    match: str
-    action: str
-    files: int
-    bytes: int
-    resident_files: int
-    resident_bytes: int
-    counted: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Quantiles:
     """Seconds: the upper bound of the bucket of each quantile, None beyond the last bucket."""
 
@@ -375,6 +362,7 @@ class StatusReport(Report):
     writing: WritingReport | None = None
     warming: list[WarmProgress] = field(default_factory=list)
     rules: list[RuleReport] = field(default_factory=list)
+    admission: AdmissionReport = field(default_factory=AdmissionReport)
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,7 +314,7 @@ class Readers:
         None: unknown."""
         job = self._sessions.of(pid)
         self._epochs.opened(ino, bool(tier))
-        self._foresight.opened(ino, job)
+        self._foresight.opened(ino, job, pid)
         if self.traced is not None:
             self.traced(ino, tier, latency_s, job)
 

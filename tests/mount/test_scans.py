@@ -1,0 +1,40 @@
+"""What a scan of a directory leaves in the tiers of a mount."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MonarchCommand, Tree, contents
+from tests.mount.command import needs_fuse
+from tests.mount.observe import epoch, resident, settled
+
+SIZE = 500
+JOB = {f"job/{number:03}": contents(f"job{number}", SIZE) for number in range(100)}
+TREE = {f"tree/{number:04}": contents(f"tree{number}", SIZE) for number in range(600)}
+
+
+@needs_fuse
+@pytest.mark.promise(194)
+@pytest.mark.modes("relay", "passthrough")
+def test_cp_of_a_tree_leaves_the_copies_of_a_job_in_place(
+    monarch: MonarchCommand, tree: Tree, source: Path, tmp_path: Path
+) -> None:
+    tree({**JOB, **TREE})
+    mounted = monarch.mount(
+        source,
+        tiers={"ssd": str(500 * SIZE)},
+        options=["placement.policy=lru", "foresight.ahead=false"],
+    )
+    command = ["cp", "-r", str(mounted.path / "tree"), str(tmp_path / "copied")]
+    epoch(mounted, JOB, random.Random(1).sample(sorted(JOB), len(JOB)))
+    subprocess.run(command, check=True, start_new_session=True)
+    report = settled(mounted)
+    assert len(resident(mounted, JOB)) == len(JOB), "there was free space for most of the tree"
+    assert report["admission"]["spared"] >= 600 - 400
+    assert "files read, no copy removed" in monarch("status", str(mounted.path)).stdout
+    shutil.rmtree(tmp_path / "copied")
