@@ -52,6 +52,10 @@ class Promote:
         return self.item.size
 
 
+def _never(ino: Ino) -> bool:
+    return False
+
+
 class Controller:
     """Belongs to the event loop; no method waits. Sizes are those of the item at the decision.
     Raises ValueError for a result of a ``Promote`` that is not running."""
@@ -116,8 +120,11 @@ class Controller:
         """The number of items that are wanted, including those being copied."""
         return self._residency.wanted
 
-    def next_wanted(self, lookup: Callable[[Ino], Item | None]) -> Promote | None:
-        """The next waiting item, round robin; None if there is none.
+    def next_wanted(
+        self, lookup: Callable[[Ino], Item | None], must_wait: Callable[[Ino], bool] = _never
+    ) -> Promote | None:
+        """The next waiting item for which ``must_wait`` returns False, round robin; None if there
+        is none.
 
         ``lookup`` returns None for an inode that is no longer a file. Such an inode, and one
         without space, loses its mark, so that a call costs no more than the marks that it removes.
@@ -125,7 +132,7 @@ class Controller:
         start = self._next_ino
         before = takewhile(lambda ino: ino < start, self._residency.wanted_from(ROOT_INO))
         for ino in chain(self._residency.wanted_from(start), before):
-            if self._residency.is_copying(ino):
+            if self._residency.is_copying(ino) or must_wait(ino):
                 continue
             self._next_ino = Ino(ino + 1)
             item = lookup(ino)

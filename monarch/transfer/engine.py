@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from monarch.telemetry.log import Limiter
 from monarch.tiers.records import Record, Records
 from monarch.tiers.source import SourceFile
 from monarch.tiers.tier import Staged, Tier
+from monarch.transfer.failures import Failures
 from monarch.transfer.queue import Arrival, Flight, Flights, Removals
 from monarch.transfer.source_reader import Names, SourceReader
 from monarch.transfer.tier_monitor import TierMonitor, tier_error
@@ -48,8 +48,6 @@ _BATCH = 32
 _STEP_S = 0.005
 # The interval of checks of the queue while an item is wanted.
 _WANTED_S = 0.1
-# The pause after a failed copy, in seconds: doubles from the first value up to the second.
-_BACKOFF_S = (1.0, 60.0)
 
 
 @dataclass(eq=False, repr=False)
@@ -72,8 +70,7 @@ class Engine:
         self._batch_bytes = limits.buffer_max // (2 * max(1, len(self._tiers)))
         self._flights = Flights(self._tiers, self._controller, reader.buffer)
         self._removals = {number: Removals() for number in self._tiers}
-        self._rest_until = -math.inf
-        self._rest_s = _BACKOFF_S[0]
+        self._failures = Failures()
         self._limiter = Limiter(log)
         self._work = trio.Event()
         self.running = 0
@@ -147,7 +144,7 @@ class Engine:
         the buffer and of the queue."""
         buffer = self._reader.buffer
         return (
-            trio.current_time() >= self._rest_until
+            not self._failures.rests(trio.current_time())
             and len(self._monitor.out_of_service()) < len(self._tiers)
             and len(self._flights) < _QUEUE_LIMIT // 2
             and (buffer.used + size <= buffer.most // 2 or not buffer.used)
@@ -209,7 +206,7 @@ class Engine:
 
     async def finish(self) -> None:
         """Commits files that readers have fetched and gives up the rest, at the end."""
-        self._rest_until = math.inf
+        self._failures.end()
         try:
             self._flights.give_up_copies()
             while self._flights.has_content:
@@ -247,11 +244,13 @@ class Engine:
                 self._work = trio.Event()
                 await self._work.wait()
             await trio.sleep(_WANTED_S)
+            now = trio.current_time()
             while (
                 self._flights.waiting_copies < self._limits.copy_workers
-                and trio.current_time() >= self._rest_until
+                and not self._failures.rests(now)
             ):
-                promote = self._controller.next_wanted(partial(_item, self._names))
+                is_resting = partial(self._failures.is_resting, now=now)
+                promote = self._controller.next_wanted(partial(_item, self._names), is_resting)
                 if promote is None:
                     break
                 if not self.submit(promote, self._names.stored(promote.ino).identity):
@@ -395,7 +394,7 @@ class Engine:
         self._controller.committed(promote.item, promote.tier)
         self._metrics.promoted(promote.tier, promote.size)
         self._monitor.copy_arrived(promote.tier)
-        self._rest_s = _BACKOFF_S[0]
+        self._failures.succeeded(promote.ino)
         if (
             not is_wanted
             # A reader found that the file changed after its bytes were read.
@@ -427,7 +426,8 @@ class Engine:
             self._flights.give_up(flight, retry=False)
             return
         # What is fetched ahead is not worth another read of a source that fails.
-        retry = flight.arrival is None or isinstance(error, TierError)
+        is_tier = isinstance(error, TierError)
+        retry = flight.arrival is None or is_tier
         self._limiter.warning(
             f"copy {kind}",
             "copy to tier %s given up, %s: %s: %s (%s); the source serves its readers",
@@ -437,10 +437,7 @@ class Engine:
             error,
             kind,
         )
-        if trio.current_time() >= self._rest_until:
-            # Copies that ran at the same time fail for the same reason: they count as one failure.
-            self._rest_until = trio.current_time() + self._rest_s
-            self._rest_s = min(2 * self._rest_s, _BACKOFF_S[1])
+        self._failures.failed(flight.ino, trio.current_time(), is_tier=is_tier)
         self._flights.give_up(flight, retry=retry)
         if isinstance(error, TierError):
             self._monitor.failed(tier, error)

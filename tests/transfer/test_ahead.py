@@ -191,10 +191,36 @@ async def test_a_file_that_cannot_be_read_is_refused_and_its_reader_gets_the_err
         assert failed.value.errno == errno.EIO
         assert rig.foreseen.refusals == [ino]
         assert not rig.controller.is_wanted(ino) and not rig.residency.is_copying(ino)
-        # After a pause the others are fetched.
-        await until(lambda: rig.residency.tier_of(other) == 1)
+        await until(lambda: rig.residency.tier_of(other) == 1, virtual_s=0.5)
     assert rig.opens_of("a") == 2 and rig.opens_of("b") == 1
     assert rig.metrics.promotion_failures == {"EIO": 1}
+
+
+async def test_files_that_cannot_be_read_do_not_delay_others(rigs: Rigs, clock: MockClock) -> None:
+    content = files(40)
+    rig = rigs(content)
+    for name in ("5", "20", "30"):
+        rig.source.failing[name.encode()] = errno.EIO
+    async with rig.running():
+        for name in content:
+            (ino,) = rig.foresee(name)
+            done = lambda ino=ino: rig.residency.tier_of(ino) or ino in rig.foreseen.refusals  # noqa: E731
+            await until(done, virtual_s=0.5)
+    assert rig.metrics.promotion_failures == {"EIO": 3}
+
+
+async def test_a_source_that_fails_altogether_is_left_alone(rigs: Rigs, clock: MockClock) -> None:
+    content = files(100)
+    rig = rigs(content)
+    rig.source.failing = dict.fromkeys(map(str.encode, content), errno.EIO)
+    async with rig.running():
+        rig.foresee(*content)
+        await trio.sleep(5)
+        # After the first failures, a few after one second and after two more.
+        assert 3 <= sum(rig.source.opens.values()) <= 20
+        rig.source.failing.clear()
+        await until(lambda: len(rig.foreseen.coming) + len(rig.foreseen.refusals) == 100)
+    assert len(rig.foreseen.coming) >= 80
 
 
 async def test_a_file_closed_to_the_daemon_is_refused(rigs: Rigs, clock: MockClock) -> None:

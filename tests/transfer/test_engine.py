@@ -435,12 +435,14 @@ async def test_a_wanted_file_waits_while_the_queue_is_full_and_is_copied_later(
         turns = 0
         next_wanted = rig.controller.next_wanted
 
-        def counted(lookup: Callable[[Ino], Item | None]) -> Promote | None:
+        def counted(
+            lookup: Callable[[Ino], Item | None], must_wait: Callable[[Ino], bool]
+        ) -> Promote | None:
             nonlocal turns
             turns += 1
             # Asked again and again without a pause, the loop would never come to the copy itself.
             assert turns < 1000
-            return next_wanted(lookup)
+            return next_wanted(lookup, must_wait)
 
         monkeypatch.setattr(rig.controller, "next_wanted", counted)
         assert rig.want(1)
