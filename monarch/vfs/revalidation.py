@@ -177,7 +177,7 @@ class Revalidation:
             if status is None or status.st_ino != node.source_ino:
                 others.append(named)
         others = [named for named in others if named in node.names]
-        if node.object or len(others) == len(node.names):
+        if node.object or len(others) in (0, len(node.names)):
             return
         self._unlink(others)
         self._metrics.changed()

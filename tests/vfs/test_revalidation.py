@@ -37,12 +37,14 @@ async def test_a_file_that_changed_is_refreshed_and_loses_its_copy(rig: Rig) -> 
     assert rig.caches.attributes == [ino] and rig.metrics.changes == 1
 
 
+@pytest.mark.parametrize("others", [["twin"], ["twin", "triplet"]], ids=["one left", "two left"])
 async def test_a_name_that_the_drain_has_removed_is_no_change_of_the_file(
-    rigs: Rigs, tree: Tree
+    rigs: Rigs, tree: Tree, others: list[str]
 ) -> None:
     """The number of names and the time of change differ, the bytes do not."""
     source = tree(FILES)
-    (source / "twin").hardlink_to(source / "small")
+    for name in others:
+        (source / name).hardlink_to(source / "small")
     rig = rigs()
     ino = rig.ino("small")
     rig.names.unlink(ROOT_INO, b"twin", now_ns=time.time_ns())
