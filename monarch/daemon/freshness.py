@@ -4,7 +4,8 @@ With ``freshness: mount`` once after the mount: every resident file and every di
 so that the operator sees a stale snapshot. With ``ttl`` repeatedly. Readers do not wait for it, and
 it asks the source one small batch at a time.
 
-With any ``freshness``, a file that changed just before it was fetched is compared once more.
+With any ``freshness``, a file that changed just before it was fetched is compared once more. A file
+whose attributes the drain may be changing is compared when that change is recorded.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class FreshnessWatch:
         changed = failed = 0
         if not self.just_built:
             for batch in batches(self.names.snapshot.directories(), _BATCH):
-                for ino in await self._differing(batch):
+                for ino, _ in await self._differing(batch):
                     # Directories that were changed or removed through the mount do not count.
                     is_ours = self.names.is_written(ino) or self.names.is_forgotten(ino)
                     changed += not is_ours
@@ -128,7 +129,12 @@ class FreshnessWatch:
             self.changed_directories = changed
         for tier in self.hierarchy.tiers:
             for batch in batches(self.residency.resident_in(tier.number), _BATCH):
-                for ino in await self._differing(batch):
+                for ino, found in await self._differing(batch):
+                    if self._may_be_drained(ino, found):
+                        until_ns = time.monotonic_ns() + round(_PATIENCE_S * 1e9)
+                        identity = self.names.stored(ino).identity
+                        self.doubts.postpone(ino, identity, until_ns=until_ns)
+                        continue
                     changed += 1
                     try:
                         await self.revalidation.look_again(ino)
@@ -139,10 +145,20 @@ class FreshnessWatch:
                             raise
         self.stale = changed > 0
 
-    async def _differing(self, batch: Sequence[Ino]) -> list[Ino]:
+    async def _differing(self, batch: Sequence[Ino]) -> list[tuple[Ino, Identity | None]]:
         questions = [(ino, self.names.path(ino), self.names.stored(ino).identity) for ino in batch]
         self.checks += len(questions)
         return await self.source_threads.run(_differing, self.source, questions)
+
+    def _may_be_drained(self, ino: Ino, found: Identity | None) -> bool:
+        """Whether a file that is ``found`` at the source may differ only because the drain is
+        changing its attributes: the source has the change before the mount has it recorded."""
+        node = self.names.node(ino)
+        if found is None or node is None or not node.undrained:
+            return False
+        known = self.names.stored(ino).identity
+        is_same_file = (found.size, found.source_ino) == (known.size, known.source_ino)
+        return is_same_file and found.mtime_ns in (known.mtime_ns, node.mtime_ns)
 
     # -- files that changed just before they were fetched -----------------------------------------
 
@@ -168,9 +184,13 @@ class FreshnessWatch:
             and self.names.stored(ino).identity == doubt.identity
         ]
         questions = [(ino, self.names.path(ino), doubt.identity) for ino, doubt in asked]
-        differing = set(await self.source_threads.run(_differing, self.source, questions))
+        differing = dict(await self.source_threads.run(_differing, self.source, questions))
         for ino, doubt in batch:
-            if (ino, doubt) not in asked or await self._is_settled(ino, doubt, ino in differing):
+            if (ino, doubt) not in asked:
+                self.doubts.settle(ino, doubt)
+            elif self._may_be_drained(ino, differing.get(ino)):
+                self._put_off(ino, doubt, _PATIENCE_S)
+            elif await self._is_settled(ino, doubt, ino in differing):
                 self.doubts.settle(ino, doubt)
 
     async def _is_settled(self, ino: Ino, doubt: Doubt, differs: bool) -> bool:
@@ -244,14 +264,16 @@ class ChangedInodes:
                 log.debug("%s", error)
 
 
-def _differing(source: Source, questions: Sequence[tuple[Ino, bytes, Identity]]) -> list[Ino]:
+def _differing(
+    source: Source, questions: Sequence[tuple[Ino, bytes, Identity]]
+) -> list[tuple[Ino, Identity | None]]:
+    """The entries that differ, with their present identity."""
     found = []
     for ino, path, identity in questions:
-        try:
-            same = identity_of(source.status(path)) == identity
-        except OSError:
-            # The file is missing or the source fails: the next comparison finds out which.
-            same = False
-        if not same:
-            found.append(ino)
+        now: Identity | None = None
+        # If it is missing or the source fails, the next comparison finds out which.
+        with suppress(OSError):
+            now = identity_of(source.status(path))
+        if now != identity:
+            found.append((ino, now))
     return found

@@ -82,6 +82,11 @@ class Doubts:
         if doubt is not None and doubt.identity == before:
             self._doubts[ino] = Doubt(now, doubt.due_ns, doubt.by_bytes)
 
+    def postpone(self, ino: Ino, identity: Identity, *, until_ns: int) -> None:
+        """A copy of a version is to be compared again at ``until_ns``, unless it is already."""
+        if ino not in self._doubts:
+            self._put(ino, Doubt(identity, until_ns, by_bytes=False))
+
     def by_bytes(self, ino: Ino, identity: Identity) -> bool:
         """Whether a later mount must not trust a copy of that version."""
         doubt = self._doubts.get(ino)
