@@ -106,6 +106,12 @@ class Foresight:
         elif stream.pattern == "skewed":
             self._skewed_open(ino)
 
+    def end_jobs(self, is_over: Callable[[int], bool]) -> None:
+        """Ends the streams of the jobs that have ended. Another job in the same files then keeps
+        their order."""
+        for number in [number for number in self._jobs if number and is_over(number)]:
+            self._end_job(number)
+
     def fetched(self, ino: Ino, nbytes: int) -> None:
         """Records that ``nbytes`` of a file were fetched ahead; 0: it has a copy, or is empty."""
         if not nbytes:
@@ -203,15 +209,15 @@ class Foresight:
         if job is None:
             job = self._jobs[number] = _Job()
             if len(self._jobs) > _MOST_JOBS:
-                self._end_idle_job()
+                self._end_job(next(iter(self._jobs)))
         else:
             self._jobs.move_to_end(number)
         self._latest = number, job
         return job
 
-    def _end_idle_job(self) -> None:
-        _, idle = self._jobs.popitem(last=False)
-        for stream in idle.streams:
+    def _end_job(self, number: int) -> None:
+        self._latest = None
+        for stream in self._jobs.pop(number).streams:
             self._end_stream(stream)
 
     def _stream_of(self, job: _Job, ino: Ino) -> Stream | None:
@@ -241,7 +247,7 @@ class Foresight:
         if len(files) < LEAST_FILES:
             return
         while len(self._subtrees) >= _MOST_SUBTREES and len(self._jobs) > 1:
-            self._end_idle_job()
+            self._end_job(next(iter(self._jobs)))
         stream = self._new_stream(Subtree(directory, depth, files, self._marks))
         job.streams.insert(0, stream)
         for stale in job.streams[_MOST_STREAMS:]:

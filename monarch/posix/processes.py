@@ -32,6 +32,31 @@ class Sessions:
             self._known[pid] = session
         return session
 
+    def is_over(self, session: int) -> bool:
+        """Whether all processes of a session have ended. Those that were asked for, and the first
+        one, are looked at before all others."""
+        known = [pid for pid, of in self._known.items() if of == session]
+        if any(_is_in(pid, session) for pid in (session, *known)):
+            return False
+        for pid in known:
+            del self._known[pid]
+        for name in os.listdir("/proc"):
+            if name.isdecimal() and _is_in(int(name), session):
+                self._known[int(name)] = session
+                return False
+        return True
+
+
+def _is_in(pid: int, session: int) -> bool:
+    """Whether a process of the session runs under this number. A zombie does not run."""
+    try:
+        if os.getsid(pid) != session:
+            return False
+    except OSError:
+        return False
+    # The name of the command is in parentheses and may contain parentheses.
+    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:1] != [b"Z"]
+
 
 def process_of(thread: int) -> int:
     """The number of the process that a thread belongs to; 0 if it cannot be seen."""

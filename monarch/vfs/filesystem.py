@@ -120,6 +120,7 @@ class FileSystem:
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         return {
             "visits": self.readers.run,
+            "jobs": self.readers.end_jobs,
             "sizes": self._kernel.run,
             "seals": self._renewals.run,
         }

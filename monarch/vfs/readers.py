@@ -40,6 +40,8 @@ _ATTEMPTS = 3
 # How long a visit is kept after the last read, in seconds, and the interval of checks.
 _VISIT_S = 1.0
 _VISIT_STEP_S = 0.25
+# The interval in which it is checked whether jobs have ended, in seconds.
+_JOBS_STEP_S = 1.0
 
 
 class Readers:
@@ -294,6 +296,12 @@ class Readers:
                 self._end_visit(ino)
             if not self._visits:
                 self._visited = trio.Event()
+
+    async def end_jobs(self) -> None:
+        """Forgets what the jobs that have ended were reading, until cancelled."""
+        while True:
+            await trio.sleep(_JOBS_STEP_S)
+            self._foresight.end_jobs(self._sessions.is_over)
 
     # -- counts ----------------------------------------------------------------------------------
 

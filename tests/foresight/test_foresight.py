@@ -173,6 +173,18 @@ def test_two_jobs_are_recognised_apart_though_their_opens_alternate() -> None:
     ]
 
 
+def test_a_job_that_has_ended_leaves_nothing_to_the_job_that_follows() -> None:
+    """A job that is killed and starts again is another one, and its order is recognised."""
+    job = Job(rate=0)
+    order = random.Random(4).sample(job.files(TRAIN), 4000)
+    job.open(order[:3000])
+    job.foresight.end_jobs({JOB}.__contains__)
+    assert job.patterns == {} and job.foresight.next(100) == []
+    job.open(order, OTHER_JOB)
+    job.open(order[:256], OTHER_JOB)
+    assert job.patterns == {"2": "same order"}
+
+
 def test_epochs_are_unknown_if_the_kernel_does_not_send_all_opens() -> None:
     job = Job(rate=0)
     job.open(shuffled(job.files(TRAIN), 1))

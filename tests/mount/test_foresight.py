@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,43 @@ from tests.equipment.inotify import OpenCounter
 from tests.equipment.waiting import wait_until
 from tests.mount.observe import epoch, resident, settled
 
-# Reads the files whose paths come from the standard input, in a session of its own.
-_READER = "import sys; [open(line.rstrip(), 'rb').read() for line in sys.stdin]"
+# Reads the files whose paths come from the standard input, in a session of its own. Each line of
+# the output is the number of files that were read.
+_READER = """
+import sys
+for number, line in enumerate(sys.stdin):
+    open(line.rstrip(), "rb").read()
+    print(number + 1, flush=True)
+"""
+
+
+class Reader:
+    """Another job, until the end of a ``with`` block. Then it is killed."""
+
+    def __enter__(self) -> Reader:
+        command = [sys.executable, "-c", _READER]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def read(self, mounted: Mounted, names: list[str]) -> None:
+        """Returns when all of the files were read."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        for name in names:
+            self._process.stdin.write(f"{mounted.path / name}\n")
+            self._process.stdin.flush()
+            assert self._process.stdout.readline(), "the reader has ended"
+
+
+def streams(mounted: Mounted) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = mounted.status()["foresight"]["streams"]
+    return found
 
 
 def images(directory: str, files: int) -> dict[str, bytes]:
@@ -37,11 +73,10 @@ def test_status_shows_in_which_order_each_job_reads(
     for seed in range(2):
         order = random.Random(seed).sample(sorted(train), len(train))
         epoch(mounted, train, order)
-    text = "\n".join(str(mounted.path / name) for name in sorted(val))
-    subprocess.run(
-        [sys.executable, "-c", _READER], input=text, text=True, check=True, start_new_session=True
-    )
-    report = settled(mounted)["foresight"]
+    with Reader() as reader:
+        reader.read(mounted, sorted(val))
+        report = settled(mounted)["foresight"]
+        text = monarch("status", str(mounted.path)).stdout
     shown = {stream["directory"]: stream for stream in report["streams"]}
     assert {name: stream["pattern"] for name, stream in shown.items()} == {
         "train": "shuffled",
@@ -49,9 +84,13 @@ def test_status_shows_in_which_order_each_job_reads(
     }
     assert [shown["train"]["epoch"], shown["val"]["epoch"]] == [2, 1]
     assert [shown["train"]["files"], shown["val"]["files"]] == [400, 200]
-    text = monarch("status", str(mounted.path)).stdout
     assert "train/: shuffled, epoch 2" in text
     assert "val/: sequential" in text
+    if monarch.mode != "no_open":
+        wait_until(
+            lambda: [stream["directory"] for stream in streams(mounted)] == ["train"],
+            "the job that has ended is forgotten",
+        )
 
 
 ALL_OFF = ("foresight.announced=false", "foresight.ahead=false", "foresight.fill=false")
