@@ -36,6 +36,8 @@ _LOOK_S = 1.0
 _MOST_PIECES = 128
 # After this time without a message or an open, an order of a process that cannot be seen ends.
 _IDLE_S = 600.0
+# Refusals without a line in the log: they are expected.
+_QUIET = frozenset((errno.EBUSY, errno.ESRCH))
 
 
 @dataclass(eq=False)
@@ -68,12 +70,13 @@ class Hints:
 
     def receive(self, ino: Ino, message: bytes, caller: Caller) -> int:
         """Answers a message that was sent on a descriptor of ``ino``: of a piece of an order, the
-        number of entries that were kept, else 0. Raises Refused; EBUSY for too many pieces."""
+        number of entries that were kept, else 0. Raises Refused: EBUSY for too many pieces,
+        ESRCH if the process has ended."""
         try:
             return self._receive(ino, message, caller)
         except MonarchError as error:
             self._announcements.refused()
-            if error.errno != errno.EBUSY:
+            if error.errno not in _QUIET:
                 self._limiter.warning(
                     (caller.uid, error.errno),
                     "a hint of user %d, process %d, was refused: %s",
@@ -85,7 +88,11 @@ class Hints:
 
     def _receive(self, ino: Ino, message: bytes, caller: Caller) -> int:
         said = decode(message)
-        process = process_of(caller.pid)
+        try:
+            process = process_of(caller.pid)
+        except ProcessLookupError:
+            # It was killed while the message waited.
+            raise Refused(errno.ESRCH) from None
         started = process_started(process) if process else 0
         announcer = Announcer(caller.uid, process, started or 0)
         announcements, kept = self._announcements, 0

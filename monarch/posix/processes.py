@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from monarch.posix.files import closing_fd
 
@@ -59,8 +60,15 @@ def _is_in(pid: int, session: int) -> bool:
 
 
 def process_of(thread: int) -> int:
-    """The number of the process that a thread belongs to; 0 if it cannot be seen."""
-    text = _read(f"/proc/{thread}/status") if thread > 0 else b""
+    """The number of the process that a thread belongs to; 0 if it cannot be seen. Raises
+    ProcessLookupError if the thread has ended."""
+    if thread <= 0:
+        return 0
+    text = _read(f"/proc/{thread}/status")
+    if not text:
+        # /proc may hide the processes of other users.
+        with suppress(PermissionError):
+            os.getsid(thread)
     return int(_field(text, b"Tgid") or 0)
 
 

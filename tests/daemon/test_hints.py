@@ -201,6 +201,18 @@ async def test_an_order_ends_with_its_process(
             assert len(rig.announcements) == 1
 
 
+async def test_an_order_of_a_process_that_has_ended_before_its_message_is_not_kept(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is none of a process that cannot be seen, whose order would stay for ten minutes."""
+    with subprocess.Popen(["true"]) as process:
+        pass
+    begin = encode_begin(Begin(1, NO_DESCRIPTOR, SAMPLES, 3))
+    with caplog.at_level(logging.WARNING):
+        assert rig.refused(begin, pid=process.pid) == errno.ESRCH
+    assert len(rig.announcements) == 0 and caplog.records == []
+
+
 async def test_all_threads_of_a_process_share_its_orders(rig: Rig) -> None:
     done = threading.Event()
     waiting = threading.Thread(target=done.wait)
