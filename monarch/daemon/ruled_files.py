@@ -70,6 +70,9 @@ class RuledFiles:
             self._given.add(ino)
         return inos
 
+    def is_foreseen(self, ino: Ino) -> bool:
+        return ino in self._given or self._foreseen.is_foreseen(ino)
+
     def fetched(self, ino: Ino, nbytes: int) -> None:
         if ino in self._given:
             self._fetched += 1

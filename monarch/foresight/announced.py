@@ -316,6 +316,10 @@ class Announcements:
             found += order.give(min(_TURN, most - len(found)), lead)
         return found
 
+    def is_waiting(self, ino: Ino) -> bool:
+        """Whether the window of an order has the file and it was not opened."""
+        return any(ino in order.waiting for order in self._orders.values())
+
     def activity(self, key: OrderKey) -> int:
         """A number that changes with each entry of an order that is appended, opened or passed."""
         order = self._orders[key]

@@ -150,6 +150,13 @@ class Foresight:
             self._marks.set(ino, self._marks.of[ino] | GIVEN)
         return given
 
+    def is_foreseen(self, ino: Ino) -> bool:
+        """Whether a file that was returned by ``next`` will still be read: not if its job, or its
+        announced order, has ended."""
+        return self.announced.is_waiting(ino) or any(
+            ino in subtree.files for subtree in self._subtrees.values()
+        )
+
     # -- what is recognised of the readers of a file --------------------------------------------
 
     def skewed(self, ino: Ino) -> range | None:

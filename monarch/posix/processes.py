@@ -34,8 +34,8 @@ class Sessions:
         return session
 
     def is_over(self, session: int) -> bool:
-        """Whether all processes of a session have ended. Those that were asked for, and the first
-        one, are looked at before all others."""
+        """Whether all processes of a session have ended. The first one and those that were asked
+        for are checked before all others."""
         known = [pid for pid, of in self._known.items() if of == session]
         if any(_is_in(pid, session) for pid in (session, *known)):
             return False

@@ -43,6 +43,10 @@ class Foreseen(Protocol):
 
     def next(self, most: int) -> list[Ino]: ...
 
+    def is_foreseen(self, ino: Ino) -> bool:
+        """Whether a file that was returned by ``next`` will still be read. Large files wait for
+        others, and meanwhile the job may have ended."""
+
     def fetched(self, ino: Ino, nbytes: int) -> None:
         """The file was fetched ahead, or its copy begins, and has ``nbytes``."""
 
@@ -173,6 +177,9 @@ class FetchAhead:
 
     def _begin(self, ino: Ino, nursery: trio.Nursery) -> Flight | None:
         """Begins the flight of a file; None if it is not fetched."""
+        if not self._foreseen.is_foreseen(ino):
+            self._foreseen.refused(ino)
+            return None
         attributes = self._fetchable(ino)
         if attributes is None:
             return None

@@ -163,7 +163,7 @@ async def test_a_descriptor_that_is_not_open_is_refused(rig: Rig, source: Path) 
     assert len(rig.announcements) == 0
 
 
-async def test_what_a_process_has_locked_or_watches_is_not_read(
+async def test_the_locks_and_watches_of_a_process_are_not_read(
     rig: Rig,
     source: Path,
     autojump_clock: trio.testing.MockClock,

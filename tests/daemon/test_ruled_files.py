@@ -51,6 +51,9 @@ class Foreseen:
         given, self.inos = self.inos[:most], self.inos[most:]
         return [Ino(ino) for ino in given]
 
+    def is_foreseen(self, ino: Ino) -> bool:
+        return True
+
     def fetched(self, ino: Ino, nbytes: int) -> None:
         self.answered.append((ino, nbytes))
 

@@ -177,9 +177,12 @@ def test_a_job_that_has_ended_leaves_nothing_to_the_job_that_follows() -> None:
     """A job that is killed and starts again is another one, and its order is recognised."""
     job = Job(rate=0)
     order = random.Random(4).sample(job.files(TRAIN), 4000)
-    job.open(order[:3000])
-    job.foresight.end_jobs({JOB}.__contains__)
-    assert job.patterns == {} and job.foresight.next(100) == []
+    for seed in range(2):
+        # The second time a session of the same number has begun.
+        job.open(shuffled(job.files(TRAIN), seed)[:3000])
+        assert job.patterns == {"2": "shuffled"}
+        job.foresight.end_jobs({JOB}.__contains__)
+        assert job.patterns == {} and job.foresight.next(100) == []
     job.open(order, OTHER_JOB)
     job.open(order[:256], OTHER_JOB)
     assert job.patterns == {"2": "same order"}

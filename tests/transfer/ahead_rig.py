@@ -103,17 +103,21 @@ class ModelThreads(ThreadPool):
 
 @dataclass
 class Listed:
-    """Foresees files in a given order."""
+    """Foresees files in a given order. ``over``: they were foreseen, and will not be read."""
 
     order: list[Ino]
     coming: dict[Ino, int] = field(default_factory=dict)
     refusals: list[Ino] = field(default_factory=list)
     questions: list[int] = field(default_factory=list)
+    over: set[Ino] = field(default_factory=set)
 
     def next(self, most: int) -> list[Ino]:
         self.questions.append(most)
         found, self.order = self.order[:most], self.order[most:]
         return found
+
+    def is_foreseen(self, ino: Ino) -> bool:
+        return ino not in self.over
 
     def fetched(self, ino: Ino, nbytes: int) -> None:
         assert ino not in self.coming

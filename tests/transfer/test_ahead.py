@@ -386,6 +386,21 @@ async def test_a_large_file_is_opened_once_for_its_copy_and_its_readers(
     assert [rig.opens_of(name) for name in content] == [1, 1, 1, 1]
 
 
+async def test_large_files_of_a_job_that_has_ended_are_not_opened(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    """Two are copied at a time, and the others wait."""
+    content = {name: name.encode() * 50_000 for name in "abcd"}
+    rig = rigs(content, limits={"inline_max": 1000}, model=Latency(0.05))
+    async with rig.running():
+        inos = rig.foresee(*content)
+        await until(lambda: rig.opens_of("b") == 1)
+        rig.foreseen.over |= set(inos)
+        await until(lambda: rig.foreseen.refusals == inos[2:])
+        await until(lambda: all(rig.residency.tier_of(ino) == 1 for ino in inos[:2]))
+    assert [rig.opens_of(name) for name in content] == [1, 1, 0, 0]
+
+
 async def test_nothing_is_asked_while_nothing_is_foreseen(rigs: Rigs, clock: MockClock) -> None:
     rig = rigs({"a": b"a" * 1000})
     async with rig.running():
