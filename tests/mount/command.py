@@ -146,25 +146,43 @@ class OrdinaryUser:
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [
-                *("nsenter", f"--mount=/proc/{self.namespace}/ns/mnt", "setpriv"),
-                *(f"--reuid={_UID}", f"--regid={_UID}", "--clear-groups", *command),
-            ],
-            env={
-                "PATH": os.environ["PATH"],
-                "HOME": str(self.directory / "home"),
-                "XDG_STATE_HOME": str(self.directory / "home/state"),
-                "PYTHONPATH": f"{_ROOT}:{sysconfig.get_paths()['purelib']}",
-                "NO_COLOR": "1",
-                "MONARCH_TEST_CASE": self.case,
-                **bytecode_cache(),
-            },
+            self._command(command),
+            env=self._environment(),
             cwd="/",
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=60,
         )
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """A process with pipes as its input and output."""
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            self._command(command),
+            env=self._environment(),
+            cwd="/",
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+        )
+
+    def _command(self, command: Sequence[str]) -> list[str]:
+        return [
+            *("nsenter", f"--mount=/proc/{self.namespace}/ns/mnt", "setpriv"),
+            *(f"--reuid={_UID}", f"--regid={_UID}", "--clear-groups", *command),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.directory / "home"),
+            "XDG_STATE_HOME": str(self.directory / "home/state"),
+            "PYTHONPATH": f"{_ROOT}:{sysconfig.get_paths()['purelib']}",
+            "NO_COLOR": "1",
+            "MONARCH_TEST_CASE": self.case,
+            **bytecode_cache(),
+        }
 
     def mounts(self) -> dict[str, str]:
         """Mount points and types as this user sees them."""

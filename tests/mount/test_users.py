@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import MODES, MonarchCommand
+from tests.equipment.waiting import wait_until
 from tests.mount.command import needs_fuse, ordinary_user
 
 pytestmark = needs_fuse
@@ -50,6 +52,51 @@ def test_an_ordinary_user_mounts_reads_twice_and_unmounts(monarch: MonarchComman
         assert str(mnt) not in user.mounts()
 
 
+# Announces the files of a directory, and reads half of another one, in a random order.
+_TRAINER = """
+import os, random, sys
+from monarch.frameworks.announce import announce
+announced, read = ([f"{path}/{name}" for name in os.listdir(path)] for path in sys.argv[1:])
+announcement = announce(announced)
+random.Random(1).shuffle(read)
+for path in read[: len(read) // 2]:
+    with open(path, "rb") as file:
+        assert file.read() == os.path.basename(path).encode()
+print(announcement is not None, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.promise(180)
+@pytest.mark.modes("no_open")
+def test_files_are_fetched_ahead_in_the_mount_of_an_ordinary_user(monarch: MonarchCommand) -> None:
+    with ordinary_user(monarch.case) as user:
+        source, mnt, tier = user.mkdir("source"), user.mkdir("mnt"), user.directory / "home/tier"
+        for number in range(400):
+            path = source / ("announced" if number % 4 == 0 else "read") / f"{number}"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(path.name.encode())
+        mode = ",".join(MODES[monarch.mode])
+        done = user("mount", str(source), str(mnt), "--tier", f"{tier}:1MiB", "-o", mode)
+        assert done.returncode == 0, done.stderr
+
+        def status() -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(user("status", str(mnt), "--json").stdout)
+            return found
+
+        directories = (f"{mnt}/announced", f"{mnt}/read")
+        with user.start(user.python, "-c", _TRAINER, *directories) as trainer:
+            assert trainer.stdout is not None and trainer.stdout.readline() == "True\n"
+            wait_until(lambda: len(_copies(tier)) == 400, "all files are fetched")
+            foresight = status()["foresight"]
+            assert foresight["announced"]["orders"] == 1
+            assert foresight["announced"]["unknown"] == foresight["announced"]["refused"] == 0
+            assert foresight["fetched_files"] >= 100
+            trainer.communicate("")
+        wait_until(lambda: status()["foresight"]["announced"]["orders"] == 0, "the order has ended")
+        assert user("umount", str(mnt)).returncode == 0
+
+
 def test_fusermount3_ends_a_user_s_daemon_cleanly(monarch: MonarchCommand) -> None:
     with ordinary_user(monarch.case) as user:
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
@@ -69,8 +116,12 @@ def test_fusermount3_ends_a_user_s_daemon_cleanly(monarch: MonarchCommand) -> No
         assert user("status", str(mnt)).returncode == 9
 
 
+def _copies(tier: Path) -> list[Path]:
+    return [path for path in tier.glob("monarch/*/copies-*/*/*") if path.suffix != ".part"]
+
+
 def _wait_for_the_copy(tier: Path) -> None:
     deadline = time.monotonic() + 10
-    while not list(tier.glob("monarch/*/copies-*/*/*")):
+    while not _copies(tier):
         assert time.monotonic() < deadline, "it is not promoted"
         time.sleep(0.02)
