@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import stat
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import cached_property
 
@@ -17,7 +18,6 @@ import numpy.typing as npt
 from monarch.namespace.schema import (
     ACL_SHIFT,
     ALIAS,
-    BLOCK,
     MASK,
     RECORD_BYTES,
     RECORD_STRUCT,
@@ -172,12 +172,11 @@ class Snapshot(Tables):
         """The entries that are ``depth`` levels beneath a directory. Their numbers are consecutive,
         since entries are numbered breadth first."""
         level = range(directory, directory + 1)
+        # All entries except the root: their parents ascend.
+        places = range(ROOT_INO + 1, self.entries + 1)
         for _ in range(depth):
-            first = self._directory_in(level)
-            if first is None:
-                return range(0)
-            last = self._directory_in(level[::-1])
-            level = range(self.children(first).start, self.children(last or first).stop)
+            start = bisect_left(places, level.start, key=self._parent)
+            level = places[start : bisect_left(places, level.stop, start, key=self._parent)]
         return level
 
     def files_in(
@@ -196,15 +195,8 @@ class Snapshot(Tables):
         found = np.flatnonzero(self.columns(slots)["mode"] & KIND == stat.S_IFDIR)
         return [Ino(slot) for slot in (found + slots.start).tolist()]
 
-    def _directory_in(self, slots: range) -> Ino | None:
-        """The first directory among ``slots``, which ascend or descend by one."""
-        for start in range(0, len(slots), BLOCK):
-            part = slots[start : start + BLOCK]
-            modes = self.columns(range(min(part), max(part) + 1))["mode"][:: slots.step]
-            found = np.flatnonzero(modes & KIND == stat.S_IFDIR)
-            if found.size:
-                return Ino(part[int(found[0])])
-        return None
+    def _parent(self, slot: int) -> int:
+        return self._record(slot)[0]
 
     def unreadable(self, slot: Ino) -> bool:
         """Whether the entry could not be read, or listed, when the snapshot was built."""
