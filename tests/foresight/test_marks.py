@@ -17,7 +17,7 @@ class Files:
 
 
 def test_each_part_counts_its_files() -> None:
-    """Two parts that share files, one of which is added when some files have marks."""
+    """Two parts share files, and the second part is added when some files have marks."""
     chosen = random.Random(3)
     marks, early, late = Marks(100), Files(range(10, 60)), Files(range(40, 101))
     marks.add(early)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
-from monarch.foresight import recognition
+from monarch.foresight import recognition, stream
 from monarch.foresight.marks import Marks
 from monarch.foresight.recognition import binomial_tail, poisson_tail
-from monarch.foresight.stream import Stream, Subtree
+from monarch.foresight.stream import Stream, Subtree, _Order
 from monarch.types import ROOT_INO, Ino
 from tests.foresight.streams import with_noise, workers
 
@@ -149,3 +150,19 @@ def test_the_stride_of_a_window_needs_equal_gaps_and_one_remainder() -> None:
     assert recognition.stride(list(range(64))) == (1, 0)
     assert recognition.stride([3, 3, 3]) == (1, 0)
     assert recognition.stride(rng.sample(range(10_000), 64)) == (1, 0)
+
+
+def test_an_order_is_known_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place that is known is the right one, and none is made up for other positions."""
+    monkeypatch.setattr(stream, "_SLICE", 100)
+    rng = random.Random(8)
+    read = rng.sample(range(1000), 450)
+    order = _Order(array("I", read), 1000)
+    for known in (100, 200, 300, 400, 450, 450):
+        expected = {position: place for place, position in enumerate(read[:known])}
+        assert {position: order.place(position) for position in read[:known]} == expected
+        assert {order.place(position) for position in range(1000)} == {None, *range(known)}
+        asked = rng.sample(range(1000), 64)
+        places = [expected[position] for position in asked if position in expected]
+        assert order.places(asked) == places
+        order.extend()
