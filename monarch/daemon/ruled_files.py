@@ -125,7 +125,7 @@ class RuledFiles:
         pause_s, longest_s = _PAUSES_S
         while True:
             self._fetched = 0
-            for inos in self._rules.pinned():
+            for inos in self._rules.pinned() if self._rules.misses_pinned else ():
                 self._waiting.extend(inos)
                 if inos:
                     self.wake()

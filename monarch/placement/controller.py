@@ -193,7 +193,7 @@ class Controller:
         if self._residency.is_copying(item.ino):
             self._residency.want(item.ino, forced=forced)
             return None
-        placement = self._choose(item, forced=forced)
+        placement = self._choose(item, forced=forced, may_evict=may_evict)
         if placement is None or (placement.evict and not may_evict):
             return None
         if any(self._residency.is_copying(victim.ino) for victim in placement.evict):
@@ -206,7 +206,7 @@ class Controller:
         self._residency.start_copy(item.ino)
         return Promote(item, placement.tier, tuple(victim.ino for victim in placement.evict))
 
-    def _choose(self, item: Item, *, forced: bool) -> Placement | None:
+    def _choose(self, item: Item, *, forced: bool, may_evict: bool) -> Placement | None:
         """The tier for an item, and the copies that leave for it, by its rule or the policy."""
         rules, ledger = self._rules, self._ledger
         rule = rules.of(item.ino) if rules is not None else None
@@ -218,7 +218,7 @@ class Controller:
             placement = self._keep_pinned(item, ledger, forced=True)
             return placement or self._replacement.make(item, ledger.tiers, self._is_pinned)
         placement = self._keep_pinned(item, ledger, forced=forced)
-        if forced or self._admission is None:
+        if forced or not may_evict or self._admission is None:
             return placement
         return self._admission.decide(
             item, placement, ledger.tiers, self._replacement, self._is_pinned

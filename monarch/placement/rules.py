@@ -8,7 +8,7 @@ patterns in a directory are kept, so a file costs little more than the compariso
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -92,15 +92,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The states of all patterns in a directory. ``rule``: the number of the first rule that covers
-    all of it, if no earlier rule can cover a path beneath."""
+    """The states of the patterns in a directory that can cover a path beneath, with the number of
+    the rule of each. ``rule``: the number of the first rule if it covers all paths beneath."""
 
-    places: tuple[int, ...]
+    places: tuple[tuple[int, PathPattern, int], ...]
     rule: int | None
 
     @property
     def is_dead(self) -> bool:
-        return not any(self.places)
+        return not self.places
 
 
 class Rules:
@@ -109,10 +109,10 @@ class Rules:
     def __init__(self, rules: Sequence[Rule], names: Names, residency: Residency) -> None:
         self.rules = tuple(rules)
         self.counts = [Count() for _ in self.rules]
-        self._patterns = [PathPattern(rule.match) for rule in rules]
         self._names = names
         self._tiers = np.frombuffer(residency.tiers_table, np.uint8)
-        self._root = self._state(tuple(pattern.start for pattern in self._patterns))
+        patterns = [PathPattern(rule.match) for rule in rules]
+        self._root = _state((n, pattern, pattern.start) for n, pattern in enumerate(patterns))
         self._kept: dict[Ino, _State] = {}
         # Files below this number are counted; the counts follow their copies from then on.
         self._counted = 0
@@ -171,6 +171,14 @@ class Rules:
                 for ino in inos[self._tiers[inos] == 0].tolist()
             ]
 
+    @property
+    def misses_pinned(self) -> bool:
+        """Whether a pinned file has no copy. Only after ``measure``."""
+        return any(
+            rule.pin and count.resident_files < count.files
+            for rule, count in zip(self.rules, self.counts, strict=True)
+        )
+
     def _count(
         self,
         number: int,
@@ -213,7 +221,7 @@ class Rules:
         if state.rule is not None:
             yield state.rule, (inos, sizes, keys)
             return
-        numbers = np.array([self._first(self._below(state, Ino(ino))) for ino in inos.tolist()])
+        numbers = np.array([self._first(state, Ino(ino)) for ino in inos.tolist()])
         for number in np.unique(numbers).tolist():
             if number != _NO_RULE:
                 found = numbers == number
@@ -262,7 +270,7 @@ class Rules:
         state = self._state_of(self._names.parent(ino))
         if state.is_dead:
             return _NO_RULE
-        return state.rule if state.rule is not None else self._first(self._below(state, ino))
+        return state.rule if state.rule is not None else self._first(state, ino)
 
     def _state_of(self, directory: Ino) -> _State:
         above: list[Ino] = []
@@ -282,26 +290,29 @@ class Rules:
         return state
 
     def _below(self, state: _State, slot: Ino) -> _State:
-        """The state of an entry of a directory with ``state``."""
+        """The state of a directory in one with ``state``."""
         name = self._names.name(slot)
-        return self._state(
-            tuple(
-                pattern.after(place, name)
-                for pattern, place in zip(self._patterns, state.places, strict=True)
-            )
+        return _state(
+            (number, pattern, pattern.after(place, name)) for number, pattern, place in state.places
         )
 
-    def _first(self, state: _State) -> int:
-        """The number of the first rule that covers the path of a file."""
-        for number, (pattern, place) in enumerate(zip(self._patterns, state.places, strict=True)):
-            if pattern.covers(place):
+    def _first(self, state: _State, slot: Ino) -> int:
+        """The number of the first rule that covers a file of a directory with ``state``."""
+        name = self._names.name(slot)
+        for number, pattern, place in state.places:
+            if pattern.covers(pattern.after(place, name)):
                 return number
         return _NO_RULE
 
-    def _state(self, places: tuple[int, ...]) -> _State:
-        for number, (pattern, place) in enumerate(zip(self._patterns, places, strict=True)):
-            if pattern.covers(place):
-                return _State(places, number)
-            if place:
-                break
-        return _State(places, None)
+
+def _state(places: Iterable[tuple[int, PathPattern, int]]) -> _State:
+    kept = []
+    for number, pattern, place in places:
+        if place:
+            kept.append((number, pattern, place))
+        if pattern.covers(place):
+            # The later rules do not count.
+            break
+    first = kept[0] if kept else None
+    is_covered = first is not None and first[1].covers(first[2])
+    return _State(tuple(kept), first[0] if first is not None and is_covered else None)

@@ -33,6 +33,11 @@ class Files:
             yield [Part(rule, np.array(inos))]
             yield []
 
+    @property
+    def misses_pinned(self) -> bool:
+        pinned = (ino for rule, inos in self._files.items() if rule.pin for ino in inos)
+        return any(ino not in self.copies for ino in pinned)
+
     def pinned(self) -> Iterator[list[Ino]]:
         self.searches += 1
         for rule, inos in self._files.items():
@@ -143,7 +148,10 @@ def test_a_pinned_file_that_could_not_be_fetched_is_tried_again_later(clock: Moc
                 files.copies[ino] = 1
                 rig.ruled.fetched(ino, 1)
             await trio.sleep(700)
-            assert rig.ruled.next(100) == [] and files.searches > 2
+            assert rig.ruled.next(100) == [] and files.searches == 2, "all are there"
+            del files.copies[7]
+            await trio.sleep(700)
+            assert rig.ruled.next(100) == [7]
             nursery.cancel_scope.cancel()
 
     trio.run(steps, clock=clock)

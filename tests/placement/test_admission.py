@@ -112,6 +112,15 @@ def test_files_that_are_read_once_take_no_place_of_files_that_are_read_often() -
     assert len(readers.resident() & set(map(Ino, hot))) >= 39
 
 
+def test_an_offer_that_may_remove_no_copy_counts_no_decision() -> None:
+    readers = Readers("no_evict", 40, tree())
+    readers.read(zipf(readers.tree.files[0], 2000, random.Random(8)))
+    before = readers.admission.replaced, readers.admission.refused
+    for item in readers.items.values():
+        assert readers.controller.offered(item) is None or readers.ledger.room(1) >= 0
+    assert (readers.admission.replaced, readers.admission.refused) == before
+
+
 @pytest.mark.parametrize("policy", ["no_evict", "first_come"])
 def test_hot_files_replace_copies_of_their_own_directory_only(policy: str) -> None:
     rng = random.Random(6)

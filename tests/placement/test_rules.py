@@ -148,6 +148,7 @@ def test_the_files_of_all_rules_are_counted_while_copies_come_and_go(
         assert (count.files, count.bytes) == (len(inos), SIZE * len(inos)), each
         here = len(inos & resident)
         assert (count.resident_files, count.resident_bytes) == (here, SIZE * here), each
+    assert mount.rules.misses_pinned
 
 
 @pytest.mark.promise(190)
@@ -219,6 +220,7 @@ def test_pinned_files_find_room_in_full_tiers_and_are_never_evicted(
         assert pinned <= mount.resident()
     count = mount.rules.counts[0]
     assert (count.resident_files, count.files) == (20, 20)
+    assert not mount.rules.misses_pinned
     assert mount.rules.excess(mount.ledger) == 0
 
 
