@@ -89,8 +89,9 @@ class Foresight:
             return
         if self.announced.opened(ino) and self._settings.announced:
             self._wake()
-        if self._marks.of[ino] != READ:
-            if self._marks.of[ino] & FETCHED:
+        mark = self._marks.of[ino]
+        if mark != READ:
+            if mark & FETCHED:
                 self._unread_bytes -= self._names.attributes(ino).size
             self._marks.set(ino, READ)
         known = self._job(job)
@@ -101,7 +102,7 @@ class Foresight:
                 self._begin_stream(known)
             return
         is_complete = stream.opened(ino, process)
-        if is_complete or (stream.pattern == "shuffled" and not stream.subtree.is_filled):
+        if is_complete or stream.is_filling:
             self._wake()
         elif stream.pattern == "skewed":
             self._skewed_open(ino)

@@ -162,13 +162,14 @@ class Stream:
         self.opens = 0
         self.repeats = 0
         self._n = len(subtree.files)
-        # The opens that are tested next, and those of the window before.
+        self._start = subtree.files.start
+        # The files that were opened since the last test, and the process of each; then the window
+        # that is tested, and the one before.
+        self._latest: dict[int, int] = {}
         self._window: list[int] = []
         self._before: list[int] = []
-        self._in_window: set[int] = set()
         self._window_size = recognition.window_of(self._n)
-        # The processes of this window, and whether the last one was of one process only.
-        self._processes: set[int] = set()
+        # Whether one process has opened all files of the last window.
         self._has_one_process = False
         self._seen = Bits(self._n)
         # The latest opens, none of a file that is new in this epoch.
@@ -183,6 +184,8 @@ class Stream:
         # out, and up to where they were.
         self._front = self._given = -1
         self.distance = _LEAST_AHEAD
+        # Whether ``fill`` may return files, and how many.
+        self.is_filling = False
         self._fill_credit = 0
 
     @property
@@ -203,11 +206,11 @@ class Stream:
     def opened(self, ino: Ino, process: int = 0) -> bool:
         """Records an open of one of the files by a ``process`` (0: unknown); whether a window is
         complete."""
-        position = ino - self.subtree.files.start
-        if position in self._in_window:
+        position, latest = ino - self._start, self._latest
+        if position in latest:
             # Some formats open a file twice for one sample.
             return False
-        self._in_window.add(position)
+        latest[position] = process
         self.opens += 1
         if self._seen.add(position):
             if self._order is not None:
@@ -217,17 +220,15 @@ class Stream:
                 self._run.clear()
         else:
             self._repeated(position)
-        if self.pattern == "shuffled":
+        if self.is_filling:
             self._fill_credit = min(_MOST_FILL, self._fill_credit + _FILL_PER_OPEN)
-        self._window.append(position)
-        self._processes.add(process)
-        if len(self._window) < self._window_size:
+        if len(latest) < self._window_size:
             return False
+        processes = set(latest.values())
+        self._before, self._window = self._window, list(latest)
+        latest.clear()
         self._judge()
-        self._before, self._window = self._window, []
-        self._in_window.clear()
-        self._has_one_process = len(self._processes) == 1 and 0 not in self._processes
-        self._processes.clear()
+        self._has_one_process = len(processes) == 1 and 0 not in processes
         return True
 
     def close(self) -> None:
@@ -304,6 +305,7 @@ class Stream:
         self.pattern = pattern
         self.distance = _LEAST_AHEAD
         self._fill_credit = 0
+        self.is_filling = pattern == "shuffled" and not self.subtree.is_filled
         if found is not None:
             self._front = self._given = found.high
 
@@ -347,10 +349,11 @@ class Stream:
 
     def fill(self, most: int) -> list[Ino]:
         """Files of the subtree of a random order, to be fetched in any order."""
-        if self.pattern != "shuffled" or self._fill_credit <= 0:
+        if not self.is_filling or self._fill_credit <= 0:
             return []
         given = self.subtree.fill(min(most, self._fill_credit))
         self._fill_credit -= len(given)
+        self.is_filling = not self.subtree.is_filled
         return given
 
     def _give(self, position: int, given: list[Ino]) -> None:

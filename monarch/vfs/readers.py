@@ -313,14 +313,14 @@ class Readers:
             return
         caller = CALLER.get()
         pid = 0 if caller is None else caller.pid
-        self._count_open(binding.ino, binding.tier, pid, time.perf_counter() - started)
+        job, latency_s = self._sessions.of(pid), time.perf_counter() - started
+        self._count_open(binding.ino, binding.tier, pid, job, latency_s)
 
     def _count_open(
-        self, ino: Ino, tier: int | None, pid: int, latency_s: float | None = None
+        self, ino: Ino, tier: int | None, pid: int, job: int, latency_s: float | None = None
     ) -> None:
-        """``pid`` is the process that opened the file, 0: unknown. ``tier`` has served the open,
-        None: unknown."""
-        job = self._sessions.of(pid)
+        """``pid`` is the process that opened the file, ``job`` its session, 0: unknown. ``tier``
+        has served the open, None: unknown."""
         self._epochs.opened(ino, bool(tier))
         self._foresight.opened(ino, job, pid)
         if self.traced is not None:
@@ -339,23 +339,29 @@ class Readers:
         is_watched = self._watch is not None and self._watch.counts
         if self._watch is not None and is_watched:
             for ino in self._watch.opened():
-                self._count_open(ino, None, 0)
+                self._count_open(ino, None, 0, 0)
         # The events happened since the last call.
         since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
+        jobs: dict[int, int] = {}
         for ino, what, content, pid in self._fast.served():
             if what == RELEASED:
                 self._old_version_released(ino)
-            elif what == ABANDONED:
+                continue
+            if what == ABANDONED:
                 self.release(ino)
-            elif content is not None:
+                continue
+            tier = what
+            if content is not None:
                 self._promotions.keep_fetched(ino, content, since_ns)
                 self._fast.taken(ino)
-                if not is_watched:
-                    self._count_open(ino, SOURCE, pid)
+                tier = SOURCE
             else:
-                self._promotions.accessed(ino, what)
-                if not is_watched:
-                    self._count_open(ino, what, pid)
+                self._promotions.accessed(ino, tier)
+            if not is_watched:
+                job = jobs.get(pid)
+                if job is None:
+                    job = jobs[pid] = self._sessions.of(pid)
+                self._count_open(ino, tier, pid, job)
 
     def catch_up_all(self) -> None:
         """Handles the events and adds up the totals of the datapath. Called before the metrics are
