@@ -6,13 +6,17 @@ import dataclasses
 import os
 from typing import Any
 
+from monarch.telemetry.foresight_report import (
+    AnnouncedReport,
+    ForesightReport,
+    StreamReport,
+    WindowReport,
+)
 from monarch.telemetry.health import Problem, health_of
 from monarch.telemetry.placement_report import AdmissionReport, RuleReport
 from monarch.telemetry.report import (
-    AnnouncedReport,
     Copies,
     EpochReport,
-    ForesightReport,
     Handles,
     Latency,
     Memory,
@@ -25,7 +29,6 @@ from monarch.telemetry.report import (
     SnapshotReport,
     SourceTotals,
     StatusReport,
-    StreamReport,
     TierReport,
     Traffic,
     WritingReport,
@@ -83,6 +86,7 @@ def a_report(**changes: Any) -> StatusReport:
             ],
             AnnouncedReport(1, 900, 300_000, 100, 0, 0, 0, 0, 0),
             *(400, 40 * MiB, 10, MiB),
+            WindowReport(20, 2 * MiB, 64 * MiB, 300, 30 * MiB, 1, 100_000),
         ),
         opens=1400,
         reads=1500,

@@ -18,6 +18,7 @@ from monarch.cli.overview import Line, overview, report_of
 from monarch.cli.screen import Column, bar, fields, paragraph, table
 from monarch.control.registry import MountRecord, Registry
 from monarch.telemetry import report as reports
+from monarch.telemetry.foresight_report import ForesightReport
 from monarch.telemetry.health import Health, Problem, State
 from monarch.telemetry.placement_report import AdmissionReport, RuleReport
 from monarch.text import counted, escape_text, format_bytes
@@ -421,7 +422,7 @@ def _source(report: reports.StatusReport) -> str:
     )
 
 
-def _foresight(foresight: reports.ForesightReport) -> Iterable[tuple[str, str]]:
+def _foresight(foresight: ForesightReport) -> Iterable[tuple[str, str]]:
     """How the files are read, and what was fetched before it was opened."""
     for stream in foresight.streams:
         words = [f"{stream.directory}/: {stream.pattern}"]
@@ -439,6 +440,15 @@ def _foresight(foresight: reports.ForesightReport) -> Iterable[tuple[str, str]]:
             f" {format_bytes(foresight.fetched_bytes)};"
             f" {foresight.unread_files:,}, {format_bytes(foresight.unread_bytes)},"
             " were not opened since",
+        )
+    window = foresight.window
+    if window.files or window.served_files or window.dropped_files:
+        yield (
+            "window",
+            f"{format_bytes(window.bytes)} of {format_bytes(window.capacity)};"
+            f" {counted(window.served_files, 'file', 'files')},"
+            f" {format_bytes(window.served_bytes)}, read from it;"
+            f" {window.dropped_files:,}, {format_bytes(window.dropped_bytes)}, not read",
         )
 
 

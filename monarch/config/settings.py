@@ -230,6 +230,9 @@ class ForesightSettings(Section):
     the names, as `cp -r` and `grep -r` do (`placement.policy: lru`)."""
     count_opens: bool = True
     """Count the opens of files with inotify where the kernel does not report them (open: none)."""
+    window: bool = True
+    """Fetch also small files that no tier has a place for, if their order was announced or
+    recognised, into at most a quarter of `limits.buffer_max`. They leave when they are read."""
 
 
 class LimitSettings(Section):

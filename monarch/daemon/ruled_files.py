@@ -86,6 +86,12 @@ class RuledFiles:
         else:
             self._foreseen.refused(ino)
 
+    def is_announced(self, ino: Ino) -> bool:
+        return self._foreseen.is_announced(ino)
+
+    def is_recognised(self, ino: Ino) -> bool:
+        return self._foreseen.is_recognised(ino)
+
     def _end(self, ino: Ino) -> None:
         self._given.discard(ino)
         self._large.discard(ino)

@@ -152,7 +152,10 @@ class Status:
                 bytes=sum(metrics.promoted_bytes),
             ),
             epochs=None if not_counted else self._epoch_reports(mode),
-            foresight=self._tiers.foresight.report(counts_opens=not not_counted),
+            foresight=replace(
+                self._tiers.foresight.report(counts_opens=not not_counted),
+                window=self._transfer.engine.window.report(),
+            ),
             opens=None if not_counted else self._opens(mode),
             reads=sum(metrics.reads) if mode.counts_tier_reads else None,
             bytes=sum(metrics.read_bytes) if mode.counts_tier_reads else None,

@@ -38,11 +38,16 @@ from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import DatapathView, NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
+from monarch.transfer.window import Window
 from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.read_side import ReadSide
 from monarch.writeback.earlier import renewed_by_drain
 from monarch.writeback.setup import WriteBack
 from monarch.writeback.store import make_room
+
+# The window of files that no tier admits may use this part of the buffer. All fetches ahead leave
+# half of it to readers.
+_WINDOW_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,7 @@ def open_tiers(parts: Parts) -> Tiers:
     rules = Rules([Rule.of(rule, names) for rule in settings.rules], snapshot, residency)
     policy = _policy(settings, snapshot, capacities)
     controller = Controller(residency, ledger, policy, rules if settings.rules else None)
-    foresight = Foresight(snapshot, _foresight(settings))
+    foresight = Foresight(snapshot, _foresight(settings), controller.is_placed)
     admission = Admission(
         foresight,
         snapshot.entries,
@@ -155,7 +160,7 @@ def _foresight(settings: MountSettings) -> ForesightSettings:
     """A file that no process has opened has no caller: with ``source_identity: caller`` nothing is
     fetched ahead."""
     if settings.source_identity == "caller":
-        return ForesightSettings(announced=False, ahead=False, fill=False)
+        return ForesightSettings(announced=False, ahead=False, fill=False, window=False)
     return settings.foresight
 
 
@@ -216,7 +221,9 @@ def build_transfer(
     reader = SourceReader(
         parts.source, names, parts.source_threads, source_load, metrics, limits, doubts
     )
-    engine = Engine(monitor, tiers.hierarchy.records, tiers.controller, reader, changed.add)
+    most = limits.buffer_max // _WINDOW_SHARE if _foresight(settings).window else 0
+    window = Window(tiers.controller, reader.buffer, most)
+    engine = Engine(monitor, tiers.hierarchy.records, tiers.controller, reader, changed.add, window)
     source_calls = SourceCalls(
         parts.source,
         parts.source_threads,
@@ -257,6 +264,7 @@ def build_fetch_ahead(
     )
     tiers.foresight.on_more(fetch_ahead.wake)
     ruled.wake = fetch_ahead.wake
+    read.promotions.is_expected_again = tiers.foresight.is_expected_again
     return fetch_ahead
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from monarch.errors import Refused
 from monarch.foresight.messages import Begin, Piece
-from monarch.telemetry.report import AnnouncedReport
+from monarch.telemetry.foresight_report import AnnouncedReport
 from monarch.text import MiB
 from monarch.types import Ino
 
@@ -87,6 +87,8 @@ class _Order:
         self.again: dict[int, deque[int]] = {}
         self.seen: set[int] = set()
         self.out: set[int] = set()
+        # Positions that ``give`` has passed while an earlier one of the same file waited.
+        self.due: deque[int] = deque()
         # Entries of the window that are not 0.
         self.held = 0
         self.opened = self.skipped = self.unmatched = 0
@@ -155,18 +157,26 @@ class _Order:
     def give(self, most: int, lead: int) -> Iterator[Ino]:
         """The next entries of the window, at most ``most``, until ``lead`` of those that were given
         out are not opened."""
-        self.given = max(self.given, self.cursor)
-        while most > 0 and self.given < self.indexed and len(self.out) < lead:
-            at, ino = self.given, self.items[self.given - self.first]
-            self.given += 1
+        while most > 0 and self.can_give(lead):
+            if self.due:
+                at = self.due.popleft()
+            else:
+                at = max(self.given, self.cursor)
+                self.given = at + 1
+            ino = self.items[at - self.first] if at >= self.cursor else 0
             position = self.waiting.get(ino)
-            if position == at:
+            if ino and position == at:
                 self.out.add(position)
                 most -= 1
                 yield Ino(ino)
 
     def can_give(self, lead: int) -> bool:
-        return max(self.given, self.cursor) < self.indexed and len(self.out) < lead
+        is_more = bool(self.due) or max(self.given, self.cursor) < self.indexed
+        return is_more and len(self.out) < lead
+
+    def readers_of(self, ino: Ino) -> int:
+        """How often the file is in the window and was not opened: 0, 1, or 2 for more."""
+        return (ino in self.waiting) + (ino in self.again)
 
     def _pass(self, ino: int) -> None:
         """Moves the cursor behind one entry of the window."""
@@ -184,7 +194,9 @@ class _Order:
         """The next position of a file in the window takes the place of the one that was removed."""
         further = self.again.get(ino)
         if further:
-            self.waiting[ino] = further.popleft()
+            position = self.waiting[ino] = further.popleft()
+            if position < self.given:
+                self.due.append(position)
             if not further:
                 del self.again[ino]
 
@@ -319,6 +331,10 @@ class Announcements:
     def is_waiting(self, ino: Ino) -> bool:
         """Whether the window of an order has the file and it was not opened."""
         return any(ino in order.waiting for order in self._orders.values())
+
+    def readers_of(self, ino: Ino) -> int:
+        """How many opens of a file are expected soon. At most 2 are counted for each order."""
+        return sum(order.readers_of(ino) for order in self._orders.values())
 
     def activity(self, key: OrderKey) -> int:
         """A number that changes with each entry of an order that is appended, opened or passed."""

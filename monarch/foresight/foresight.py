@@ -1,8 +1,8 @@
 """Foresees the next reads: the only interface of this package for the rest of the daemon.
 
 Each open is given to ``opened`` in its order, with the number of its *job*: processes of one job
-read one data set together. ``next`` returns the files that should be fetched ahead. Pure: nothing
-here knows whether a file has a copy; the caller drops the files that need no fetch.
+read one data set together. ``next`` returns the files that should be fetched ahead, without those
+that ``has_copy`` knows. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from monarch.foresight.announced import Announcements
 from monarch.foresight.marks import FETCHED, GIVEN, READ, Marks
 from monarch.foresight.recognition import LEAST_FILES, WINDOW
 from monarch.foresight.stream import Stream, Subtree
-from monarch.telemetry.report import ForesightReport, StreamReport
+from monarch.telemetry.foresight_report import ForesightReport, StreamReport
 from monarch.types import ROOT_INO, Attributes, Ino
 
 # Jobs that are known at the same time, streams of each, and subtrees of all: the job that was idle
@@ -52,9 +52,16 @@ class _Job:
 
 
 class Foresight:
-    """Belongs to the event loop; no method waits."""
+    """Belongs to the event loop; no method waits. ``has_copy`` returns whether a file needs no
+    fetch."""
 
-    def __init__(self, names: Names, settings: ForesightSettings) -> None:
+    def __init__(
+        self,
+        names: Names,
+        settings: ForesightSettings,
+        has_copy: Callable[[Ino], bool] = lambda ino: False,
+    ) -> None:
+        self._has_copy = has_copy
         self._names = names
         self._settings = settings
         self.announced = Announcements()
@@ -135,7 +142,21 @@ class Foresight:
 
     def next(self, most: int) -> list[Ino]:
         """Up to ``most`` files that should be fetched now, the most urgent first. Each is returned
-        once."""
+        once for each of its reads."""
+        while found := self._next(most):
+            given = []
+            for ino in found:
+                if self._has_copy(ino):
+                    self.refused(ino)
+                else:
+                    self._marks.set(ino, self._marks.of[ino] | GIVEN)
+                    given.append(ino)
+            if given:
+                return given
+        return []
+
+    def _next(self, most: int) -> list[Ino]:
+        """As ``next``, with the files that have copies."""
         settings = self._settings
         given = self.announced.next(most, _LEAD) if settings.announced else []
         streams = [stream for job in reversed(self._jobs.values()) for stream in job.streams]
@@ -147,8 +168,6 @@ class Foresight:
                 found = [(stream, ask(stream, share)) for stream in waiting]
                 given += [ino for _, inos in found for ino in inos]
                 waiting = [stream for stream, inos in found if inos]
-        for ino in given:
-            self._marks.set(ino, self._marks.of[ino] | GIVEN)
         return given
 
     def is_foreseen(self, ino: Ino) -> bool:
@@ -179,6 +198,19 @@ class Foresight:
             for stream in job.streams:
                 if ino in stream.subtree.files:
                     yield stream
+
+    def is_announced(self, ino: Ino) -> bool:
+        """Whether an announced order has the file before it."""
+        return self._settings.announced and self.announced.is_waiting(ino)
+
+    def is_expected_again(self, ino: Ino) -> bool:
+        """Whether a file that is being opened will soon be opened once more."""
+        return self._settings.announced and self.announced.readers_of(ino) > 1
+
+    def is_recognised(self, ino: Ino) -> bool:
+        """Whether a recognised order has the file before it."""
+        is_expected = (stream.expects(ino) for stream in self._streams_with(ino))
+        return self._settings.ahead and any(is_expected)
 
     def report(self, *, counts_opens: bool) -> ForesightReport:
         """``counts_opens``: the kernel sends all opens. Otherwise epochs after the first are not

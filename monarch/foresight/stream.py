@@ -87,12 +87,14 @@ class Subtree:
         self.is_order_kept = False
         self.streams = 0
 
-    def give(self, position: int) -> Ino | None:
-        """The file at a position, if it was not read or given out before."""
+    def give(self, position: int, *, again: bool = False) -> Ino | None:
+        """The file at a position, if it was not read or given out before. ``again``: if it is not
+        given out now."""
         ino = Ino(self.files.start + position)
-        if self._marks.of[ino]:
+        mark = self._marks.of[ino]
+        if mark & GIVEN or (mark and not again):
             return None
-        self._marks.set(ino, GIVEN)
+        self._marks.set(ino, mark | GIVEN)
         return ino
 
     def fill(self, most: int) -> list[Ino]:
@@ -327,9 +329,20 @@ class Stream:
 
     # -- the files to fetch ----------------------------------------------------------------------
 
+    def expects(self, ino: Ino) -> bool:
+        """Whether the recognised order has the file before the readers, or a little behind, and
+        this epoch has not opened it."""
+        position = ino - self.subtree.files.start
+        if self.pattern not in _LOCAL or position in self._seen:
+            return False
+        place, step = position, self.step if self.pattern == "strided" else 1
+        if self.pattern == "same order" and self._last is not None:
+            place = next(iter(self._last.places([position])), -1)
+        return place >= 0 and self._front - self.distance * step <= place <= self._given
+
     def ahead(self, most: int) -> list[Ino]:
         """The next files of the order that was recognised, up to ``distance`` ahead of the
-        readers. Each is given out once."""
+        readers. Each is given out once an epoch."""
         given: list[Ino] = []
         if self._front < 0:
             return given
@@ -357,6 +370,7 @@ class Stream:
         return given
 
     def _give(self, position: int, given: list[Ino]) -> None:
-        ino = self.subtree.give(position)
-        if ino is not None:
-            given.append(ino)
+        if position not in self._seen:
+            ino = self.subtree.give(position, again=True)
+            if ino is not None:
+                given.append(ino)

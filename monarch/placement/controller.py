@@ -82,13 +82,16 @@ class Controller:
         self._ledger.load(tier, int(sizes.sum()))
         self._policy.loaded(inos, sizes, tier=tier)
 
-    def opened(self, item: Item) -> Promote | None:
+    def opened(self, item: Item, *, may_evict: bool = True) -> Promote | None:
         """Called when an item is opened: what to copy, if anything. An item that waits for its turn
-        is decided again: its bytes are being read now."""
+        is decided again: its bytes are being read now. Without ``may_evict`` only free space
+        counts."""
         tier = self._residency.tier_of(item.ino)
         if tier != SOURCE:
             self._policy.accessed(item.ino, tier)
             return None
+        if not may_evict:
+            return self.offered(item)
         return self._promote(item, forced=self._residency.is_forced(item.ino))
 
     def offered(self, item: Item) -> Promote | None:
@@ -103,6 +106,19 @@ class Controller:
     def is_placed(self, ino: Ino) -> bool:
         """Whether an item is resident or being copied."""
         return self._residency.tier_of(ino) != SOURCE or self._residency.is_copying(ino)
+
+    def is_excluded(self, ino: Ino) -> bool:
+        """Whether a rule forbids a copy of the item."""
+        rule = self._rules.of(ino) if self._rules is not None else None
+        return rule is not None and rule.never
+
+    def hold(self, ino: Ino) -> None:
+        """Marks an item of the source whose bytes are, or will be, in memory for its readers."""
+        self._residency.start_copy(ino)
+
+    def release(self, ino: Ino) -> None:
+        """Ends ``hold``."""
+        self._residency.end_copy(ino)
 
     def accessed(self, ino: Ino, tier: int) -> None:
         """Records an open that the datapath served from a copy, which may be gone by now."""
@@ -137,7 +153,9 @@ class Controller:
             self._next_ino = Ino(ino + 1)
             item = lookup(ino)
             if item is not None:
-                promote = self._promote(item, forced=self._residency.is_forced(ino))
+                # It was read some time ago: no copy leaves for it, unless a user requests it.
+                forced = self._residency.is_forced(ino)
+                promote = self._promote(item, forced=True) if forced else self.offered(item)
                 if promote is not None:
                     return promote
             self._residency.unwant(ino)

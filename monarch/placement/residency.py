@@ -5,7 +5,8 @@ datapath reads both tables while they change.
 
     WANTED      admitted, not resident yet
     FORCED      wanted at the user's request, so the admission rule of the policy does not apply
-    COPYING     a copy is queued or running, and the ledger has a reservation for it
+    COPYING     a copy is queued or running, and the ledger has a reservation for it; or the bytes
+                are in memory for readers to come
     UNVERIFIED  the copy must be verified before its first use
     CHANGED     the kernel may have pages of an older content: the next open must not keep them
     DIFFERS     the mount does not show what the snapshot has: the entry was refreshed or removed

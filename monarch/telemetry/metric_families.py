@@ -310,6 +310,18 @@ _TABLE: Mapping[str, _Nameless] = {
         of=lambda _, s: [((rule.match,), rule.resident_bytes) for rule in s.rules],
         labels=("rule",),
     ),
+    "monarch_window_bytes": _one(
+        "Bytes of files that no tier admits, in memory for the readers to come.",
+        lambda s: s.foresight.window.bytes,
+    ),
+    "monarch_window_read_bytes_total": _one(
+        "Bytes of files that were read from that memory.",
+        lambda s: s.foresight.window.served_bytes,
+    ),
+    "monarch_window_unread_bytes_total": _one(
+        "Bytes of files that were dropped from that memory and not read.",
+        lambda s: s.foresight.window.dropped_bytes,
+    ),
     "monarch_open_files": _one(
         f"Files that are open for reading. {_NO_OPENS}", lambda s: s.handles.open_files
     ),

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from monarch.telemetry.foresight_report import ForesightReport
 from monarch.telemetry.health import Health
 from monarch.telemetry.placement_report import AdmissionReport, RuleReport
 
@@ -164,55 +165,6 @@ class EpochReport:
     opens: int
     hits: int | None
     hit_ratio: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class AnnouncedReport:
-    """The orders of reads that processes have announced. ``orders``, ``entries`` not read yet, and
-    ``bytes`` of memory are of the present ones; all others count since the mount began.
-
-    ``opened`` entries were opened in their turn; ``skipped`` ones were not, though the readers have
-    passed them. ``unknown`` entries are not of a file of the snapshot that the user may read.
-    ``deviated`` orders were dropped, since the opens did not follow them. ``refused`` are messages.
-    """
-
-    orders: int
-    entries: int
-    bytes: int
-    opened: int
-    skipped: int
-    unknown: int
-    ended: int
-    deviated: int
-    refused: int
-
-
-@dataclass(frozen=True, slots=True)
-class StreamReport:
-    """The opens of one job in one directory and beneath. ``files`` is the number of entries at the
-    depth that it reads; ``share`` of them, 0 to 1, were opened in ``epoch``. Files are given out up
-    to ``ahead`` entries before they are read. ``epoch`` and ``share`` are None if
-    opens are not counted, or the same files are opened again and again."""
-
-    directory: str
-    pattern: str
-    files: int
-    epoch: int | None
-    share: float | None
-    ahead: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForesightReport:
-    """The streams of opens, the last used first, the announced orders, and what was fetched ahead
-    of readers since the mount. ``unread`` of it was not opened since, perhaps never will be."""
-
-    streams: list[StreamReport]
-    announced: AnnouncedReport
-    fetched_files: int
-    fetched_bytes: int
-    unread_files: int
-    unread_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 A ``Foreseen`` knows which files will be read next. Placement decides which of it gets a copy; no
 copy is evicted for it. A small file is read whole, and the engine's commit worker writes it to the
-tier. A large file is opened, and is then copied as if a reader had opened it, a few at a time.
+tier. A small file that no tier admits is kept in memory until it is read (``window.py``); if there
+is no room for it, it waits, and files that a tier admits pass it. A large file is opened, and is
+then copied as if a reader had opened it, a few at a time.
 
 A file is opened at the source once. If a reader opens it meanwhile, the reader waits for the call
 under way, or makes the call itself if it has not begun. A file that is open already is left to its
@@ -11,6 +13,7 @@ reader. ``concurrency.py`` decides how many calls run beside the readers.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ from monarch.transfer.engine import Engine
 from monarch.transfer.queue import Arrival, Flight
 from monarch.transfer.source_load import SourceLoad
 from monarch.transfer.source_reader import Names, SourceReader
+from monarch.transfer.window import Held
 from monarch.types import Attributes, Ino
 
 # Large files that are copied ahead at the same time, and those that wait for that.
@@ -33,8 +37,14 @@ _LARGE = 2
 _LARGE_WAITING = 64
 # Questions that only bring large files, or files that have copies, before other tasks run.
 _TURNS = 64
+# Files that wait for room in the window.
+_WINDOW_WAITING = 4096
 # The interval in which a limit is checked again while files wait for it.
 _STEP_S = 0.01
+# The interval in which files leave the window that no reader is expected to open, in seconds. One
+# that is not announced leaves, too, if for so long no file of the window was read.
+_SWEEP_S = 1.0
+_IDLE_S = 60.0
 
 
 class Foreseen(Protocol):
@@ -51,8 +61,14 @@ class Foreseen(Protocol):
         """The file was fetched ahead, or its copy begins, and has ``nbytes``."""
 
     def refused(self, ino: Ino) -> None:
-        """The file is not fetched: it has a copy, a reader fetches it, no tier has a place for it,
-        or it cannot be read."""
+        """The file is not fetched: it has a copy, a reader fetches it, there is no place for it, or
+        it cannot be read."""
+
+    def is_announced(self, ino: Ino) -> bool:
+        """Whether an announced order has the file before it, so that it will be opened."""
+
+    def is_recognised(self, ino: Ino) -> bool:
+        """Whether a recognised order has the file before it."""
 
 
 class Files(Names, Protocol):
@@ -82,9 +98,15 @@ class FetchAhead:
         limits = self._reader.limits
         self._inline_max = limits.inline_max
         self._concurrency = Concurrency(limits.source_concurrency)
-        # Files that wait for a place: small ones, and large ones.
+        # Files that wait for a place: small ones, those of them that wait for the window, and large
+        # ones.
         self._small: deque[Ino] = deque()
+        self._for_window: deque[Ino] = deque()
         self._large: deque[Ino] = deque()
+        self._window = self._engine.window
+        self._window.on_room = self.wake
+        self._swept_s = self._served_s = -math.inf
+        self._served_files = 0
         self._copying: list[Flight] = []
         # Set when a fetch has ended, or more files are foreseen.
         self._woken = trio.Event()
@@ -104,20 +126,57 @@ class FetchAhead:
             async with trio.open_nursery() as nursery:
                 while True:
                     self._woken = trio.Event()
+                    self._sweep(trio.current_time())
                     self._begin_all(nursery)
-                    is_idle = not (self._small or self._large or self._concurrency.running)
-                    if is_idle and not self._foresees():
+                    with trio.move_on_after(self._pause_s()):
                         await self._woken.wait()
-                    else:
-                        with trio.move_on_after(_STEP_S):
-                            await self._woken.wait()
         finally:
+            self._window.sweep(lambda held: False)
             self._small.clear()
+            self._for_window.clear()
             self._large.clear()
             self._copying.clear()
 
+    def _pause_s(self) -> float:
+        """How long to wait for ``wake``."""
+        is_idle = not (self._small or self._large or self._concurrency.running)
+        if not is_idle or self._foresees():
+            return _STEP_S
+        return _SWEEP_S if self._for_window or len(self._window) else math.inf
+
+    def _sweep(self, now: float) -> None:
+        """Drops files of the window that no reader is expected to open."""
+        if now < self._swept_s + _SWEEP_S or not (len(self._window) or self._for_window):
+            return
+        self._swept_s = now
+        if self._served_files != self._window.served_files or not len(self._window):
+            self._served_files, self._served_s = self._window.served_files, now
+        is_idle = now > self._served_s + _IDLE_S
+
+        def is_expected(ino: Ino) -> bool:
+            foreseen = self._foreseen
+            return foreseen.is_announced(ino) or (not is_idle and foreseen.is_recognised(ino))
+
+        dropped = self._window.sweep(lambda held: is_expected(held.ino) and self._is_current(held))
+        for ino in dropped:
+            self._foreseen.refused(ino)
+        waiting, self._for_window = self._for_window, deque()
+        for ino in waiting:
+            if is_expected(ino):
+                self._for_window.append(ino)
+            else:
+                self._foreseen.refused(ino)
+
+    def _is_current(self, held: Held) -> bool:
+        """Whether a reader would still get these bytes."""
+        names, ino = self._names, held.ino
+        is_changed = names.is_rewritten(ino) or names.is_gone(ino)
+        return not is_changed and names.stored(ino).identity == held.identity
+
     def _foresees(self) -> bool:
         """Whether there is a next file, which then waits for its turn."""
+        if len(self._for_window) >= _WINDOW_WAITING:
+            return False
         return self._take(1) or bool(self._small or self._large)
 
     def _take(self, most: int) -> bool:
@@ -151,10 +210,11 @@ class FetchAhead:
         """Begins the fetches that may begin now."""
         now, load = trio.current_time(), self._load.totals()
         self._concurrency.look(load.reads, load.waited_s, load.running, now)
-        while self._concurrency.may_begin(now) and self._may_read(0) and self._has_small():
-            if not self._may_read(self._names.attributes(self._small[0]).size):
+        while self._concurrency.may_begin(now) and self._may_read(0):
+            line = self._next_line()
+            if line is None or not self._may_read(self._names.attributes(line[0]).size):
                 break
-            self._begin(self._small.popleft(), nursery)
+            self._begin(line.popleft(), nursery)
         self._copying = [
             flight for flight in self._copying if self._engine.flight(flight.ino) is flight
         ]
@@ -163,20 +223,24 @@ class FetchAhead:
             if flight is not None:
                 self._copying.append(flight)
 
-    def _has_small(self) -> bool:
-        """Whether there is a next small file."""
+    def _next_line(self) -> deque[Ino] | None:
+        """The queue whose first file is the next; None if there is none now."""
+        waiting = self._for_window
+        if waiting and self._window.has_room(self._names.attributes(waiting[0]).size):
+            return waiting
         for _ in range(_TURNS):
-            if self._small or len(self._large) >= _LARGE_WAITING:
+            is_full = len(self._large) >= _LARGE_WAITING or len(waiting) >= _WINDOW_WAITING
+            if self._small or is_full:
                 break
             if not self._take(max(1, self._concurrency.limit - self._concurrency.running)):
                 break
-        return bool(self._small)
+        return self._small or None
 
     def _may_read(self, size: int) -> bool:
         return self._engine.may_fetch(size) and self._reader.spend(0) <= 0
 
     def _begin(self, ino: Ino, nursery: trio.Nursery) -> Flight | None:
-        """Begins the flight of a file; None if it is not fetched."""
+        """Begins the flight of a file; None if it is not fetched, or fetched into the window."""
         if not self._foreseen.is_foreseen(ino):
             self._foreseen.refused(ino)
             return None
@@ -186,7 +250,7 @@ class FetchAhead:
         was_wanted = self._controller.is_wanted(ino)
         promote = self._controller.offered(Item.of(attributes))
         if promote is None:
-            self._foreseen.refused(ino)
+            self._begin_hold(attributes, nursery)
             return None
         promote = self._engine.make_room(promote)
         # From now on the datapath passes opens of the file to Python, where its flight is found.
@@ -203,6 +267,51 @@ class FetchAhead:
         nursery.start_soon(self._fetch, flight, arrival, call)
         return flight
 
+    def _begin_hold(self, attributes: Attributes, nursery: trio.Nursery) -> None:
+        """Begins the fetch of a file into the window, or lets the file wait for it."""
+        ino, size, window = attributes.ino, attributes.size, self._window
+        is_excluded = not window.most or self._controller.is_excluded(ino)
+        if is_excluded or size > min(self._inline_max, window.most):
+            self._foreseen.refused(ino)
+            return
+        if not window.has_room(size):
+            self._for_window.append(ino)
+            return
+        arrival = Arrival()
+        held = window.begin(ino, attributes.identity, arrival)
+        # An open may have begun just before: see ``_begin``.
+        if self.is_open(ino):
+            window.drop(held)
+            self._foreseen.refused(ino)
+            return
+        self._reader.spend(size)
+        call = self._concurrency.began(trio.current_time())
+        nursery.start_soon(self._fetch_held, held, arrival, call)
+
+    async def _fetch_held(self, held: Held, arrival: Arrival, call: Call) -> None:
+        """Makes the call of a file that goes into the window."""
+        try:
+            arrival.content = await self._reader.fetch_ahead(held, arrival)
+        except (OSError, MonarchError) as error:
+            self._engine.hold_failed(held.ino, error)
+        finally:
+            arrival.done.set()
+            is_held = self._window.end(held, arrival.content)
+            self._called(call, arrival, held.identity.size)
+        if is_held:
+            self._foreseen.fetched(held.ino, held.identity.size)
+        else:
+            self._foreseen.refused(held.ino)
+
+    def _called(self, call: Call, arrival: Arrival, size: int) -> None:
+        """Records the end of a call."""
+        now = trio.current_time()
+        if arrival.content is not None:
+            self._concurrency.ended(call, size, now)
+        else:
+            self._concurrency.failed(call, now)
+        self._woken.set()
+
     async def _fetch(self, flight: Flight, arrival: Arrival, call: Call | None) -> None:
         """Makes the call of a flight; ``call`` is None for a large file."""
         ino, size = flight.ino, flight.promote.size
@@ -218,11 +327,7 @@ class FetchAhead:
             arrival.done.set()
             is_made = self._engine.end_fetch(flight, arrival.content, error)
             if call is not None:
-                now = trio.current_time()
-                if arrival.content is not None:
-                    self._concurrency.ended(call, size, now)
-                else:
-                    self._concurrency.failed(call, now)
+                self._called(call, arrival, size)
             self._woken.set()
         if is_made:
             self._foreseen.fetched(ino, size)

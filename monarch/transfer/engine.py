@@ -35,6 +35,7 @@ from monarch.transfer.failures import Failures
 from monarch.transfer.queue import Arrival, Flight, Flights, Removals
 from monarch.transfer.source_reader import Names, SourceReader
 from monarch.transfer.tier_monitor import TierMonitor, tier_error
+from monarch.transfer.window import Held, Window
 from monarch.types import Identity, Ino
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Engine:
     _controller: Controller
     _reader: SourceReader
     _changed: Callable[[Ino], None]
+    window: Window
 
     def __post_init__(self) -> None:
         self._tiers = self._monitor.tiers
@@ -90,8 +92,9 @@ class Engine:
         """Whether the queue is short; a caller with a long list waits until it is."""
         return self._flights.waiting_copies < 4 * self._limits.copy_workers
 
-    def flight(self, ino: Ino) -> Flight | None:
-        return self._flights.get(ino)
+    def flight(self, ino: Ino) -> Flight | Held | None:
+        """The copy of a file that is being made, or its bytes in the window."""
+        return self._flights.get(ino) or self.window.get(ino)
 
     async def removed(self) -> None:
         """Waits until all removed copies are deleted from the disks of all responsive tiers."""
@@ -130,7 +133,7 @@ class Engine:
             self._controller.abandoned(promote.item, promote.tier, retry=False)
             return False
         size = len(content) if content is not None else 0
-        if len(self._flights) >= _QUEUE_LIMIT or not self._reader.buffer.has_room(size):
+        if not self.has_room_for(size):
             self._controller.deferred(promote)
             return False
         self._flights.put(Flight(promote, identity, content, file.retain() if file else None))
@@ -138,6 +141,10 @@ class Engine:
             self._reader.expect()
         failpoints.failpoint("copy-reserved")
         return True
+
+    def has_room_for(self, size: int) -> bool:
+        """Whether ``submit`` would queue a copy with ``size`` bytes of content."""
+        return len(self._flights) < _QUEUE_LIMIT and self._reader.buffer.has_room(size)
 
     def may_fetch(self, size: int) -> bool:
         """Whether a small file of ``size`` bytes may be fetched ahead now. Readers keep half of
@@ -154,7 +161,7 @@ class Engine:
         """Begins a copy whose bytes the caller fetches ahead of readers, in the call of
         ``arrival``. Must be followed by ``end_fetch``."""
         flight = Flight(self.make_room(promote), identity, arrival=arrival)
-        self._flights.begin(flight, self._held(flight))
+        self._flights.begin(flight, _held(flight, self._limits.inline_max))
         self.running += 1
         return flight
 
@@ -165,7 +172,7 @@ class Engine:
         error, or without all of them, it is given up. Returns whether the copy is made."""
         if not flight.is_abandoned:
             self.running -= 1
-        if not self._flights.end(flight, self._held(flight), content):
+        if not self._flights.end(flight, _held(flight, self._limits.inline_max), content):
             return False
         if error is not None:
             self._failed(flight, error)
@@ -181,15 +188,19 @@ class Engine:
         """Gives up the fetch ahead of a file if its call at the source has not begun: a reader
         makes it. Returns False if the call has begun, or there is none."""
         flight = self._flights.get(ino)
-        if flight is None or flight.arrival is None or not flight.arrival.claim():
+        if flight is None:
+            return self.window.take_over(ino)
+        if flight.arrival is None or not flight.arrival.claim():
             return False
         self._flights.give_up(flight, retry=False)
         return True
 
-    def _held(self, flight: Flight) -> int:
-        """The bytes in the buffer of a fetch ahead."""
-        size = flight.promote.size
-        return size if size <= self._limits.inline_max else 0
+    def hold_failed(self, ino: Ino, error: Exception) -> None:
+        """Records that a file could not be fetched into the window."""
+        if isinstance(error, SourceChanged):
+            self._changed(ino)
+        elif not isinstance(error, PermissionError):
+            self._failures.failed(ino, trio.current_time(), is_tier=False)
 
     def wake(self) -> None:
         """Call this when an item has become wanted without a promotion."""
@@ -454,6 +465,12 @@ class Engine:
         number = self._controller.dropped(flight.ino, flight.promote.size)
         for tier in {number, flight.promote.tier} - {SOURCE}:
             self.remove_copy(flight.ino, tier)
+
+
+def _held(flight: Flight, inline_max: int) -> int:
+    """The bytes in the buffer of a fetch ahead."""
+    size = flight.promote.size
+    return size if size <= inline_max else 0
 
 
 def _require_wanted(flight: Flight) -> None:

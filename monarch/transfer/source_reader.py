@@ -33,6 +33,7 @@ from monarch.tiers.source import (
 from monarch.transfer.pace import Pace, TokenBucket
 from monarch.transfer.queue import Arrival, Buffer, Flight
 from monarch.transfer.source_load import SourceLoad
+from monarch.transfer.window import Held
 from monarch.types import Attributes, Identity, Ino
 
 Args = TypeVarTuple("Args")
@@ -169,7 +170,7 @@ class SourceReader:
         allows more."""
         return self._bucket.take(size, trio.current_time())
 
-    async def fetch_ahead(self, flight: Flight, arrival: Arrival) -> bytes | None:
+    async def fetch_ahead(self, flight: Flight | Held, arrival: Arrival) -> bytes | None:
         """Reads a whole small file in the only call at the source; None if a reader makes that
         call. Raises SourceChanged, OSError."""
         path, since_ns = self.names.path(flight.ino), time.monotonic_ns()

@@ -71,7 +71,8 @@ class Arrival(Protocol):
 
 
 class Flight(Protocol):
-    """A copy that is being made. A reader may share its bytes or its open file."""
+    """A copy that is being made, or a file in the window. A reader may share its bytes or its open
+    file."""
 
     identity: Identity
     content: bytes | memoryview | None
@@ -80,6 +81,12 @@ class Flight(Protocol):
 
     @property
     def arrival(self) -> Arrival | None: ...
+
+
+class Window(Protocol):
+    """Small files that were fetched ahead and are kept in memory for their readers."""
+
+    def read(self, ino: Ino, *, is_last: bool) -> bool: ...
 
 
 class CopyEngine(Protocol):
@@ -100,6 +107,9 @@ class CopyEngine(Protocol):
     def remove_copy(self, ino: Ino, tier: int) -> None: ...
     async def removed(self) -> None: ...
     def has_place(self) -> bool: ...
+    def has_room_for(self, size: int) -> bool: ...
+    @property
+    def window(self) -> Window: ...
 
 
 class TierCalls(Protocol):

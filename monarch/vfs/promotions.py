@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
@@ -23,6 +24,10 @@ from monarch.vfs.interfaces import CopyEngine
 _LONGEST_PAUSE_S = 600.0
 
 
+def _never(ino: Ino) -> bool:
+    return False
+
+
 @dataclass(eq=False, repr=False)
 class Promotions:
     """Belongs to the event loop. ``retry_s`` is the interval in seconds in which files that stay
@@ -38,6 +43,8 @@ class Promotions:
     _retry_s: float
 
     def __post_init__(self) -> None:
+        # Whether more than one reader is expected to open a file.
+        self.is_expected_again: Callable[[Ino], bool] = _never
         self.accessed = self._controller.accessed
         self.submit = self._engine.submit
         self.flight = self._engine.flight
@@ -71,9 +78,23 @@ class Promotions:
             return
         attributes = names.stored(ino)
         self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
-        promote = self._controller.opened(Item.of(attributes))
+        self.keep(attributes, content)
+
+    def keep(self, attributes: Attributes, content: bytes | memoryview) -> None:
+        """Makes a copy of a small file that was opened and read, if placement admits it. No copy
+        leaves for bytes that cannot be kept in memory until they are written: the file would have
+        to be read from the source again."""
+        may_evict = self._engine.has_room_for(len(content))
+        promote = self._controller.opened(Item.of(attributes), may_evict=may_evict)
         if promote is not None:
             self.submit(promote, attributes.identity, content=content)
+
+    def read_from_window(self, attributes: Attributes, content: bytes | memoryview) -> None:
+        """Called when a reader shares ``content`` of a flight. If it is in the window, and no other
+        reader is expected, placement decides whether it gets a copy."""
+        is_last = not self.is_expected_again(attributes.ino)
+        if self._engine.window.read(attributes.ino, is_last=is_last):
+            self.keep(attributes, content)
 
     async def run(self) -> None:
         """Offers files that stay open at the source again and again, until cancelled: a copy may

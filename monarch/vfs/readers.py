@@ -25,7 +25,6 @@ from monarch.foresight.foresight import Foresight
 from monarch.placement.epochs import Epochs
 from monarch.placement.residency import SOURCE
 from monarch.posix.processes import Sessions
-from monarch.tiers.source import SourceFile
 from monarch.transfer.source_calls import CALLER
 from monarch.types import WRITTEN_INO, Attributes, Ino
 from monarch.vfs.binding import Binding
@@ -176,6 +175,7 @@ class Readers:
             await self._source_files.wait(ino, flight.arrival.done)
             content = flight.arrival.content
         if content is not None:
+            self._promotions.read_from_window(attributes, content)
             return Binding(ino, size, content=content)
         if flight.file is None:
             return None
@@ -192,23 +192,22 @@ class Readers:
     async def _bind_source(self, attributes: Attributes, *, store: bool) -> Binding:
         """Opens a file at the source, or fetches a small one. Raises SourceChanged, SourceError."""
         ino, size = attributes.ino, attributes.size
+        is_small = size <= self._limits.inline_max
+        if is_small and self._bindings.held_bytes + size <= self._limits.buffer_max:
+            store = store and self._kernel.keeps_pages(ino)
+            content = await self._source_files.fetch(attributes, store=store)
+            self._promotions.keep(attributes, content)
+            return Binding(ino, size, content=content)
         promote = self._promotions.opened(attributes)
-        content: bytes | None = None
-        file: SourceFile | None = None
         try:
-            is_small = size <= self._limits.inline_max
-            if is_small and self._bindings.held_bytes + size <= self._limits.buffer_max:
-                store = store and self._kernel.keeps_pages(ino)
-                content = await self._source_files.fetch(attributes, store=store)
-            else:
-                file = await self._source_files.open(attributes)
+            file = await self._source_files.open(attributes)
         except BaseException:
             if promote is not None:
                 self._promotions.abandon(promote)
             raise
         if promote is not None:
-            self._promotions.submit(promote, attributes.identity, content=content, file=file)
-        return Binding(ino, size, content=content, file=file)
+            self._promotions.submit(promote, attributes.identity, file=file)
+        return Binding(ino, size, file=file)
 
     # -- reads -----------------------------------------------------------------------------------
 

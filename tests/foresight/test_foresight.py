@@ -30,10 +30,11 @@ class Job:
     tree: Tree = field(default_factory=lambda: Tree((100, 40), (20, 40)))
     woken: int = 0
     given: list[int] = field(default_factory=list)
+    copies: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         settings = ForesightSettings(ahead=self.is_ahead, fill=self.is_filled)
-        self.foresight = Foresight(self.tree, settings)
+        self.foresight = Foresight(self.tree, settings, self.copies.__contains__)
         self.foresight.on_more(self._wake)
 
     def _wake(self) -> None:
@@ -137,8 +138,14 @@ def test_the_second_epoch_of_a_fixed_order_is_foreseen() -> None:
     job.open(order)
     job.open(order[:256])
     assert job.patterns == {"2": "same order"}
-    nothing = [ino for ino in job.foresight.next(1000) if ino in order]
-    assert nothing == [], "all of them were read in the first epoch"
+    job.copies |= set(order[::2])
+    given = job.foresight.next(1000)
+    assert set(given) <= set(order[257::2]), "what has no copy is given again"
+    assert set(order[301:340:2]) <= set(given)
+    assert job.foresight.next(1000) == [], "once an epoch"
+    assert all(map(job.foresight.is_recognised, given))
+    job.open(order[256:400])
+    assert not any(map(job.foresight.is_recognised, order[256:400]))
 
 
 def test_a_fixed_order_of_half_the_files_is_followed_into_the_new_ones() -> None:

@@ -16,6 +16,10 @@ from tests.equipment.inotify import OpenCounter
 from tests.equipment.waiting import wait_until
 from tests.mount.observe import epoch, resident, settled
 
+_ANNOUNCER = (
+    "import sys, time; from monarch.frameworks.announce import announce;"
+    " announced = announce(sys.argv[1:]); time.sleep(600)"
+)
 # Reads the files whose paths come from the standard input, in a session of its own. Each line of
 # the output is the number of files that were read.
 _READER = """
@@ -198,14 +202,55 @@ def test_no_file_is_fetched_ahead_if_the_source_is_asked_as_the_caller(
     assert set(resident(mounted, content)) <= set(order[:300])
 
 
+@pytest.mark.promise(187)
+@pytest.mark.modes(*NATIVE)
+def test_files_that_no_tier_admits_are_read_from_the_window(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    """Each file is opened once an epoch at the source, before its reader opens it, and the files of
+    a process that is killed leave the window."""
+    content = images("train", 400)
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": str(400 * 500 // 2)})
+
+    def window() -> dict[str, int]:
+        figures: dict[str, int] = settled(mounted)["foresight"]["window"]
+        return figures
+
+    for seed in range(2):
+        order = shuffled(content, seed)
+        with OpenCounter(source) as counter:
+            announced = announce(mounted.path / name for name in order)
+            assert announced is not None
+            wait_until(lambda: resident_files(mounted) + window()["files"] == 400, "all is fetched")
+            kept, before = resident_files(mounted), counter.count()
+            assert before == (400 if seed == 0 else 400 - kept)
+            epoch(mounted, content, order)
+            assert counter.count() == before
+            announced.close()
+        assert 100 < kept <= 200
+        assert (window()["files"], window()["dropped_files"]) == (0, 0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _ANNOUNCER, *(str(mounted.path / name) for name in order)]
+    )
+    try:
+        wait_until(lambda: window()["files"] == 400 - kept, "the window is filled")
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: window()["files"] == 0, "the window is left")
+    assert window()["dropped_files"] == 400 - kept
+
+
 @pytest.mark.promise(180)
-def test_only_what_is_admitted_is_fetched_ahead(
+def test_only_what_is_admitted_is_fetched_ahead_without_a_window(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     """The tier holds half of the files: a second epoch opens the other half at the source."""
     content = images("train", 400)
     tree(content)
-    mounted = monarch.mount(source, tiers={"fast": str(400 * 500 // 2)})
+    options = ["foresight.window=false"]
+    mounted = monarch.mount(source, tiers={"fast": str(400 * 500 // 2)}, options=options)
     epoch(mounted, content, shuffled(content))
     kept = resident_files(mounted)
     assert 100 < kept <= 200

@@ -26,7 +26,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
-from monarch.placement.policy import FirstCome
+from monarch.placement.policy import FirstCome, Policy
 from monarch.placement.residency import Residency
 from monarch.posix.credentials import Credentials
 from monarch.posix.thread_pool import ThreadPool
@@ -42,6 +42,7 @@ from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
+from monarch.transfer.window import Window
 from monarch.types import Identity, Ino
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.read_side import build_read_side
@@ -110,6 +111,7 @@ class Listed:
     refusals: list[Ino] = field(default_factory=list)
     questions: list[int] = field(default_factory=list)
     over: set[Ino] = field(default_factory=set)
+    awaited: set[Ino] = field(default_factory=set)
 
     def next(self, most: int) -> list[Ino]:
         self.questions.append(most)
@@ -125,6 +127,12 @@ class Listed:
 
     def refused(self, ino: Ino) -> None:
         self.refusals.append(ino)
+
+    def is_announced(self, ino: Ino) -> bool:
+        return ino in self.awaited
+
+    def is_recognised(self, ino: Ino) -> bool:
+        return False
 
 
 class CountingSource(Source):
@@ -155,6 +163,8 @@ class AheadRig:
         capacity: int = 1 << 40,
         sends_opens: bool = True,
         limits: Mapping[str, int | float] | None = None,
+        window: int = 0,
+        policy: Policy | None = None,
     ) -> None:
         self.sends_opens = sends_opens
         state = root / "state"
@@ -168,7 +178,7 @@ class AheadRig:
         self.records = Records(state, self.snapshot.id, [self.tier.id])
         self.residency = Residency(self.snapshot.entries)
         self.ledger = Ledger([capacity])
-        self.controller = Controller(self.residency, self.ledger, FirstCome())
+        self.controller = Controller(self.residency, self.ledger, policy or FirstCome())
         self.metrics = Metrics(["fast"])
         self.names = Namespace(self.snapshot, self.residency.mark_differing)
         self.threads = ModelThreads(model or Latency(0.01), threads)
@@ -204,8 +214,14 @@ class AheadRig:
             datapath=NoDatapath(),
         )
         self.changed: list[Ino] = []
+        self.window = Window(self.controller, self.reader.buffer, window)
         self.engine = Engine(
-            self.monitor, self.records, self.controller, self.reader, self.changed.append
+            self.monitor,
+            self.records,
+            self.controller,
+            self.reader,
+            self.changed.append,
+            self.window,
         )
         self.calls = SourceCalls(
             self.source,
@@ -233,7 +249,7 @@ class AheadRig:
             doubts=doubts,
             metrics=self.metrics,
         )
-        foresight = Foresight(self.snapshot, ForesightSettings())
+        foresight = Foresight(self.snapshot, ForesightSettings(), self.controller.is_placed)
         epochs = Epochs(self.snapshot.entries)
         self.filesystem = FileSystem(self.read_side, epochs, foresight, None)
         self.foreseen = Listed([])
@@ -277,6 +293,7 @@ class AheadRig:
     def foresee(self, *paths: str) -> list[Ino]:
         inos = [self.ino(path) for path in paths]
         self.foreseen.order += inos
+        self.foreseen.awaited |= set(inos)
         self.ahead.wake()
         return inos
 

@@ -33,6 +33,7 @@ from monarch.transfer.engine import Engine
 from monarch.transfer.source_load import NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader, Turn, read_turn
 from monarch.transfer.tier_monitor import TierMonitor
+from monarch.transfer.window import Window
 from monarch.types import Attributes, Ino
 from tests.conftest import contents
 
@@ -156,7 +157,8 @@ async def running(
         limits=given_limits,
         datapath=NoDatapath(),
     )
-    made = Engine(monitor, records, controller, reader, changed.append)
+    window = Window(controller, reader.buffer, 0)
+    made = Engine(monitor, records, controller, reader, changed.append, window)
     rig = Rig(
         made,
         monitor,

@@ -113,6 +113,13 @@ class FakeFlight:
     arrival: FakeArrival | None = None
 
 
+class NoWindow:
+    """Has no files."""
+
+    def read(self, ino: Ino, *, is_last: bool) -> bool:
+        return False
+
+
 class FakeEngine:
     """Keeps what is submitted until ``arrive`` makes a copy of it, or ``fail`` gives it up."""
 
@@ -123,6 +130,7 @@ class FakeEngine:
         self.flights: dict[Ino, FakeFlight] = {}
         self.removed_copies: list[Ino] = []
         self.wake_ups = 0
+        self.window = NoWindow()
 
     def wake(self) -> None:
         self.wake_ups += 1
@@ -173,6 +181,9 @@ class FakeEngine:
 
     def has_place(self) -> bool:
         return len(self.flights) < 4
+
+    def has_room_for(self, size: int) -> bool:
+        return True
 
     def arrive(self, ino: Ino) -> None:
         """Makes the copy."""

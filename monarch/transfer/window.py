@@ -1,0 +1,153 @@
+"""The window: files that no tier admits, fetched ahead and kept in memory until they are read.
+
+An entry begins with its fetch. It leaves when a reader opens the file, or when no reader is
+expected any more. If readers of another order are expected as well, it stays for them, as long as
+no other file needs the room. The bytes count for the buffer between the source and the tiers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from monarch.placement.controller import Controller
+from monarch.telemetry.foresight_report import WindowReport
+from monarch.tiers.source import SourceFile
+from monarch.transfer.queue import Arrival, Buffer
+from monarch.types import Identity, Ino
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A file in the window, for readers as a ``Flight``. ``content`` is None until it is fetched.
+    ``is_read``: a reader has opened it."""
+
+    ino: Ino
+    identity: Identity
+    arrival: Arrival | None
+    content: bytes | memoryview | None = None
+    is_read: bool = False
+    file: SourceFile | None = None
+    copied: int = 0
+
+
+class Window:
+    """At most ``most`` bytes; 0 switches it off. Belongs to the event loop.
+
+    ``dropped_files`` and ``dropped_bytes`` were fetched, and left without a reader. ``peak`` is the
+    most bytes that were in the window at once.
+    """
+
+    def __init__(self, controller: Controller, buffer: Buffer, most: int) -> None:
+        self.most = most
+        self.bytes = self.peak = 0
+        self.served_files = self.served_bytes = 0
+        self.dropped_files = self.dropped_bytes = 0
+        # Called when there is more room.
+        self.on_room: Callable[[], None] = _nothing
+        self._controller = controller
+        self._buffer = buffer
+        self._held: dict[Ino, Held] = {}
+        # Those that were read and stay for another reader, the first read first.
+        self._read: OrderedDict[Ino, Held] = OrderedDict()
+        self._read_bytes = 0
+        self.get = self._held.get
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def report(self) -> WindowReport:
+        return WindowReport(
+            files=len(self._held),
+            bytes=self.bytes,
+            capacity=self.most,
+            served_files=self.served_files,
+            served_bytes=self.served_bytes,
+            dropped_files=self.dropped_files,
+            dropped_bytes=self.dropped_bytes,
+        )
+
+    def has_room(self, size: int) -> bool:
+        """Whether ``begin`` may be called for a file of ``size`` bytes."""
+        kept = self.bytes - self._read_bytes
+        return kept + size <= self.most
+
+    def begin(self, ino: Ino, identity: Identity, arrival: Arrival) -> Held:
+        """Adds a file whose fetch begins. Must be followed by ``end``. From now on the datapath
+        passes opens of the file to Python."""
+        while self._read and self.bytes + identity.size > self.most:
+            self.drop(next(iter(self._read.values())))
+        held = self._held[ino] = Held(ino, identity, arrival)
+        self.bytes += identity.size
+        self.peak = max(self.peak, self.bytes)
+        self._buffer.used += identity.size
+        self._controller.hold(ino)
+        return held
+
+    def end(self, held: Held, content: bytes | None) -> bool:
+        """Ends a fetch; without ``content`` the file leaves the window. Returns whether it is in
+        the window."""
+        if self._held.get(held.ino) is not held:
+            return False
+        held.content = content
+        if content is None:
+            self._leave(held)
+            return False
+        return True
+
+    def take_over(self, ino: Ino) -> bool:
+        """Gives up a fetch whose call at the source has not begun: a reader makes it."""
+        held = self._held.get(ino)
+        if held is None or held.arrival is None or not held.arrival.claim():
+            return False
+        self._leave(held)
+        return True
+
+    def read(self, ino: Ino, *, is_last: bool) -> bool:
+        """Records that a reader has the bytes of a file; it leaves if that is the last one. Returns
+        whether it has left."""
+        held = self._held.get(ino)
+        if held is None or held.content is None:
+            return False
+        self.served_files += 1
+        self.served_bytes += len(held.content)
+        if not held.is_read:
+            held.is_read = True
+            self._read[ino] = held
+            self._read_bytes += held.identity.size
+        if is_last:
+            self._leave(held)
+        else:
+            self.on_room()
+        return is_last
+
+    def drop(self, held: Held) -> None:
+        """Removes a file that no reader is expected to open."""
+        if not held.is_read and held.content is not None:
+            self.dropped_files += 1
+            self.dropped_bytes += len(held.content)
+        self._leave(held)
+
+    def sweep(self, is_expected: Callable[[Held], bool]) -> list[Ino]:
+        """Drops the files for which ``is_expected`` returns False, and returns their numbers. A
+        fetch under way is left to its end."""
+        dropped = []
+        for held in list(self._held.values()):
+            if held.content is not None and not is_expected(held):
+                self.drop(held)
+                dropped.append(held.ino)
+        return dropped
+
+    def _leave(self, held: Held) -> None:
+        del self._held[held.ino]
+        if self._read.pop(held.ino, None) is not None:
+            self._read_bytes -= held.identity.size
+        self.bytes -= held.identity.size
+        self._buffer.used -= held.identity.size
+        self._controller.release(held.ino)
+        self.on_room()
+
+
+def _nothing() -> None:
+    """Until ``on_room`` is set."""

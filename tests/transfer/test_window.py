@@ -1,0 +1,196 @@
+"""Files that no tier admits, fetched ahead into the window, in virtual time."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from monarch.errors import SourceError
+from monarch.placement.policy import Lru
+from monarch.types import Ino
+from tests.transfer.ahead_rig import AheadRig, until
+from tests.transfer.sources import Latency
+from tests.transfer.test_ahead import Rigs, clock, files, rigs
+
+__all__ = ["clock", "rigs"]
+
+SIZE = 1000
+
+
+async def read_all(
+    rig: AheadRig, content: Mapping[str, bytes], *, think_s: float, lead: int
+) -> list[float]:
+    """Reads the files in their order, as an announced order. Returns how long each took after the
+    first ``lead`` files, and checks the bytes that the window has."""
+    waits = []
+    for name, expected in content.items():
+        began = trio.current_time()
+        assert await rig.content(rig.ino(name)) == expected
+        waits.append(trio.current_time() - began)
+        rig.foreseen.awaited.discard(rig.ino(name))
+        assert rig.window.bytes <= rig.window.most
+        await trio.sleep(think_s)
+    return waits[lead:]
+
+
+@pytest.mark.promise(187)
+async def test_a_reader_of_files_that_no_tier_admits_does_not_wait_for_a_source_that_is_fast_enough(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    """The source needs 50 ms for a file, and the reader reads one each 5 ms."""
+    content = files(400, SIZE)
+    rig = rigs(content, capacity=1, window=64 * SIZE, model=Latency(0.05))
+    async with rig.running():
+        rig.foresee(*content)
+        waits = await read_all(rig, content, think_s=0.005, lead=100)
+        assert max(waits) == 0
+        assert rig.window.peak > 32 * SIZE
+        assert len(rig.window) == rig.window.bytes == 0
+    assert set(rig.source.opens.values()) == {1} and len(rig.source.opens) == 400
+    assert rig.window.dropped_files == 0
+    assert len(rig.foreseen.coming) == rig.window.served_files > 300
+
+
+async def test_files_that_a_tier_admits_pass_those_that_wait_for_the_window(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    content = {**files(100, 2 * SIZE), **{f"small{n}": b"s" * 10 for n in range(50)}}
+    rig = rigs(content, capacity=600, window=10 * SIZE)
+    async with rig.running():
+        rig.foresee(*content)
+        await until(lambda: rig.residency.resident_files(1) == 50)
+        assert rig.window.bytes == 10 * SIZE
+        assert not rig.foreseen.refusals, "the others wait"
+        waits = await read_all(rig, content, think_s=0.02, lead=10)
+    assert max(waits) == 0
+    assert set(rig.source.opens.values()) == {1}
+
+
+@pytest.mark.promise(187)
+async def test_files_that_no_reader_is_expected_to_open_leave_the_window(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    content = files(40, SIZE)
+    rig = rigs(content, capacity=1, window=10 * SIZE)
+    async with rig.running():
+        inos = rig.foresee(*content)
+        await until(lambda: rig.window.bytes == 10 * SIZE)
+        await trio.sleep(200)
+        assert rig.window.bytes == 10 * SIZE, "the order lives"
+        rig.foreseen.awaited.clear()
+        await until(lambda: len(rig.window) == 0, virtual_s=3)
+        assert (rig.window.dropped_files, rig.window.dropped_bytes) == (10, 10 * SIZE)
+        assert set(rig.foreseen.refusals) == set(inos), "what waited for room is given up, too"
+        assert not any(map(rig.residency.is_copying, inos))
+        assert await rig.content(inos[0]) == content["0"]
+    assert rig.opens_of("0") == 2 and sum(rig.source.opens.values()) == 11
+
+
+async def test_a_file_that_changed_leaves_the_window_and_is_not_shown(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    rig = rigs({"a": b"a" * SIZE, "b": b"b" * SIZE}, capacity=1, window=10 * SIZE)
+    async with rig.running():
+        first, second = rig.foresee("a", "b")
+        await until(lambda: len(rig.foreseen.coming) == 2)
+        for path, ino in (("a", first), ("b", second)):
+            (rig.source_path / path).write_bytes(b"new")
+            await rig.read_side.revalidation.look_again(ino)
+        assert await rig.content(first) == b"new"
+        await until(lambda: len(rig.window) == 0, virtual_s=3)
+    assert rig.opens_of("a") == 2
+
+
+async def test_a_reader_shares_the_call_under_way_and_makes_one_that_has_not_begun(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    rig = rigs({"a": b"a" * SIZE}, capacity=1, window=10 * SIZE)
+    async with rig.running():
+        (ino,) = rig.foresee("a")
+        await trio.sleep(0.004)
+        began = trio.current_time()
+        assert await rig.content(ino) == b"a" * SIZE
+        assert trio.current_time() - began == pytest.approx(0.006)
+        assert len(rig.window) == 0
+    assert rig.metrics.source_opens == [0, 1]
+
+
+async def test_an_error_of_the_source_is_that_of_the_reader(rigs: Rigs, clock: MockClock) -> None:
+    content = files(20, SIZE)
+    rig = rigs(content, capacity=1, window=30 * SIZE)
+    rig.source.failing[b"3"] = errno.EIO
+    async with rig.running():
+        rig.foresee(*content)
+        await until(lambda: len(rig.foreseen.coming) == 19, virtual_s=0.5)
+        assert rig.foreseen.refusals == [rig.ino("3")]
+        with pytest.raises(SourceError) as failed:
+            await rig.content(rig.ino("3"))
+        assert failed.value.errno == errno.EIO
+
+
+async def test_a_file_stays_for_a_second_reader_until_its_room_is_needed(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    content = files(20, SIZE)
+    rig = rigs(content, capacity=1, window=10 * SIZE)
+    rig.read_side.promotions.is_expected_again = lambda ino: True
+    async with rig.running():
+        rig.foresee(*content)
+        await until(lambda: rig.window.bytes == 10 * SIZE)
+        for _ in range(2):
+            assert await rig.content(rig.ino("0")) == content["0"]
+        assert rig.opens_of("0") == 1
+        await until(lambda: rig.opens_of("10") == 1)
+        assert rig.window.get(rig.ino("0")) is None
+        assert rig.window.dropped_files == 0, "it was read"
+
+
+async def test_with_lru_a_fetch_ahead_evicts_nothing_and_the_open_does(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    """As without fetches ahead, the tier has the files that were read last."""
+    content = files(60, SIZE)
+    rig = rigs(content, capacity=20 * SIZE, window=10 * SIZE, policy=Lru())
+
+    def resident() -> set[Ino]:
+        return set(rig.residency.resident_in(1))
+
+    async with rig.running():
+        for _ in range(2):
+            rig.foreseen.coming.clear()
+            before = resident()
+            rig.foresee(*content)
+            await until(lambda: rig.window.bytes == 10 * SIZE)
+            assert before <= resident()
+            for name in content:
+                assert await rig.content(rig.ino(name)) == content[name]
+                await trio.sleep(0.05)
+            last = {rig.ino(name) for name in list(content)[-20:]}
+            assert resident() == last
+    assert set(rig.source.opens.values()) == {2}, "each file is fetched once an epoch"
+
+
+async def test_lru_with_a_small_buffer_evicts_nothing_for_bytes_that_cannot_be_kept(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    """A copy that is removed for a file whose bytes are not kept is lost for nothing: that file has
+    to be read from the source again."""
+    content = files(40, SIZE)
+    limits = {"buffer_max": SIZE + SIZE // 2, "inline_max": SIZE}
+    rig = rigs(content, capacity=20 * SIZE, policy=Lru(), limits=limits)
+    names = list(content)
+    async with rig.running() as nursery:
+        for name in names[:20]:
+            assert await rig.content(rig.ino(name)) == content[name]
+            await until(lambda: rig.reader.buffer.used == 0)
+        assert rig.residency.resident_files(1) == 20
+        for name in names[20:]:
+            nursery.start_soon(rig.content, rig.ino(name))
+        await trio.sleep(30)
+        assert rig.residency.resident_files(1) == 20
+    assert set(rig.source.opens.values()) == {1}
+    assert 1 <= rig.metrics.evictions[1] <= 20
