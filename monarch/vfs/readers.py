@@ -36,6 +36,8 @@ from monarch.writeback.front import WriteFront
 # How often an open begins again when the source changes meanwhile. A file that changes faster than
 # it can be read is being written: its reader gets ESTALE.
 _ATTEMPTS = 3
+# The same while the drain still changes attributes of the file: each change makes another version.
+_ATTEMPTS_DRAINING = 100
 # How long a visit is kept after the last read, in seconds, and the interval of checks.
 _VISIT_S = 1.0
 _VISIT_STEP_S = 0.25
@@ -148,7 +150,10 @@ class Readers:
     async def _bind(self, ino: Ino, *, renew: bool, store: bool) -> Binding:
         if self._names.is_gone(ino):
             await self._revalidation.find_again(ino)
-        for _ in range(_ATTEMPTS):
+        attempts = 0
+        for _ in range(_ATTEMPTS_DRAINING):
+            node = self._names.node(ino)
+            attempts += node is None or not node.undrained
             attributes = self._names.stored(ino)
             binding = await self._copies.bind(attributes) or await self._bind_flight(attributes)
             if binding is not None:
@@ -157,7 +162,7 @@ class Readers:
                 return await self._bind_source(attributes, store=store)
             except SourceChanged:
                 await self._revalidation.look_again(ino)
-                if not renew:
+                if not renew or attempts == _ATTEMPTS:
                     break
         raise self._revalidation.changed_while_read(ino)
 

@@ -79,8 +79,11 @@ class Revalidation:
     async def _refresh(self, known: Attributes, status: os.stat_result, acls: Acls) -> None:
         """A file of the snapshot has changed; ``acls`` are its lists as known so far."""
         ino = known.ino
-        access = (*self._shown_access(ino), acls)
+        access, stored = (*self._shown_access(ino), acls), self._names.stored(ino).identity
         acls = await self._source_calls.acls(ino, self._names.path(ino))
+        if (*self._shown_access(ino), self._names.stored(ino).identity) != (*access[:3], stored):
+            # Attributes were changed on the mount meanwhile, and ``status`` may be older.
+            return
         mode = self._shown_mode(status, acls)
         only_access = replace(known, mode=mode, uid=status.st_uid, gid=status.st_gid)
         if self._is_held(known, status):
@@ -128,7 +131,11 @@ class Revalidation:
     async def _look_again_at_written(self, node: Node) -> None:
         """The same for a file that was written or changed here and is read from the source now."""
         ino, path = node.ino, self._names.visible_path(node.ino)
-        status = await self._source_calls.status(ino, path)
+        stored = None
+        while stored != self._names.stored(ino).identity:
+            # Again if the drain has changed attributes meanwhile.
+            stored = self._names.stored(ino).identity
+            status = await self._source_calls.status(ino, path)
         if len(node.names) > 1:
             await self._drop_names_of_others(node)
         if status is None and not await self._can_be_gone(node.attributes):

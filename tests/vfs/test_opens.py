@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+from typing import Any
 
 import pytest
 import trio
 
-from monarch.errors import Refused, SourceError
+from monarch.errors import Refused, SourceChanged, SourceError
 from monarch.types import Ino
+from monarch.vfs.binding import Binding
+from monarch.vfs.readers import Readers
 from tests.vfs.conftest import FILES, Rigs
 from tests.vfs.rig import READER, FakeFastPath, Rig
 
@@ -259,3 +263,27 @@ async def test_a_file_that_was_removed_is_checked_at_the_source_when_it_is_opene
     assert rig.names.is_gone(ino)
     await rig.filesystem.open(ino, os.O_RDONLY, READER)
     assert not rig.names.is_gone(ino) and Ino(1) in rig.caches.listings
+
+
+async def test_an_open_is_repeated_while_the_drain_changes_attributes_of_the_file(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each change is another version. A file that others change all the time is given up."""
+    opened = Readers._bind_source
+    node = rig.names.change(rig.ino("small"), mode=0o640, now_ns=time.time_ns())
+    tries = 0
+
+    async def changed(self: Readers, *arguments: Any, **more: Any) -> Binding:
+        nonlocal tries
+        tries += 1
+        if tries <= 10:
+            raise SourceChanged("by the drain")
+        return await opened(self, *arguments, **more)
+
+    monkeypatch.setattr(Readers, "_bind_source", changed)
+    with pytest.raises(SourceError) as failed:
+        await rig.content("small")
+    assert (failed.value.errno, tries) == (errno.ESTALE, 3)
+    tries, node.undrained = 0, 1
+    assert await rig.content("small") == FILES["small"]
+    assert tries == 11

@@ -207,6 +207,33 @@ async def test_a_removed_extended_attribute_stays_removed(rig: Rig) -> None:
         assert os.listxattr(rig.source / "a") == ["user.note"]
 
 
+@pytest.mark.parametrize("call", ["status", "acls"])
+async def test_a_look_at_the_source_that_the_drain_overtakes_shows_no_older_attributes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    async with rig.mount() as session:
+        await session.chmod(b"a", 0o600)
+        await session.drained()
+        if call == "acls":
+            # Others have changed it, so its access control lists are read.
+            (rig.source / "a").write_bytes(b"others")
+        answer, calls = getattr(session.source_calls, call), 0
+
+        async def overtaken(*arguments: Any) -> Any:
+            nonlocal calls
+            found = await answer(*arguments)
+            calls += 1
+            if calls == 1:
+                await session.chmod(b"a", 0o640)
+                await session.drained()
+            return found
+
+        monkeypatch.setattr(session.source_calls, call, overtaken)
+        await session.front.source.look_again(session.ino(b"a"))
+        assert calls
+        assert stat.S_IMODE(session.front.attributes.of(session.ino(b"a")).mode) == 0o640
+
+
 @pytest.mark.promise(99)
 @pytest.mark.parametrize("is_written", [False, True], ids=["of the source", "written"])
 @pytest.mark.parametrize("is_drained", [False, True], ids=["waiting", "drained"])
