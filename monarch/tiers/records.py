@@ -41,6 +41,8 @@ _MAGIC = "monarch residency"
 _VERSION = 2
 _HEADER_BYTES = 4096
 _PREFIX = "residency-"
+# A link is not followed, and a fifo is not waited for.
+_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # place, young, term, size, mtime_ns, ctime_ns, source_ino, digest
 _RECORD = struct.Struct("<BB2xIQqqQ16s")
 _CHECK = struct.Struct("<Q")
@@ -93,7 +95,7 @@ class Records:
             "clean": False,
         }
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
             if not known and os.fstat(self._fd).st_size:
                 log.warning("%s cannot be read, so copies are made again", self._path)
                 os.ftruncate(self._fd, 0)
@@ -127,7 +129,7 @@ class Records:
         records._header = header
         records._term = _term_after(header)
         records._find_places(listed, tier_ids)
-        records._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        records._fd = os.open(path, os.O_RDWR | _OPEN_FLAGS)
         return records
 
     def leave(self) -> None:
@@ -344,7 +346,7 @@ def require_known_versions(directory: Path) -> None:
 def _read_header(path: Path) -> dict[str, object]:
     """The header, empty if the file is not one of records. Raises TierError for a newer version."""
     try:
-        with open(path, "rb") as file:
+        with open(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
             header = json.loads(file.read(_HEADER_BYTES))
     except (FileNotFoundError, ValueError):
         return {}

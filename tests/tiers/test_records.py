@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -275,3 +276,16 @@ def test_generations_are_distinguished(tmp_path: Path) -> None:
 def test_a_state_directory_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="residency-g"):
         Records(tmp_path / "missing", "g", ["a"])
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_a_fifo_is_not_waited_for_and_a_link_is_not_followed(tmp_path: Path, kind: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"of others")
+    if kind == "fifo":
+        os.mkfifo(tmp_path / "residency-g")
+    else:
+        (tmp_path / "residency-g").symlink_to(elsewhere)
+    with pytest.raises(TierError, match="residency-g"):
+        Records(tmp_path, "g", ["a"])
+    assert elsewhere.read_bytes() == b"of others"
