@@ -270,8 +270,11 @@ class FetchAhead:
     def _begin_hold(self, attributes: Attributes, nursery: trio.Nursery) -> None:
         """Begins the fetch of a file into the window, or lets the file wait for it."""
         ino, size, window = attributes.ino, attributes.size, self._window
+        foreseen = self._foreseen
+        # A pinned file, or one that is filled in, may not be read soon.
+        is_expected = foreseen.is_announced(ino) or foreseen.is_recognised(ino)
         is_excluded = not window.most or self._controller.is_excluded(ino)
-        if is_excluded or size > min(self._inline_max, window.most):
+        if not is_expected or is_excluded or size > min(self._inline_max, window.most):
             self._foreseen.refused(ino)
             return
         if not window.has_room(size):

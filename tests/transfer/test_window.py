@@ -194,3 +194,16 @@ async def test_lru_with_a_small_buffer_evicts_nothing_for_bytes_that_cannot_be_k
         assert rig.residency.resident_files(1) == 20
     assert set(rig.source.opens.values()) == {1}
     assert 1 <= rig.metrics.evictions[1] <= 20
+
+
+async def test_a_file_of_no_known_order_is_not_fetched_into_the_window(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    """Such as a pinned file for which the tiers have no place."""
+    content = files(10, SIZE)
+    rig = rigs(content, capacity=1, window=64 * SIZE)
+    async with rig.running():
+        rig.foresee(*content)
+        rig.foreseen.awaited.clear()
+        await until(lambda: len(rig.foreseen.refusals) == 10)
+    assert not rig.source.opens and len(rig.window) == 0
