@@ -117,8 +117,9 @@ class World:
     def do(self, call: Call) -> object:
         """What the call returns, or the name of its errno."""
         kind, *arguments = call
-        os.fchdir(self.fd)
         try:
+            # The user may have closed the directory itself, by a link to ``.``.
+            os.fchdir(self.fd)
             return getattr(self, f"_{kind}")(*arguments)
         except OSError as error:
             return errno.errorcode[error.errno or 0]
