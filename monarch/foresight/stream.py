@@ -35,8 +35,8 @@ _EARLY_FILL = 0.1
 # Files to be filled for each open, and the most that may be saved up: a fill ends with its readers.
 _FILL_PER_OPEN, _MOST_FILL = 32, 2048
 
-# The opens of a skewed stream that are counted together, as a multiple of the number of its files.
-_SKEWED_PASSES = 4
+# Windows after which a skewed stream must have shown repeats since the count began.
+_LEAST_SKEWED = 4
 
 # Places of an order that are found at once: less than a millisecond.
 _SLICE = 1 << 16
@@ -245,8 +245,9 @@ class Stream:
         such opens, as in ``placement/epochs.py``."""
         self._run[position] = None
         if self.pattern == "skewed":
-            # It has no epochs; but the files of long ago do not count.
-            is_over = self.opens >= _SKEWED_PASSES * self._n
+            # It has no epochs. After more opens most files have repeats in whatever order they are
+            # read, so the test would say little.
+            is_over = self.opens >= self._n
         else:
             is_over = len(self._run) >= max(2, min(64, self._seen.count // 2))
         if is_over:
@@ -299,6 +300,9 @@ class Stream:
             self.step, self._remainder = step, remainder
             return "sequential" if step == 1 else "strided", found
         if recognition.is_skewed(self.opens, self.repeats + len(self._run), self._n):
+            return "skewed", None
+        if self.pattern == "skewed" and self.opens < _LEAST_SKEWED * self._window_size:
+            # The count has just begun anew.
             return "skewed", None
         is_random = step == 1 and recognition.is_uniform(window, self._n)
         return "shuffled" if is_random else "unknown", None

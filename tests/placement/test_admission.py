@@ -79,6 +79,29 @@ def test_a_skewed_stream_hits_more_often_than_with_lru(
     assert readers.admission.replaced > 0 and readers.admission.refused > 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_skewed_stream_stays_recognised(seed: int) -> None:
+    readers = Readers("lru", 40, tree())
+    opens = zipf(readers.tree.files[0], OPENS, random.Random(seed))
+    readers.read(opens[:1000])
+    patterns: Counter[str] = Counter()
+    for start in range(1000, OPENS, 50):
+        readers.read(opens[start : start + 50])
+        patterns[readers.pattern()] += 1
+    assert patterns == {"skewed": (OPENS - 1000) // 50}
+
+
+def test_a_shuffled_job_after_skewed_reads_is_recognised() -> None:
+    rng = random.Random(9)
+    readers = Readers("lru", 40, tree())
+    files = readers.tree.files[0]
+    readers.read(zipf(files, 2000, rng))
+    assert readers.pattern() == "skewed"
+    for _ in range(3):
+        readers.read(rng.sample(files, FILES))
+    assert readers.pattern() == "shuffled"
+
+
 def test_with_the_key_switched_off_the_policy_decides_alone() -> None:
     order = zipf(tree().files[0], OPENS // 2, random.Random(3))
     readers = Readers("lru", 40, tree(), frequency=False)
