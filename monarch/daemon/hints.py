@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import trio
 
@@ -21,7 +22,7 @@ from monarch.foresight.announced import Announcements, Announcer, OrderKey
 from monarch.foresight.messages import NO_DESCRIPTOR, Begin, Piece, Progress, decode
 from monarch.namespace.access import ReadAccess
 from monarch.namespace.snapshot import Snapshot
-from monarch.posix.credentials import credentials_of
+from monarch.posix.credentials import Credentials, credentials_of
 from monarch.posix.processes import link_of, process_of
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
@@ -65,6 +66,9 @@ class Hints:
         self._announcements = announcements
         self._wake = wake
         self._watched: dict[OrderKey, _Watched] = {}
+        # What the users of orders may read, one for all orders of a user: it keeps the answers for
+        # many directories.
+        self._access: WeakValueDictionary[Credentials, ReadAccess] = WeakValueDictionary()
         self._limiter = Limiter(log)
         self._pieces: Counter[int] = Counter()
 
@@ -124,7 +128,9 @@ class Hints:
                 descriptor = NO_DESCRIPTOR
         by = credentials_of(caller.pid, caller.uid, caller.gid)
         key = self._announcements.begin(announcer, ino, begin)
-        self._watched[key] = _Watched(ReadAccess(self._snapshot, by), descriptor, path)
+        access = self._access.get(by) or ReadAccess(self._snapshot, by)
+        self._access[by] = access
+        self._watched[key] = _Watched(access, descriptor, path)
 
     def _end(self, key: OrderKey) -> None:
         self._announcements.end(key)

@@ -21,7 +21,7 @@ from monarch.types import ROOT_INO, Ino
 
 _READ, _SEARCH = 4, 1
 # The most directories whose answer is kept.
-_MOST_KEPT = 1 << 16
+_MOST_KEPT = 1 << 14
 
 
 class ReadAccess:

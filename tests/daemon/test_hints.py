@@ -98,6 +98,19 @@ async def test_files_that_the_user_may_not_read_keep_only_their_position(rig: Ri
     assert len(rig.announcements) == 0
 
 
+async def test_the_orders_of_a_user_share_what_is_known_of_directories(rig: Rig) -> None:
+    """It takes megabytes that are not counted as memory of orders."""
+    for uid in (ALICE, ALICE + 1):
+        for number in range(4):
+            begin = encode_begin(Begin(10 * uid + number, NO_DESCRIPTOR, SAMPLES, 0))
+            assert rig.send(begin, uid=uid) == 0
+    assert len({id(watched.access) for watched in rig.hints._watched.values()}) == 2
+    for uid in (ALICE, ALICE + 1):
+        for number in range(4):
+            rig.send(encode_end(10 * uid + number), uid=uid)
+    assert len(rig.hints._access) == 0
+
+
 async def test_refusals_are_counted_and_logged_once_a_minute(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
