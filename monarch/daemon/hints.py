@@ -37,6 +37,9 @@ _LOOK_S = 1.0
 _MOST_PIECES = 128
 # After this time without a message or an open, an order of a process that cannot be seen ends.
 _IDLE_S = 600.0
+# The users whose refusals have lines of their own in the log: one person may have 65,536 in a user
+# namespace.
+_LOG_KEYS = 64
 # Refusals without a line in the log: they are expected.
 _QUIET = frozenset((errno.EBUSY, errno.ESRCH))
 
@@ -82,7 +85,7 @@ class Hints:
             self._announcements.refused()
             if error.errno not in _QUIET:
                 self._limiter.warning(
-                    (caller.uid, error.errno),
+                    (caller.uid % _LOG_KEYS, error.errno),
                     "a hint of user %d, process %d, was refused: %s",
                     caller.uid,
                     caller.pid,

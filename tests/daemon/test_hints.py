@@ -131,6 +131,17 @@ async def test_refusals_are_counted_and_logged_once_a_minute(
     assert rig.announcements.report().refused == 5
 
 
+async def test_the_refusals_of_many_users_do_not_fill_the_log(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A person may have 65,536 user numbers in a user namespace."""
+    with caplog.at_level(logging.WARNING):
+        for uid in range(100_000, 101_000):
+            assert rig.refused(encode_end(1), uid=uid) == errno.EINVAL
+    assert len(caplog.records) <= 64
+    assert rig.announcements.report().refused == 1000
+
+
 async def test_the_pieces_of_a_user_in_a_second_are_limited(
     rig: Rig, caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
 ) -> None:
