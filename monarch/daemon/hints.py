@@ -32,9 +32,9 @@ from monarch.types import Ino
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-# Pieces of orders that are handled for one user between two looks. A piece takes about a
-# millisecond, in which no other request is answered.
-_MOST_PIECES = 128
+# Pieces of orders that are handled between two looks, for one user and for all. A piece takes about
+# a millisecond, in which no other request is answered.
+_MOST_PIECES, _MOST_PIECES_OF_ALL = 128, 256
 # After this time without a message or an open, an order of a process that cannot be seen ends.
 _IDLE_S = 600.0
 # The users whose refusals have lines of their own in the log: one person may have 65,536 in a user
@@ -107,9 +107,10 @@ class Hints:
             self._begin(announcer, ino, said, caller)
         elif isinstance(said, Piece):
             watched = self._watched[announcements.key_of(announcer, said.order)]
-            if self._pieces[caller.uid] >= _MOST_PIECES:
+            pieces = self._pieces
+            if pieces[caller.uid] >= _MOST_PIECES or sum(pieces.values()) >= _MOST_PIECES_OF_ALL:
                 raise Refused(errno.EBUSY)
-            self._pieces[caller.uid] += 1
+            pieces[caller.uid] += 1
             kept = announcements.extend(
                 announcer, Piece(said.order, said.position, watched.access.readable(said.inos))
             )

@@ -8,7 +8,7 @@ import os
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -157,6 +157,14 @@ async def test_the_pieces_of_a_user_in_a_second_are_limited(
             assert rig.send(encode_progress(1, 128 * second)) == 0
             rig.send(encode_begin(Begin(7, NO_DESCRIPTOR, SAMPLES, 0)), uid=ALICE + 1)
             assert rig.send(encode_piece(7, 0, [rig.inos[0]]), uid=ALICE + 1) == 1
+            # Many users together may send twice as many.
+            sent = 129
+            for uid in range(ALICE + 2, ALICE + 200):
+                rig.send(encode_begin(Begin(uid, NO_DESCRIPTOR, SAMPLES, 0)), uid=uid)
+                with suppress(Refused):
+                    sent += rig.send(encode_piece(uid, 0, [rig.inos[0]]), uid=uid)
+                rig.send(encode_end(uid), uid=uid)
+            assert sent == 256
             await trio.sleep(1.1)
 
 
