@@ -40,6 +40,8 @@ _IDLE_S = 600.0
 # The users whose refusals have lines of their own in the log: one person may have 65,536 in a user
 # namespace.
 _LOG_KEYS = 64
+# After this time without an open of the order, its files in the window make room for others.
+_PAUSED_S = 60.0
 # Refusals without a line in the log: they are expected.
 _QUIET = frozenset((errno.EBUSY, errno.ESRCH))
 
@@ -53,6 +55,8 @@ class _Watched:
     path: str
     activity: int = -1
     since_s: float = field(default_factory=trio.current_time)
+    reads: int = -1
+    read_s: float = field(default_factory=trio.current_time)
 
 
 class Hints:
@@ -148,6 +152,14 @@ class Hints:
             for key, watched in list(self._watched.items()):
                 if key not in self._announcements or self._is_over(key, watched):
                     self._end(key)
+                else:
+                    self._mark(key, watched)
+
+    def _mark(self, key: OrderKey, watched: _Watched) -> None:
+        reads, now = self._announcements.reads(key), trio.current_time()
+        if reads != watched.reads:
+            watched.reads, watched.read_s = reads, now
+        self._announcements.mark(key, is_idle=now - watched.read_s > _PAUSED_S)
 
     def _is_over(self, key: OrderKey, watched: _Watched) -> bool:
         if not key.pid:

@@ -89,6 +89,9 @@ class RuledFiles:
     def is_announced(self, ino: Ino) -> bool:
         return self._foreseen.is_announced(ino)
 
+    def is_idle(self, ino: Ino) -> bool:
+        return self._foreseen.is_idle(ino)
+
     def is_recognised(self, ino: Ino) -> bool:
         return self._foreseen.is_recognised(ino)
 

@@ -92,6 +92,8 @@ class _Order:
         # Entries of the window that are not 0.
         self.held = 0
         self.opened = self.skipped = self.unmatched = 0
+        # Whether its readers have paused for a while.
+        self.is_idle = False
 
     @property
     def end(self) -> int:
@@ -335,6 +337,20 @@ class Announcements:
     def readers_of(self, ino: Ino) -> int:
         """How many opens of a file are expected soon. At most 2 are counted for each order."""
         return sum(order.readers_of(ino) for order in self._orders.values())
+
+    def is_idle(self, ino: Ino) -> bool:
+        """Whether only orders without a reader now have the file in their windows."""
+        with_file = [order for order in self._orders.values() if ino in order.waiting]
+        return bool(with_file) and all(order.is_idle for order in with_file)
+
+    def mark(self, key: OrderKey, *, is_idle: bool) -> None:
+        """Records whether the readers of an order have paused for a while."""
+        self._orders[key].is_idle = is_idle
+
+    def reads(self, key: OrderKey) -> int:
+        """A number that grows with each entry of an order that is opened or passed."""
+        order = self._orders[key]
+        return order.cursor + order.opened
 
     def activity(self, key: OrderKey) -> int:
         """A number that changes with each entry of an order that is appended, opened or passed."""

@@ -203,6 +203,10 @@ class Foresight:
         """Whether an announced order has the file before it."""
         return self._settings.announced and self.announced.is_waiting(ino)
 
+    def is_idle(self, ino: Ino) -> bool:
+        """Whether the readers of all announced orders that have the file have paused."""
+        return self.announced.is_idle(ino)
+
     def is_expected_again(self, ino: Ino) -> bool:
         """Whether a file that is being opened will soon be opened once more."""
         return self._settings.announced and self.announced.readers_of(ino) > 1

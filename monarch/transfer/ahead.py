@@ -67,6 +67,9 @@ class Foreseen(Protocol):
     def is_announced(self, ino: Ino) -> bool:
         """Whether an announced order has the file before it, so that it will be opened."""
 
+    def is_idle(self, ino: Ino) -> bool:
+        """Whether the readers of all announced orders that have the file have paused."""
+
     def is_recognised(self, ino: Ino) -> bool:
         """Whether a recognised order has the file before it."""
 
@@ -153,9 +156,16 @@ class FetchAhead:
             self._served_files, self._served_s = self._window.served_files, now
         is_idle = now > self._served_s + _IDLE_S
 
+        foreseen = self._foreseen
+        # An order that is not read now keeps its files only until another one needs the room.
+        is_scarce = len(self._for_window) >= _WINDOW_WAITING or any(
+            not foreseen.is_idle(ino) for ino in self._for_window
+        )
+
         def is_expected(ino: Ino) -> bool:
-            foreseen = self._foreseen
-            return foreseen.is_announced(ino) or (not is_idle and foreseen.is_recognised(ino))
+            if foreseen.is_announced(ino) and not (is_scarce and foreseen.is_idle(ino)):
+                return True
+            return not is_idle and foreseen.is_recognised(ino)
 
         dropped = self._window.sweep(lambda held: is_expected(held.ino) and self._is_current(held))
         for ino in dropped:

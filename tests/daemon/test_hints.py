@@ -272,6 +272,27 @@ async def test_an_order_of_a_process_that_cannot_be_seen_ends_when_it_is_idle(
         assert len(rig.announcements) == 0
 
 
+async def test_an_order_without_an_open_for_a_minute_is_idle(
+    rig: Rig, autojump_clock: trio.testing.MockClock
+) -> None:
+    (ino,) = inos = [Ino(rig.inos[0])]
+    rig.begin()
+    rig.send(encode_piece(1, 0, inos * 3))
+    async with running(rig):
+        for _ in range(2):
+            await trio.sleep(58)
+            assert not rig.announcements.is_idle(ino)
+            rig.announcements.opened(ino)
+        await trio.sleep(58)
+        rig.send(encode_progress(1, 1))
+        await trio.sleep(5)
+        assert rig.announcements.is_idle(ino), "messages are no opens"
+        rig.begin()
+        rig.send(encode_piece(1, 0, inos))
+        await trio.sleep(2)
+        assert not rig.announcements.is_idle(ino)
+
+
 async def test_an_order_that_was_dropped_is_watched_no_longer(
     rig: Rig, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -111,6 +111,7 @@ class Listed:
     refusals: list[Ino] = field(default_factory=list)
     questions: list[int] = field(default_factory=list)
     over: set[Ino] = field(default_factory=set)
+    idle: set[Ino] = field(default_factory=set)
     awaited: set[Ino] = field(default_factory=set)
 
     def next(self, most: int) -> list[Ino]:
@@ -130,6 +131,9 @@ class Listed:
 
     def is_announced(self, ino: Ino) -> bool:
         return ino in self.awaited
+
+    def is_idle(self, ino: Ino) -> bool:
+        return ino in self.idle
 
     def is_recognised(self, ino: Ino) -> bool:
         return False

@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from monarch.errors import SourceError
 from monarch.placement.policy import Lru
+from monarch.transfer import ahead
 from monarch.types import Ino
 from tests.transfer.ahead_rig import AheadRig, until
 from tests.transfer.sources import Latency
@@ -88,6 +89,25 @@ async def test_files_that_no_reader_is_expected_to_open_leave_the_window(
         assert not any(map(rig.residency.is_copying, inos))
         assert await rig.content(inos[0]) == content["0"]
     assert rig.opens_of("0") == 2 and sum(rig.source.opens.values()) == 11
+
+
+async def test_an_order_that_is_not_read_now_makes_room_for_another_one(
+    rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a job that is stopped does not take the window, or the line before it, for ever."""
+    monkeypatch.setattr(ahead, "_WINDOW_WAITING", 20)
+    content = files(60, SIZE)
+    rig = rigs(content, capacity=1, window=10 * SIZE)
+    paused, others = list(content)[:40], list(content)[40:]
+    async with rig.running():
+        inos = rig.foresee(*paused)
+        await until(lambda: rig.window.bytes == 10 * SIZE)
+        rig.foreseen.idle |= set(inos)
+        rig.foresee(*others)
+        await until(lambda: all(map(rig.window.get, map(rig.ino, others[:10]))), virtual_s=10)
+        waits = await read_all(rig, {name: content[name] for name in others}, think_s=1.0, lead=0)
+        assert max(waits) == 0
+        assert await rig.content(inos[0]) == content["0"]
 
 
 async def test_a_file_that_changed_leaves_the_window_and_is_not_shown(
