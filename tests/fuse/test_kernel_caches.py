@@ -104,7 +104,11 @@ async def test_pages_are_dropped_by_another_process(
         token.run_sync_soon(done.set)
 
     monkeypatch.setattr(session.subprocess, "run", run)
+    # The count of opens must know of this open before it happens.
+    announced: list[tuple[Ino, int]] = []
+    caches.before_drop = lambda ino: announced.append((ino, len(started)))
     caches.drop(INO)
     with trio.fail_after(10):
         await done.wait()
     assert started[0][-1] == os.fsencode(tmp_path / "7")
+    assert announced == [(INO, 0)]
