@@ -10,6 +10,7 @@ import errno
 import gc
 import os
 import resource
+import select
 import socket
 import stat
 import struct
@@ -888,6 +889,12 @@ def test_the_end_of_the_device_is_reported(made: Rig) -> None:
     made.kernel.shutdown(socket.SHUT_RDWR)
     eventually(lambda: made.datapath.state().ended, "the end is noticed")
     eventually(lambda: made.datapath.state().threads == 0, "all threads have ended")
+    # One task waits for the end, and others take events: these must not take the end from it.
+    for _ in range(3):
+        assert made.datapath.served() == []
+        poll = select.poll()
+        poll.register(made.datapath.fileno(), select.POLLIN)
+        assert poll.poll(0) != [], "it still wakes the task that waits for the end"
 
 
 def test_stopping_lets_go_of_everything(tree: Tree, tmp_path: Path) -> None:
