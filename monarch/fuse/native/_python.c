@@ -374,12 +374,12 @@ static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
         /* Nobody has called. */
     }
     STORE(dp->awake, 0);
-    /* Several tasks take events; the one that notices the end of the session must wake, too. */
-    if (LOAD(dp->ended))
-        wake_python(dp);
     /* An event that another thread stores from here on is read below, if that thread saw Python
      * awake. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    /* Several tasks take events; the one that notices the end of the session must wake, too. */
+    if (LOAD(dp->ended))
+        wake_python(dp);
     PyObject *list = PyList_New(0);
     struct event event;
     while (list && next_event(dp, &event)) {
