@@ -14,6 +14,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TypeAlias
 
 from monarch.foresight.messages import (
@@ -37,8 +38,9 @@ _MORE_PIECES = 4
 # Progress is sent after so many entries, or after this time in seconds.
 _STEP_ENTRIES = 4096
 _STEP_S = 1.0
-# Listings that are kept: the files of a data set are named directory by directory.
+# Listings that are kept, and paths that are taken together: each directory is listed once for them.
 _KEPT_LISTINGS = 8
+_TOGETHER = 1 << 18
 # The mount has no room now, and may have later.
 _LATER = frozenset((errno.ENOSPC, errno.EBUSY))
 # How often a message is sent while other processes send too many, and the interval in seconds.
@@ -66,6 +68,21 @@ class Inodes:
                 del self._listings[next(iter(self._listings))]
             listing = self._listings[directory] = self._listed(directory or b".")
         return listing.get(name, _UNKNOWN)
+
+    def of_all(self, paths: Iterable[AnyPath]) -> array[int]:
+        """The numbers of many files, whose directories may come in any order."""
+        inos, source = array("Q"), iter(paths)
+        while taken := list(islice(source, _TOGETHER)):
+            places: dict[bytes, array[int]] = {}
+            for place, path in enumerate(taken):
+                directory = os.path.dirname(os.fsencode(path))
+                places.setdefault(directory, array("L")).append(place)
+            found = array("Q", bytes(8 * len(taken)))
+            for of_directory in places.values():
+                for place in of_directory:
+                    found[place] = self.of(taken[place])
+            inos += found
+        return inos
 
     def _listed(self, directory: bytes) -> dict[bytes, int]:
         try:
@@ -184,7 +201,7 @@ def announce(paths: Iterable[AnyPath], *, unit: int = SAMPLES) -> Announcement |
     result is closed or not used any more. Never raises OSError.
     """
     inodes = Inodes()
-    inos = array("Q", [inodes.of(path) for path in paths])
+    inos = inodes.of_all(paths)
     return announce_inodes(inodes, inos, unit=unit)
 
 
@@ -233,7 +250,7 @@ class AnnouncedFiles:
         """Announces the samples ``indices`` in this order, in place of the last order."""
         self.close()
         if self._inos is None:
-            self._inos = array("Q", (self._inodes.of(self._path_of(n)) for n in range(self._count)))
+            self._inos = self._inodes.of_all(map(self._path_of, range(self._count)))
         known = self._inos
         inos = array("Q", [known[index] for index in indices])
         self._now = announce_inodes(self._inodes, inos)

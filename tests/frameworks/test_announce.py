@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,31 @@ def test_listings_give_the_numbers_without_a_stat_of_each_file(
     assert inodes.of("/proc/self/status") == inodes.of("") == inodes.of(tmp_path / "no" / "x") == 0
     monkeypatch.chdir(tmp_path)
     assert Inodes().of("03") == expected[files[3]]
+
+
+def test_each_directory_of_a_shuffled_list_is_listed_once(
+    fake_mount: FakeMount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data set has a thousand directories, and a list for each file would take an hour."""
+    paths = [tmp_path / f"{number % 30}" / f"{number}" for number in range(300)]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    random.Random(1).shuffle(paths)
+    listed, real = list[bytes](), os.scandir
+
+    def counted(path: bytes) -> Iterator[os.DirEntry[bytes]]:
+        listed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(module.os, "scandir", counted)
+    assert announce(paths) is not None
+    assert AnnouncedFiles(paths.__getitem__, 300).announce(range(300)) is not None
+    expected = [path.stat().st_ino for path in paths]
+    assert [order.inos for order in fake_mount.orders] == [expected, expected]
+    assert len(listed) == 60
+    monkeypatch.setattr(module, "_TOGETHER", 100)
+    assert [*Inodes().of_all(paths)] == expected
 
 
 def test_few_listings_are_kept(tmp_path: Path) -> None:
