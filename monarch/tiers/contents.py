@@ -33,12 +33,26 @@ _SECONDS_SHIFT = 34
 # The increment of splitmix64, before ``mix``.
 _GAMMA = 0x9E3779B97F4A7C15
 
+# The directory of the partial copies, beneath that of the generation (partial.py).
+PARTS = "parts"
+
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def copy_name(ino: Ino) -> str:
     """The path of the copy of ``ino`` in a generation's directory, as in the C datapath."""
     return f"{ino & 0xFF:02x}/{ino}"
+
+
+def part_name(ino: Ino) -> str:
+    """The path of the partial copy of ``ino`` in a generation's directory."""
+    return f"{PARTS}/{ino}"
+
+
+def part_of(name: str) -> Ino | None:
+    """The inode number of a name in the directory of the partial copies, None if it has none."""
+    is_number = name.isascii() and name.isdecimal() and len(name) < 20
+    return Ino(int(name)) if is_number and name == str(int(name)) and int(name) > 0 else None
 
 
 def ino_of(path: str) -> Ino | None:
@@ -91,11 +105,14 @@ class Contents:
         return [f"stage/{name}" for name in self.names("stage") if _STAGED.fullmatch(name)]
 
     def files(self, generation: str) -> Iterator[list[str]]:
-        """The paths beneath a generation's directory, one subdirectory at a time."""
+        """The paths beneath a generation's directory, one subdirectory at a time, without those of
+        partial copies."""
         top = self.PREFIX + generation
         loose: list[str] = []
         buckets: list[str] = []
         for name in self.names(top):
+            if name == PARTS:
+                continue
             mode = os.stat(f"{top}/{name}", dir_fd=self._root, follow_symlinks=False).st_mode
             (buckets if stat.S_ISDIR(mode) else loose).append(name)
         yield loose
@@ -110,6 +127,12 @@ class Contents:
                 for path in paths:
                     if ino_of(path) is not None:
                         yield f"{self.PREFIX}{generation}/{path}"
+
+    def parts(self, generation: str) -> list[str]:
+        """The names in the directory of the partial copies of a generation."""
+        with suppress(NotADirectoryError):
+            return self.names(f"{self.PREFIX}{generation}/{PARTS}")
+        return []
 
     def names(self, name: str) -> list[str]:
         """The sorted names in a directory."""

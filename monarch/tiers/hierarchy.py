@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ from monarch.posix import failpoints
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
 from monarch.tiers.contents import ino_of
+from monarch.tiers.kept_parts import PartsAtStart, identity_in
 from monarch.tiers.ownership import Owner, require_known_version
+from monarch.tiers.partial import Found
 from monarch.tiers.records import Records, known_tiers, other_generations
 from monarch.tiers.tier import Tier
 from monarch.types import Identity, Ino
@@ -90,6 +93,9 @@ class Hierarchy:
             opened.callback(self.records.close, clean=False)
             self.records.forget_other_versions(columns, renewed)
             self._adopt(state, generation, inodes)
+            self._parts = PartsAtStart(self.tiers, self.records, generation)
+            self._parts.adopt(inodes)
+            self._version_of = partial(_version_of, columns, renewed)
             opened.pop_all()
 
     def _adopt(self, state: Path, generation: str, inodes: InodeTable) -> None:
@@ -114,10 +120,7 @@ class Hierarchy:
 
     def _adopt_one(self, old: Records, earlier: str, before: Ino, now: Ino, row: np.void) -> bool:
         record = old.get(before)
-        times = int(row["mtime_ns"]), int(row["ctime_ns"])
-        if record is None or record.identity != Identity(
-            int(row["size"]), *times, int(row["source_ino"])
-        ):
+        if record is None or record.identity != identity_in(row):
             return False
         try:
             if not self.tiers[record.tier - 1].adopt(earlier, before, now, record.identity):
@@ -153,6 +156,11 @@ class Hierarchy:
             self.records.clear(Ino(ino))
             tier.remove(Ino(ino))
         return Held(held.inos[fits], held.sizes[fits])
+
+    def parts(self, tier: Tier, entries: int) -> list[Found]:
+        """The partial copies of a tier of the versions in the snapshot, which has ``entries``
+        inodes. All others are removed. To be called once, at start."""
+        return self._parts.usable(tier, entries, self._version_of)
 
     def forgotten(self, tier: Tier) -> int:
         """The number of copies of a tier without any record, which ``sweep`` will remove."""
@@ -219,6 +227,15 @@ class Hierarchy:
             with suppress(OSError):
                 tier.sweep_stage()
             tier.close()
+
+
+def _version_of(
+    columns: Callable[[range], npt.NDArray[np.void]], renewed: Mapping[Ino, Identity], ino: Ino
+) -> Identity:
+    """The version of a file in the snapshot, or since a change by the drain."""
+    if ino in renewed:
+        return renewed[ino]
+    return identity_in(columns(range(ino, ino + 1))[0])
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from monarch.errors import TierError
 from monarch.posix import failpoints
 from monarch.posix.files import closing_fd, status_at
 from monarch.posix.private_directory import Lock, open_directory
-from monarch.tiers.contents import DIRECTORY, Contents, opened_in
+from monarch.tiers.contents import DIRECTORY, PARTS, Contents, opened_in, part_of
 
 log = logging.getLogger(__name__)
 
@@ -282,6 +282,7 @@ def remove_copies(held: SharedCopies) -> None:
             top = Contents.PREFIX + generation
             for bucket in range(256):
                 _rmdir(fd, f"{top}/{bucket:02x}")
+            _rmdir(fd, f"{top}/{PARTS}")
             _rmdir(fd, top)
         _rmdir(fd, "stage")
         for name in ("tier.part", "tier.json", "lock"):
@@ -296,6 +297,8 @@ def _copies(fd: int) -> Iterator[str]:
     contents = Contents(fd)
     for generation in contents.generations():
         yield from contents.copies(generation)
+        for name in filter(part_of, contents.parts(generation)):
+            yield f"{contents.PREFIX}{generation}/{PARTS}/{name}"
 
 
 def _rmdir(fd: int, name: str) -> None:

@@ -84,6 +84,8 @@ class Records:
         self._path = directory / (_PREFIX + generation)
         known = _read_header(self._path)
         self._term = _term_after(known)
+        # Whether no daemon has used them before.
+        self.is_new = not known
         listed = known.get("tiers")
         ids = [str(name) for name in listed] if isinstance(listed, list) else []
         self._header: dict[str, object] = {
@@ -131,6 +133,11 @@ class Records:
         records._find_places(listed, tier_ids)
         records._fd = os.open(path, os.O_RDWR | _OPEN_FLAGS)
         return records
+
+    @property
+    def term(self) -> int:
+        """The number of the current term."""
+        return self._term
 
     def leave(self) -> None:
         """Closes records that were opened by ``existing``."""

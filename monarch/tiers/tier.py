@@ -1,4 +1,4 @@
-"""One tier: a private directory on a local file system that holds whole, verified copies.
+"""One tier: a private directory on a local file system that holds verified copies.
 
     PATH/monarch/                    0700, owned by the daemon's user
         absorbed-SOURCE/             data written for a source (writeback/store.py)
@@ -8,6 +8,7 @@
             stage/INO.part           copies being written, removed at start
             copies-GENERATION/XX/INO committed copies; XX is the low byte of INO in hex, the
                                      modification time is the seal (contents.py)
+            parts/INO                partial copies of large files (partial.py)
 
 Several mounts may share a PATH, one after the other or at the same time; none touches the files of
 another. Earlier versions of Monarch kept the contents of MOUNT in PATH/monarch itself: the mount
@@ -29,6 +30,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import xxhash
@@ -41,11 +43,13 @@ from monarch.posix.private_directory import Lock
 from monarch.text import MiB
 from monarch.tiers.contents import (
     DIRECTORY,
+    PARTS,
     BrokenSeal,
     Contents,
     copy_name,
     keeps_seals,
     opened_in,
+    part_name,
     probe_file,
     put_seal,
     seal,
@@ -154,11 +158,13 @@ class Tier:
         for generation in contents.generations():
             name = Contents.PREFIX + generation
             if name != self._generation_name:
-                for path in contents.copies(generation):
+                parts = (f"{name}/{PARTS}/{part}" for part in contents.parts(generation))
+                for path in chain(contents.copies(generation), parts):
                     with suppress(IsADirectoryError):
                         os.unlink(path, dir_fd=self._root)
                         removed += 1
-                for below in [*(f"{name}/{bucket:02x}" for bucket in range(256)), name]:
+                buckets = (f"{name}/{bucket:02x}" for bucket in range(256))
+                for below in [*buckets, f"{name}/{PARTS}", name]:
                     with suppress(OSError):
                         os.rmdir(below, dir_fd=self._root)
         return removed
@@ -259,8 +265,10 @@ class Tier:
             self.remove(ino)
 
     def remove(self, ino: Ino) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(copy_name(ino), dir_fd=self._generation)
+        """Removes the copy of ``ino``, whole or partial, if there is one. Raises OSError."""
+        for name in (copy_name(ino), part_name(ino)):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(name, dir_fd=self._generation)
         failpoints.failpoint("eviction-removed")
 
     def stage(self, ino: Ino) -> Staged:
@@ -271,13 +279,22 @@ class Tier:
         return Staged(self, ino, name, fd)
 
     def _into_generation(self, name: str, ino: Ino) -> None:
-        target = copy_name(ino)
-        try:
-            os.rename(name, target, src_dir_fd=self._root, dst_dir_fd=self._generation)
-        except FileNotFoundError:
-            with suppress(FileExistsError):
-                os.mkdir(target[:2], 0o700, dir_fd=self._generation)
-            os.rename(name, target, src_dir_fd=self._root, dst_dir_fd=self._generation)
+        """Makes a file beneath the tier's own directory the copy of ``ino``. Raises OSError."""
+        _move_in(self._root, name, self._generation, copy_name(ino))
+
+    def complete_part(self, ino: Ino) -> None:
+        """Makes the partial copy of ``ino`` the copy. Raises OSError."""
+        _move_in(self._generation, part_name(ino), self._generation, copy_name(ino))
+
+    def adopt_part(self, generation: str, old: Ino, new: Ino) -> None:
+        """Renames a partial copy of another generation into this one. Raises OSError."""
+        name = f"{Contents.PREFIX}{generation}/{part_name(old)}"
+        _move_in(self._root, name, self._generation, part_name(new))
+
+    @property
+    def root(self) -> int:
+        """The descriptor of the tier's own directory."""
+        return self._root
 
     # -- the file system below ---------------------------------------------------------------
 
@@ -395,6 +412,17 @@ class Staged:
         failpoints.failpoint("copy-renamed")
         self._committed = True
         return self._digest.digest()
+
+
+def _move_in(root: int, name: str, directory: int, target: str) -> None:
+    """Renames ``name`` beneath ``root`` to ``target`` beneath ``directory``; makes the directory of
+    ``target`` if it is missing. Raises OSError."""
+    try:
+        os.rename(name, target, src_dir_fd=root, dst_dir_fd=directory)
+    except FileNotFoundError:
+        with suppress(FileExistsError):
+            os.mkdir(os.path.dirname(target), 0o700, dir_fd=directory)
+        os.rename(name, target, src_dir_fd=root, dst_dir_fd=directory)
 
 
 def _require_size(status: os.stat_result, identity: Identity) -> None:
