@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from monarch.placement.admission import Admission
 from monarch.placement.ledger import Ledger
+from monarch.placement.parts import PartAdmission, Parts
 from monarch.placement.policy import Item, Placement, Policy
 from monarch.placement.replacement import Replacement
 from monarch.placement.residency import SOURCE, Residency
@@ -67,7 +68,9 @@ class Controller:
         self._ledger = ledger
         self._policy = policy
         self._rules = rules
-        self._replacement = Replacement(residency, ledger)
+        # The partial copies. A file with one gets no whole copy.
+        self.parts = Parts(residency, ledger, policy)
+        self._replacement = Replacement(residency, ledger, self.parts)
         self._admission: Admission | None = None
         self._next_ino = ROOT_INO
         # Whether a complete copy of an inode is to be kept.
@@ -104,8 +107,12 @@ class Controller:
         return self._promote(item, forced=forced, may_evict=self._is_pinned(item.ino))
 
     def is_placed(self, ino: Ino) -> bool:
-        """Whether an item is resident or being copied."""
-        return self._residency.tier_of(ino) != SOURCE or self._residency.is_copying(ino)
+        """Whether an item is resident, being copied, or has a partial copy."""
+        return (
+            self._residency.tier_of(ino) != SOURCE
+            or self._residency.is_copying(ino)
+            or self.parts.tier_of(ino) != SOURCE
+        )
 
     def is_excluded(self, ino: Ino) -> bool:
         """Whether a rule forbids a copy of the item."""
@@ -183,7 +190,10 @@ class Controller:
         self.abandoned(promote.item, promote.tier, retry=True)
 
     def dropped(self, ino: Ino, size: int) -> int:
-        """Records that a copy is removed or invalid. Returns its tier (0: none)."""
+        """Records that a copy, whole or partial, is removed or invalid. Returns its tier (0:
+        none)."""
+        if part := self.parts.drop(ino):
+            return part
         tier = self._residency.clear(ino)
         if tier != SOURCE:
             self._ledger.release(tier, size)
@@ -191,6 +201,28 @@ class Controller:
             if self._rules is not None:
                 self._rules.removed(ino, size)
         return tier
+
+    def begin_part(self, item: Item, *, overhead: int) -> PartAdmission | None:
+        """Begins a partial copy, with ``overhead`` bytes beside the granules; None if the file may
+        not have one: it has or will have a whole copy, or no tier has a place for it."""
+        tiers = self.tiers_for_part(item.ino)
+        placement = self._choose(item, forced=False, may_evict=False)
+        return self.parts.begin(item, placement, tiers, overhead=overhead)
+
+    def part_completed(self, ino: Ino) -> None:
+        """A partial copy has become the whole copy, and is recorded."""
+        item = self.parts.completed(ino)
+        if self._rules is not None:
+            self._rules.placed(ino, item.size)
+
+    def tiers_for_part(self, ino: Ino) -> range:
+        """The tiers that may have a partial copy of a file. A pinned file gets a whole copy."""
+        rule = self._rules.of(ino) if self._rules is not None else None
+        if rule is None:
+            return self._ledger.tiers
+        if rule.never or rule.pin:
+            return range(0)
+        return self._ledger.tiers if rule.tier is None else range(rule.tier, rule.tier + 1)
 
     def draw(self, curve: npt.NDArray[np.uint64]) -> None:
         """Lets the policy choose again, when the files of the rules are counted. ``curve`` has the
@@ -210,6 +242,8 @@ class Controller:
     def _promote(self, item: Item, *, forced: bool, may_evict: bool = True) -> Promote | None:
         if self._residency.is_copying(item.ino):
             self._residency.want(item.ino, forced=forced)
+            return None
+        if self.parts.tier_of(item.ino) != SOURCE:
             return None
         placement = self._choose(item, forced=forced, may_evict=may_evict)
         if placement is None or (placement.evict and not may_evict):

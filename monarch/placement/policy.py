@@ -62,6 +62,10 @@ class Policy(Protocol):
         """The tier for ``item``; None: leave it at the source. ``forced``: only the space
         counts."""
 
+    def left(self, tier: int, ledger: Ledger) -> int:
+        """The bytes of a tier that are not kept for whole files."""
+        return ledger.capacity(tier)
+
     def accessed(self, ino: Ino, tier: int) -> None:
         """A resident item was opened."""
         return
@@ -148,6 +152,12 @@ class NoEvict(FirstCome):
             total <= sum(capacities[tier - 1] for tier in tiers) for tiers, total in totals.items()
         )
         self._tables = None if all_fits else assign(shares, capacities)
+        # The bytes of each tier that are kept for whole files.
+        self._kept = [0] * (len(capacities) + 1)
+        for tiers, table in (self._tables or {}).items():
+            for tier in tiers:
+                here = np.frombuffer(table, np.uint8) == tier
+                self._kept[tier] += sum(shares[tiers][here].tolist())
 
     def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
         # An empty file needs no space, so its bucket may have no tier.
@@ -157,6 +167,9 @@ class NoEvict(FirstCome):
         table = self._tables.get(ledger.tiers)
         tier = table[bucket(item.key)] if table is not None else 0
         return Placement(tier) if tier and ledger.fits(tier, item.size) else None
+
+    def left(self, tier: int, ledger: Ledger) -> int:
+        return max(0, ledger.capacity(tier) - self._kept[tier])
 
 
 class Lru(Policy):

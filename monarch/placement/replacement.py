@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from monarch.placement.ledger import Ledger
+from monarch.placement.parts import Parts
 from monarch.placement.policy import Item, Placement, Victim
 from monarch.placement.residency import Residency
 from monarch.types import Ino
@@ -19,9 +20,10 @@ _MOST_TURNS = 256
 
 class Replacement:
     """Takes the copies of a tier in turn, so that no part of a data set loses all of its copies to
-    the first files. ``size_of`` returns the size of a copy in bytes."""
+    the first files. Partial copies leave first. ``size_of`` returns the size of a copy in bytes."""
 
-    def __init__(self, residency: Residency, ledger: Ledger) -> None:
+    def __init__(self, residency: Residency, ledger: Ledger, parts: Parts) -> None:
+        self._parts = parts
         self._residency = residency
         self._ledger = ledger
         # The copies that come next, by tier and by the numbers among which they are.
@@ -38,6 +40,10 @@ class Replacement:
                 continue
             missing = item.size - ledger.room(tier)
             victims: dict[Ino, Victim] = {}
+            for ino in self._parts.inos(tier):
+                if missing > 0:
+                    victims[ino] = Victim(ino, self._parts.held(ino))
+                    missing -= victims[ino].size
             for ino in self._next(tier, None, _MOST_COMPARED):
                 if missing <= 0:
                     break

@@ -292,3 +292,37 @@ def test_a_further_name_of_a_file_changes_no_rule(snapshot: Snapshot) -> None:
     first = next(ino for ino, path in mount.files.items() if path == b"val/a/01.jpg")
     assert mount.rules.of(first) is None
     assert mount.rules.counts[0].files == 40
+
+
+def test_rules_hold_for_partial_copies(snapshot: Snapshot) -> None:
+    rules = [
+        rule("raw/**", admit="never"),
+        rule("val/**", pin=True),
+        rule("train/a/**", tier="nvme"),
+    ]
+    mount = Mount(snapshot, rules, [40 * SIZE, 40 * SIZE], "first_come")
+    raw, pinned, other = (mount.item(min(mount.under(p))) for p in (b"raw/", b"val/", b"train/b/"))
+    restricted = mount.item(min(mount.under(b"train/a/")))
+    begun = {
+        item.ino: mount.controller.begin_part(item, overhead=0)
+        for item in (raw, pinned, restricted, other)
+    }
+    tiers = [None if part is None else part.tier for part in begun.values()]
+    assert tiers == [None, None, 2, 1]
+    # A whole copy that a partial one has become counts for its rule.
+    mount.measure()
+    mount.controller.parts.reserve(restricted.ino, SIZE)
+    mount.controller.parts.stored(restricted.ino, SIZE)
+    mount.controller.part_completed(restricted.ino)
+    assert mount.rules.counts[2].resident_files == 1
+    mount.controller.dropped(restricted.ino, SIZE)
+    assert mount.rules.counts[2].resident_files == 0
+
+
+def test_a_pinned_file_takes_the_room_of_partial_copies(snapshot: Snapshot) -> None:
+    mount = Mount(snapshot, [rule("val/**", pin=True)], [SIZE, 0], "first_come")
+    other, pinned = (mount.item(min(mount.under(prefix))) for prefix in (b"train/b/", b"val/"))
+    assert mount.controller.begin_part(other, overhead=SIZE // 2)
+    promote = mount.controller.offered(pinned)
+    assert promote is not None and promote.evict == (other.ino,)
+    assert len(mount.controller.parts) == 0
