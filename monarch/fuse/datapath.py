@@ -223,6 +223,20 @@ class Datapath:
         """
         return bool(self._native.bind(ino, fd, tier, size, backing_id))
 
+    def bind_part(self, ino: Ino, fd: int, *, tier: int, size: int) -> bool:
+        """Answers reads of an inode that is being opened or is bound from a duplicate of ``fd``,
+        the partial copy (tiers/partial.py) of a file of ``size`` bytes. A read with a granule that
+        is not present comes to Python. Returns False if all reads must."""
+        return bool(self._native.bind_part(ino, fd, tier, size))
+
+    def drop_part(self, ino: Ino) -> None:
+        """Ends ``bind_part``: reads are answered as if there were no partial copy."""
+        self._native.drop_part(ino)
+
+    def watch(self, ino: Ino, offset: int) -> None:
+        """Sends reads of a bound inode from ``offset`` on to Python; 0 ends this."""
+        self._native.watch(ino, offset)
+
     def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool) -> bool:
         """Serves reads and writes of an inode, which is being opened or is open, from a duplicate
         of ``fd``. Readers that were opened without Python see the file, too.

@@ -99,6 +99,9 @@ static struct open_inode *take(struct opens *opens, struct opens_stripe *stripe,
         __atomic_store_n(&entry->has_set_id, false, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->tier, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->reached, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->watched_from, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->part_tier, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->part, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->fd, -1, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->kind, OPEN_SETTLING, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->ino, ino, __ATOMIC_RELEASE);
@@ -200,6 +203,40 @@ bool opens_resize(struct opens *opens, uint64_t ino, uint64_t size) {
     return bound;
 }
 
+bool opens_bind_part(struct opens *opens, uint64_t ino, int fd, uint8_t tier, uint64_t size,
+                     bool *spare) {
+    struct open_inode *entry = locked(opens, ino);
+    bool can = can_bind(entry);
+    if (can) {
+        __atomic_store_n(&entry->bound, true, __ATOMIC_RELEASE);
+        settle(entry, OPEN_RELAY, -1, 0, 0, size);
+    } else {
+        can = entry && entry->bound && entry->kind == OPEN_RELAY;
+    }
+    *spare = can && entry->part;
+    if (can && !entry->part) {
+        __atomic_store_n(&entry->part_size, size, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->part, fd + 1, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->part_tier, tier, __ATOMIC_RELEASE);
+    }
+    unlock(stripe_of(opens, ino));
+    return can;
+}
+
+void opens_drop_part(struct opens *opens, uint64_t ino) {
+    struct open_inode *entry = locked(opens, ino);
+    if (entry)
+        __atomic_store_n(&entry->part_tier, 0, __ATOMIC_RELEASE);
+    unlock(stripe_of(opens, ino));
+}
+
+void opens_watch(struct opens *opens, uint64_t ino, uint64_t offset) {
+    struct open_inode *entry = locked(opens, ino);
+    if (entry && entry->bound)
+        __atomic_store_n(&entry->watched_from, offset, __ATOMIC_RELEASE);
+    unlock(stripe_of(opens, ino));
+}
+
 bool opens_outdate(struct opens *opens, uint64_t ino) {
     struct open_inode *entry = locked(opens, ino);
     /* An entry that is being settled may become such a copy. It is marked without waiting, since
@@ -232,6 +269,7 @@ static void forget(struct opens_stripe *stripe, struct open_inode *entry,
     *link = entry->next;
     *to_close = (struct open_remains){
         .fd = entry->fd,
+        .part = entry->part,
         .tier = entry->tier,
         .backing_id = entry->backing_id,
         .outdated = entry->outdated,
@@ -241,6 +279,7 @@ static void forget(struct opens_stripe *stripe, struct open_inode *entry,
     entry->written = NULL;
     __atomic_store_n(&entry->content, NULL, __ATOMIC_RELAXED);
     __atomic_store_n(&entry->fd, -1, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->part, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&entry->ino, 0, __ATOMIC_RELEASE);
     entry->next = stripe->free;
     stripe->free = entry;

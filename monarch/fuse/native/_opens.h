@@ -54,6 +54,10 @@ struct open_inode {
     uint32_t python_handles; /* those of them with a plain handle of pyfuse3 */
     int32_t backing_id;
     int fd;          /* atomic */
+    int part;        /* the descriptor of its partial copy plus 1, 0 if it has none; atomic */
+    uint64_t part_size;    /* the size of the whole file; atomic */
+    uint64_t watched_from; /* Python decides on reads from this offset on; 0: not; atomic */
+    uint8_t part_tier;     /* 0: the partial copy must not be used any more; atomic */
     uint8_t kind;    /* atomic */
     uint8_t tier;    /* 0: the source */
     bool bound;      /* Python decided the open and gets the release; atomic */
@@ -93,6 +97,7 @@ struct opens {
 /* The descriptors to be closed after the last release: -1 and 0 if there is none. */
 struct open_remains {
     int fd;
+    int part;     /* plus 1, as in struct open_inode */
     uint8_t tier; /* of ``fd``; 0: closing it may wait for the source */
     int32_t backing_id;
     bool outdated;
@@ -125,6 +130,14 @@ bool opens_bind(struct opens *opens, uint64_t ino, enum open_kind kind, int fd, 
                 uint8_t tier, uint64_t size);
 /* Sets the ``size`` of the file of an inode that Python bound. False if it is not bound. */
 bool opens_resize(struct opens *opens, uint64_t ino, uint64_t size);
+/* Lets reads of an inode that Python opens, or has bound, be answered from a partial copy of a file
+ * of ``size`` bytes. If true, ``fd`` belongs to the entry, or ``*spare`` is set. */
+bool opens_bind_part(struct opens *opens, uint64_t ino, int fd, uint8_t tier, uint64_t size,
+                     bool *spare);
+/* Reads of the inode are not answered from its partial copy any more. */
+void opens_drop_part(struct opens *opens, uint64_t ino);
+/* Sends reads of a bound inode from ``offset`` on to Python; 0 ends this. */
+void opens_watch(struct opens *opens, uint64_t ino, uint64_t offset);
 /* Makes the last release an event; false if the inode is not open with a copy in a tier. */
 bool opens_outdate(struct opens *opens, uint64_t ino);
 /* Whether opens_bind can succeed now. */

@@ -184,6 +184,8 @@ void close_remains(struct datapath *dp, const struct open_remains *to_close) {
         close_later(dp, to_close->fd);
     else if (to_close->fd >= 0)
         close(to_close->fd);
+    if (to_close->part)
+        close(to_close->part - 1);
     content_release(to_close->content);
     if (to_close->written)
         opens_unuse(to_close->written);

@@ -101,6 +101,36 @@ static void close_of_tier(struct datapath *dp, int fd, uint8_t tier) {
     close_remains(dp, &to_close);
 }
 
+PyObject *datapath_bind_part(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    unsigned long long ino, size;
+    int fd, tier;
+    if (!PyArg_ParseTuple(args, "KiO&K", &ino, &fd, to_tier, &tier, &size))
+        return NULL;
+    int own = dp->started ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
+    bool spare = false, bound = own >= 0 && !is_scarce(own) &&
+                                opens_bind_part(&dp->opens, ino, own, (uint8_t)tier, size, &spare);
+    if (own >= 0 && (!bound || spare))
+        close_of_tier(dp, own, (uint8_t)tier);
+    return PyBool_FromLong(bound);
+}
+
+PyObject *datapath_drop_part(Datapath *self, PyObject *arg) {
+    unsigned long long ino = PyLong_AsUnsignedLongLong(arg);
+    if (PyErr_Occurred())
+        return NULL;
+    opens_drop_part(&self->dp->opens, ino);
+    Py_RETURN_NONE;
+}
+
+PyObject *datapath_watch(Datapath *self, PyObject *args) {
+    unsigned long long ino, offset;
+    if (!PyArg_ParseTuple(args, "KK", &ino, &offset))
+        return NULL;
+    opens_watch(&self->dp->opens, ino, offset);
+    Py_RETURN_NONE;
+}
+
 PyObject *datapath_bind_written(Datapath *self, PyObject *args) {
     struct datapath *dp = self->dp;
     unsigned long long ino;

@@ -68,6 +68,37 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
     return true;
 }
 
+/* As in tiers/partial.py. */
+enum { GRANULE = 128 << 10, GRANULE_PRESENT = 1 };
+
+/* Answers a read from the partial copy of an open inode, if all its granules are present; false if
+ * Python must. The map of the granules follows the data, from a multiple of a granule on. */
+static bool relay_part(struct thread *thread, struct in_header *request, struct open_inode *entry,
+                       uint64_t begin) {
+    const struct read_in *in = (const struct read_in *)(request + 1);
+    uint8_t tier = LOAD(entry->part_tier), states[DATA_BYTES / GRANULE + 2];
+    int fd = LOAD(entry->part) - 1;
+    uint64_t whole = LOAD(entry->part_size);
+    if (!tier || fd < 0 || LOAD(thread->dp->tiers[tier].shunned) || LOAD(entry->size) != whole ||
+        in->offset >= whole || in->size == 0)
+        return false;
+    uint64_t left = whole - in->offset;
+    size_t wanted = in->size < left ? in->size : (size_t)left;
+    uint64_t first = in->offset / GRANULE;
+    size_t count = (size_t)((in->offset + wanted - 1) / GRANULE - first) + 1;
+    uint64_t map_at = (whole + GRANULE - 1) / GRANULE * GRANULE;
+    if (read_all(fd, states, count, map_at + first) != (ssize_t)count)
+        return false;
+    for (size_t i = 0; i < count; i++)
+        if (states[i] != GRANULE_PRESENT)
+            return false;
+    if (read_all(fd, thread->data, wanted, in->offset) != (ssize_t)wanted)
+        return false;
+    count_read(thread, tier, wanted, begin);
+    answer(thread, request, thread->data, wanted);
+    return true;
+}
+
 /* Marks that a process may have a part of this version from now on. */
 static void mark_given(struct datapath *dp, uint64_t ino) {
     uint8_t bit = (uint8_t)(1 << (ino & 7));
@@ -208,14 +239,19 @@ void do_read(struct thread *thread, struct in_header *request, size_t size, uint
         uint64_t whole = LOAD(entry->size);
         uint8_t tier = LOAD(entry->tier);
         enum turn turn = TURN_NOW;
-        if (fd >= 0 && tier == 0)
+        bool has_part = LOAD(entry->part_tier);
+        if (has_part && relay_part(thread, request, entry, begin))
+            return;
+        uint64_t watched_from = LOAD(entry->watched_from);
+        bool decided = !has_part && (!watched_from || in->offset < watched_from);
+        if (fd >= 0 && tier == 0 && decided)
             turn = begin_source_call(thread, request, NULL, false, begin);
         if (turn == TURN_LATER)
             return;
-        if (fd >= 0 && turn == TURN_NOW &&
+        if (decided && fd >= 0 && turn == TURN_NOW &&
             relay(thread, request, fd, tier, whole, begin, entry, false))
             return;
-        if (fd < 0 && relay_by_name(thread, request, false, begin))
+        if (decided && fd < 0 && relay_by_name(thread, request, false, begin))
             return;
         if (tier && is_made(dp, request->nodeid) && LOAD(entry->kind) == OPEN_RELAY) {
             /* Python does not know of this open, only of the object. */
