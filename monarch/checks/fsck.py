@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from monarch.checks import findings
@@ -27,9 +28,10 @@ from monarch.posix.mounts import is_dead
 from monarch.posix.private_directory import Lock
 from monarch.telemetry.report import FsckProgress, FsckReport
 from monarch.text import counted
-from monarch.tiers.contents import Contents, keeps_seals, seal
+from monarch.tiers.contents import PARTS, Contents, keeps_seals, seal
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import PRIVATE, own_directory
+from monarch.tiers.partial import compare_parts
 from monarch.tiers.records import Records, other_generations
 from monarch.tiers.verify import SEAL, UNKNOWN, UNRECORDED, Suspect, compare
 from monarch.types import Identity, Ino
@@ -232,15 +234,18 @@ class _StateCheck:
                 what = f"no record knows of the {counted(count, 'file', 'files')} in it"
                 self._mend(UNKNOWN, tier.name, path, what, path)
         for generation, records in known.items():
-            for step in compare(
+            version_of = partial(self._version, generation, records)
+            copies = compare(
                 tier.root,
                 generation,
                 place,
                 records,
                 seals=tier.seals,
                 whole=self._digests,
-                version_of=partial(self._version, generation, records),
-            ):
+                version_of=version_of,
+            )
+            parts = compare_parts(tier.root, generation, whole=self._digests, version_of=version_of)
+            for step in chain(copies, parts):
                 self._findings.files += step.files
                 self._findings.nbytes += step.nbytes
                 if step.files or step.nbytes:
@@ -275,6 +280,8 @@ class _StateCheck:
                 os.utime(path, ns=(time.time_ns(), seal(suspect.ino, suspect.record.identity)))
                 return
             remove(path)
+            if path.parent.name == PARTS:
+                return
             if suspect.ino is not None and suspect.kind not in UNRECORDED:
                 records.clear(suspect.ino)
 

@@ -203,6 +203,7 @@ def _detail_lines(
         ("state", f"{report.state} for {up}, pid {report.pid}, version {report.version}"),
         *([("now", now)] if now else []),
         ("resident", _resident(report, ascii_only)),
+        *_parts(report),
         *_fits(report),
         ("copies", f"{_copies(report)}; {copies.done:,} done, {copies.failed:,} failed"),
         *(("warming", _warming(work)) for work in report.warming),
@@ -419,7 +420,21 @@ def _source(report: reports.StatusReport) -> str:
     return (
         f"{counted(reader.opens, 'open', 'opens')} and {format_bytes(reader.bytes)} by readers,"
         f" {counted(copy.opens, 'open', 'opens')} and {format_bytes(copy.bytes)} by copies"
+        f"{_copied_per_wanted(report)}"
     )
+
+
+def _copied_per_wanted(report: reports.StatusReport) -> str:
+    ratio = report.copied_per_wanted
+    return "" if ratio is None else f"; copied / wanted {ratio:.2f}"
+
+
+def _parts(report: reports.StatusReport) -> Iterable[tuple[str, str]]:
+    """The large files that have partial copies."""
+    files = sum(tier.parts for tier in report.tiers)
+    if files:
+        nbytes = format_bytes(sum(tier.part_bytes for tier in report.tiers))
+        yield "in parts", f"{counted(files, 'large file', 'large files')}, {nbytes} of them"
 
 
 def _foresight(foresight: ForesightReport) -> Iterable[tuple[str, str]]:

@@ -233,6 +233,9 @@ class ForesightSettings(Section):
     window: bool = True
     """Fetch also small files that no tier has a place for, if their order was announced or
     recognised, into at most a quarter of `limits.buffer_max`. They leave when they are read."""
+    parts: bool = True
+    """Copy of a file of `limits.range_min` or more only the parts that are read, if it is not read
+    from its start. false: such a file is always copied as a whole."""
 
 
 class LimitSettings(Section):
@@ -243,6 +246,8 @@ class LimitSettings(Section):
     source_timeout: Duration | None = None
     """How long an open or a read waits for a source that hangs before it fails with ETIMEDOUT, like
     2m. null: until the source answers, as without Monarch."""
+    range_min: Annotated[Size, Field(ge=16 * MiB)] = 64 * MiB
+    """The least size of a file that may be copied in parts, 16MiB or more."""
     source_bandwidth: Size = 0
     """Bytes per second that copies read from the source; 0: no limit. Readers are never delayed."""
     scrub_bandwidth: Size = 16 * MiB

@@ -6,6 +6,7 @@ again on the event loop, where nothing changes in between, before it is reported
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,13 +28,15 @@ from monarch.posix.files import closing_fd
 from monarch.posix.thread_pool import ThreadPool, batches
 from monarch.telemetry.report import FsckProgress, FsckReport
 from monarch.tiers import verify
-from monarch.tiers.contents import Contents, copy_name
+from monarch.tiers.contents import Contents, copy_name, part_name, part_of
 from monarch.tiers.hierarchy import Hierarchy
+from monarch.tiers.partial import compare_parts
 from monarch.tiers.tier import Tier
 from monarch.transfer.engine import Engine
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Identity, Ino
 from monarch.vfs.copies import Copies
+from monarch.vfs.parts import PartialCopies
 from monarch.writeback.earlier import inspect
 from monarch.writeback.objects import object_path
 from monarch.writeback.setup import WriteBack
@@ -62,6 +65,7 @@ class OnlineFsck:
     monitor: TierMonitor
     engine: Engine
     copies: Copies
+    parts: PartialCopies
     writing: WriteBack | None
     threads: ThreadPool
     _one_at_a_time: trio.Lock = field(default_factory=trio.Lock, init=False)
@@ -180,7 +184,55 @@ class _FsckRun:
                 if step.suspect is not None and await self._holds(tier, step.suspect):
                     await self._note(tier, self._better_known(tier, step.suspect))
             await self._report(self._findings.progress())
+        await self._check_parts(tier, root, generation)
         return ""
+
+    async def _check_parts(self, tier: Tier, root: int, generation: str) -> None:
+        """Compares the partial copies on the disk with those that the daemon uses."""
+        accounts = self._of.parts.accounts
+        missing = set(accounts.inos(tier.number))
+        steps = compare_parts(root, generation, whole=self._digests, version_of=self._version)
+        while done := await self._of.threads.run(verify.turn, steps, _cost):
+            for step in done:
+                self._findings.files += step.files
+                self._findings.nbytes += step.nbytes
+                if step.suspect is not None:
+                    await self._note_part(tier, step.suspect)
+            await self._report(self._findings.progress())
+        names = await self._of.threads.run(Contents(root).parts, generation)
+        found = set(filter(None, map(part_of, names)))
+        for ino in sorted(found - set(accounts.inos(tier.number))):
+            suspect = verify.Suspect(verify.UNKNOWN, part_name(ino), "the daemon does not use it")
+            await self._note_part(tier, suspect)
+        for ino in sorted(missing - found):
+            what = "the partial copy is missing"
+            await self._note_part(
+                tier, verify.Suspect(verify.MISSING, part_name(ino), what, ino, None, errno.ENOENT)
+            )
+
+    async def _note_part(self, tier: Tier, suspect: verify.Suspect) -> None:
+        """Reports a suspect if it is still wrong, and repairs it if asked to."""
+        ino = suspect.ino
+        used = ino is not None and self._of.parts.accounts.tier_of(ino) == tier.number
+        stays = await self._stays(tier, suspect.path)
+        if stays == (suspect.kind == verify.MISSING) or (ino is not None and not used):
+            # It came or went meanwhile.
+            return
+        path = f"{Contents.PREFIX}{self._of.names.snapshot.id}/{suspect.path}"
+        path_text = os.fspath(tier.own / path)
+        if ino is not None:
+            path_text = os.fsdecode(self._of.names.path(ino))
+        await self._add(
+            suspect.kind, tier, path_text, suspect.what, by=partial(self._mend_part, tier, suspect)
+        )
+
+    async def _mend_part(self, tier: Tier, suspect: verify.Suspect) -> None:
+        if suspect.ino is not None:
+            failure = OSError(suspect.error, f"found by fsck: {suspect.what}")
+            self._of.parts.drop_damaged(suspect.ino, tier.number, failure)
+        else:
+            by = partial(tier.remove_stranger, suspect.path, before_ns=self._began_ns)
+            await self._of.threads.run(by)
 
     async def _remove(self, kind: str, tier: Tier, path: Path, what: str) -> None:
         """Adds a finding whose repair removes a file, or a directory with its contents."""
@@ -315,14 +367,16 @@ class _FsckRun:
     async def _check_accounts(self, tiers: Sequence[Tier]) -> None:
         """Compares the ledger with the records, at a moment without running copies."""
         with trio.move_on_after(_REST_S) as patience:
-            while self._of.engine.running or self._of.engine.queued:
+            engine, reading = self._of.engine, self._of.parts
+            while engine.running or engine.queued or reading.pending:
                 await trio.sleep(_STEP_S)
         if patience.cancelled_caught:
             return
         for tier in tiers:
             held = self._of.hierarchy.held(tier)
             files = self._residency.resident_files(tier.number)
-            nbytes = self._of.ledger.used(tier.number)
+            parts = self._of.parts.accounts.bytes(tier.number)
+            nbytes = self._of.ledger.used(tier.number) - parts
             if (files, nbytes) != (len(held.inos), held.bytes):
                 what = (
                     f"{files} files with {nbytes} bytes are counted,"

@@ -247,6 +247,7 @@ class Mount:
             self.tiers.residency,
             self.transfer.monitor,
             evict=self.read.promotions.evict,
+            parts=self.tiers.controller.parts,
             doubts=self._settings.verify != "never",
         )
         self._started_ns = time.time_ns()
@@ -316,6 +317,7 @@ class Mount:
         with ending.step("requests"):
             self.session.close()
         with ending.step("copies"), trio.move_on_after(_LAST_COPIES_S, shield=True):
+            await self.read.parts.finish()
             await self.transfer.engine.finish()
         if self.write_back is not None:
             with ending.step("written"):
@@ -337,6 +339,7 @@ class Mount:
             "offers": self.read.promotions.run,
             **self.filesystem.tasks(),
             "books": self._note_served,
+            "parts": self.read.parts.run,
             "sweep": self._sweep.run,
             "scrub": upkeep.scrub.run,
             "health": self.status.watch_health,
@@ -426,6 +429,7 @@ class Mount:
                 self._page.close()
             self.status.close()
             self.read.bindings.close()
+            self.read.parts.close()
             if self.write_back is not None:
                 self.write_back.close()
             if self.transfer.monitor.is_stuck:

@@ -21,12 +21,14 @@ from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool, batches
 from monarch.telemetry.report import ScrubReport
 from monarch.text import GiB, KiB
+from monarch.tiers.partial import verify_part
 from monarch.tiers.records import Record, Records
 from monarch.tiers.tier import Tier
 from monarch.tiers.verify import GOOD, MISSING, PIECE_BYTES, SEAL, Step, Verdict, turn, verify_copy
 from monarch.transfer.pace import TokenBucket
 from monarch.types import ROOT_INO, Ino
 from monarch.vfs.copies import Copies
+from monarch.vfs.parts import PartialCopies
 
 # The cost of a file besides its bytes: a hard disk reads this much in the time of a seek.
 _FILE_BYTES = 64 * KiB
@@ -59,6 +61,7 @@ class Scrub:
     records: Records
     residency: Residency
     copies: Copies
+    parts: PartialCopies
     threads: ThreadPool
     bandwidth: int
 
@@ -96,6 +99,9 @@ class Scrub:
             for tier in self.tiers:
                 for batch in batches(self._questions(tier, start, behind=first), _BATCH):
                     cost += await self._look_at(tier, batch)
+        for tier in self.tiers:
+            for ino in self.parts.accounts.inos(tier.number):
+                cost += await self._look_at_part(tier, ino)
         await self._pay(_ROUND_BYTES - cost)
         self._rounds += 1
         self._last_round_ns = time.time_ns()
@@ -115,6 +121,24 @@ class Scrub:
             for question, verdict in judged:
                 await self._judge(tier, question, verdict)
             spent = nbytes + _FILE_BYTES * len(judged)
+            cost += spent
+            await self._pay(spent)
+        return cost
+
+    async def _look_at_part(self, tier: Tier, ino: Ino) -> int:
+        """Compares the granules of a partial copy with their digests."""
+        steps = _part_steps(tier, ino)
+        cost = 0
+        while self.is_read(tier.number) and (done := await self.threads.run(turn, steps, _cost)):
+            nbytes = sum(step.nbytes for step in done if isinstance(step, Step))
+            self._bytes += nbytes
+            for verdict in (step for step in done if isinstance(step, Verdict)):
+                # One that is missing was dropped or completed, or its next open misses it.
+                wrong = verdict.kind not in ("", MISSING) and verdict.error not in _SCARCE
+                if wrong and self.is_read(tier.number):
+                    failure = OSError(verdict.error, f"found by scrub: {verdict.what}")
+                    self._found += self.parts.drop_damaged(ino, tier.number, failure)
+            spent = nbytes + _FILE_BYTES
             cost += spent
             await self._pay(spent)
         return cost
@@ -153,5 +177,9 @@ def _steps(tier: Tier, batch: Sequence[_Question]) -> Iterator[_Step]:
         yield question, verdict
 
 
-def _cost(step: _Step) -> int:
+def _part_steps(tier: Tier, ino: Ino) -> Iterator[Step | Verdict]:
+    yield (yield from verify_part(tier.directory, ino, None, whole=True))
+
+
+def _cost(step: _Step | Verdict) -> int:
     return step.nbytes if isinstance(step, Step) else _FILE_BYTES

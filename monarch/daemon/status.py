@@ -146,7 +146,7 @@ class Status:
             residency=self._residency_report(tiers, snapshot),
             copies=reports.Copies(
                 queued=self._transfer.engine.queued,
-                running=self._transfer.engine.running,
+                running=self._transfer.engine.running + self._filesystem.parts.pending,
                 done=sum(metrics.promotions),
                 failed=sum(metrics.promotion_failures.values()),
                 bytes=sum(metrics.promoted_bytes),
@@ -179,6 +179,7 @@ class Status:
             warming=self.warming(),
             rules=self._rule_reports(),
             admission=AdmissionReport(admission.replaced, admission.refused, admission.spared),
+            copied_per_wanted=metrics.copied_per_wanted() if mode.counts_tier_reads else None,
         )
 
     def _not_counted(self, mode: reports.Mode) -> str:
@@ -222,6 +223,7 @@ class Status:
     def _tier_reports(self, mode: reports.Mode) -> list[reports.TierReport]:
         out = self._transfer.monitor.out_of_service()
         ledger, metrics = self._tiers.ledger, self._metrics
+        parts = self._tiers.controller.parts
         return [
             reports.TierReport(
                 name=tier.name,
@@ -237,6 +239,8 @@ class Status:
                 bytes=metrics.read_bytes[number] if mode.counts_tier_reads else None,
                 out_why=out[number].why if number in out else "",
                 others=list(self._transfer.monitor.others(number)),
+                parts=len(parts.inos(number)),
+                part_bytes=parts.bytes(number),
             )
             for number, tier in self._transfer.monitor.tiers.items()
         ]

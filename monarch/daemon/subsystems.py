@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from monarch.placement.admission import Admission
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
-from monarch.placement.policy import FirstCome, Lru, NoEvict, Policy
+from monarch.placement.policy import FirstCome, Item, Lru, NoEvict, Policy
 from monarch.placement.residency import Residency
 from monarch.placement.rules import Rule, Rules
 from monarch.posix.thread_pool import ThreadPool
@@ -31,7 +33,9 @@ from monarch.telemetry.log import Logbook
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.hierarchy import Hierarchy
+from monarch.tiers.partial import Found, Layout, remove
 from monarch.tiers.source import Source
+from monarch.tiers.tier import Tier
 from monarch.transfer.ahead import FetchAhead
 from monarch.transfer.engine import Engine
 from monarch.transfer.source_calls import SourceCalls
@@ -117,9 +121,11 @@ def open_tiers(parts: Parts) -> Tiers:
         mountpoint=os.fspath(settings.mountpoint),
         source=os.fspath(settings.source),
     )
-    rooms = []
+    rooms, partial_copies = [], []
     for tier, given in zip(hierarchy.tiers, settings.tiers, strict=True):
-        space, held = tier.space(), hierarchy.held(tier).bytes
+        partial_copies.append(hierarchy.parts(tier, snapshot.entries))
+        space = tier.space()
+        held = hierarchy.held(tier).bytes + sum(part.nbytes for part in partial_copies[-1])
         capacity = given.capacity_within(space.available, held=held)
         rooms.append(TierRoom(tier, capacity, space, held, hierarchy.forgotten(tier)))
     capacities = [room.capacity for room in rooms]
@@ -137,9 +143,11 @@ def open_tiers(parts: Parts) -> Tiers:
     )
     controller.admit_by(admission)
     foresight.on_skewed(admission.opened)
-    for room in rooms:
+    for room, found in zip(rooms, partial_copies, strict=True):
         kept = hierarchy.keep_within(room.tier, room.capacity)
         controller.load(kept.inos, kept.sizes, tier=room.tier.number)
+        room_for_parts = room.capacity - kept.bytes if settings.foresight.parts else -1
+        _load_parts(controller, room.tier, found, room_for_parts)
     if settings.verify != "never":
         for inos in hierarchy.records.unverified():
             residency.mark_unverified(inos)
@@ -154,6 +162,24 @@ def open_tiers(parts: Parts) -> Tiers:
         admission,
         rooms,
     )
+
+
+def _load_parts(controller: Controller, tier: Tier, found: Sequence[Found], room: int) -> None:
+    """Registers the partial copies of a tier that fit into ``room`` bytes; removes the others."""
+    for part in found:
+        allowed = tier.number in controller.tiers_for_part(part.ino)
+        if part.nbytes > room or not allowed:
+            with suppress(OSError):
+                remove(tier, part.ino)
+            continue
+        room -= part.nbytes
+        identity = part.header.identity
+        controller.parts.load(
+            Item(part.ino, identity.size, identity.source_ino),
+            tier=tier.number,
+            overhead=Layout(identity.size).overhead,
+            held=part.nbytes,
+        )
 
 
 def _foresight(settings: MountSettings) -> ForesightSettings:
@@ -313,6 +339,7 @@ def build_upkeep(
         records=hierarchy.records,
         residency=residency,
         copies=read.copies,
+        parts=read.parts,
         # Its own: a disk that does not answer must not delay other work.
         threads=ThreadPool(1, "scrub", abandon=True),
         bandwidth=settings.limits.scrub_bandwidth,
@@ -327,6 +354,7 @@ def build_upkeep(
         monitor=transfer.monitor,
         engine=transfer.engine,
         copies=read.copies,
+        parts=read.parts,
         writing=write_back,
         # More than one: a call at a hanging disk occupies its thread after its client has gone.
         threads=ThreadPool(4, "fsck", abandon=True),

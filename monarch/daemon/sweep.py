@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from monarch.errors import TierError
+from monarch.placement.parts import Parts
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import batches
 from monarch.tiers.hierarchy import Hierarchy
@@ -25,13 +26,14 @@ _STRIDE = 64
 @dataclass(eq=False)
 class Sweep:
     """Removes files without a record, and drops copies without their file. Make it before copies
-    are made. ``evict`` drops a copy. ``doubts``: copies of a tier that returns are verified before
-    use."""
+    are made. ``evict`` drops a copy, whole or partial. ``doubts``: copies of a tier that returns
+    are verified before use."""
 
     hierarchy: Hierarchy
     residency: Residency
     monitor: TierMonitor
     evict: Callable[[Ino], object]
+    parts: Parts
     doubts: bool
 
     def __post_init__(self) -> None:
@@ -51,6 +53,9 @@ class Sweep:
 
     async def returned(self, tier: Tier) -> None:
         """Handles the return of a tier, perhaps after its disk lost power. Raises TierError."""
+        # They have no records that could be doubted.
+        for ino in self.parts.inos(tier.number):
+            self.evict(ino)
         files = self.residency.resident_files(tier.number)
         inos = await self.monitor.call(tier, self.hierarchy.doubt, tier, files=files)
         if self.doubts:

@@ -167,7 +167,7 @@ class Verbs:
         for seen, (ino, _size) in enumerate(self._files(self._roots(params))):
             for work in self._warmings:
                 work.evicted(ino, entries=self.residency.entries)
-            freed = self.residency.tier_of(ino) != SOURCE
+            freed = self.promotions.has_copy(ino)
             size += self.promotions.evict(ino)
             files += freed
             if seen % _STRIDE == 0:

@@ -223,6 +223,10 @@ _TABLE: Mapping[str, _Nameless] = {
     "monarch_resident_files": _of_tiers(
         "Files with a committed copy in the tier.", lambda t: t.files
     ),
+    "monarch_partial_files": _of_tiers("Files with a partial copy in the tier.", lambda t: t.parts),
+    "monarch_partial_bytes": _of_tiers(
+        "Bytes of the tier that partial copies use.", lambda t: t.part_bytes
+    ),
     "monarch_resident_ratio": _one(
         "Share of the snapshot's files that have a committed copy, 0 to 1.",
         lambda s: s.residency.fraction_files,

@@ -120,6 +120,10 @@ class Metrics:
         self.promotions[tier] += 1
         self.promoted_bytes[tier] += nbytes
 
+    def part_stored(self, tier: int, nbytes: int) -> None:
+        """Counts granules that were written to a partial copy."""
+        self.promoted_bytes[tier] += nbytes
+
     def promotion_failed(self, kind: str) -> None:
         _count(self.promotion_failures, kind)
 
@@ -137,6 +141,11 @@ class Metrics:
     def hits(self) -> int:
         """The number of opens that a tier served."""
         return sum(self.opens) - self.opens[0]
+
+    def copied_per_wanted(self) -> float | None:
+        """Bytes read from the source for each byte that readers got; None before the first."""
+        wanted = sum(self.read_bytes)
+        return sum(self.source_bytes) / wanted if wanted else None
 
     def hit_ratio(self) -> float | None:
         opens = sum(self.opens)

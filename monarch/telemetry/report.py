@@ -89,7 +89,8 @@ class TierReport:
     """``free`` is the space for further copies; ``out_why`` is empty while the tier is in service.
 
     ``opens`` is None if the kernel sends no opens; ``reads`` and ``bytes`` are None if it reads
-    copies itself. ``others`` are the sources of other mounts with copies in this path.
+    copies itself. ``others`` are the sources of other mounts with copies in this path. ``parts``
+    files have partial copies, with ``part_bytes`` of ``used``.
     """
 
     name: str
@@ -105,6 +106,8 @@ class TierReport:
     bytes: int | None
     out_why: str = ""
     others: list[str] = field(default_factory=list)
+    parts: int = 0
+    part_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +285,7 @@ class StatusReport(Report):
     ``epochs`` are None if opens are not counted, for the reason ``opens_not_counted``; ``reads``
     and ``bytes`` if the kernel reads copies itself. ``writing`` is None for a read-only mount.
     ``warming``: the unfinished requests of `monarch warm`.
+    ``copied_per_wanted``: bytes of the source for each byte that readers got, if that is counted.
     """
 
     version: str
@@ -315,6 +319,7 @@ class StatusReport(Report):
     warming: list[WarmProgress] = field(default_factory=list)
     rules: list[RuleReport] = field(default_factory=list)
     admission: AdmissionReport = field(default_factory=AdmissionReport)
+    copied_per_wanted: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

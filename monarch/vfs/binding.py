@@ -6,6 +6,7 @@ removal or replacement of a copy does not disturb them: the descriptor stays ope
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,9 +15,14 @@ import trio
 
 from monarch.namespace.namespace import Namespace
 from monarch.placement.residency import SOURCE
+from monarch.text import MiB
 from monarch.tiers.source import SourceFile
 from monarch.types import Ino
 from monarch.vfs.interfaces import FastPath
+from monarch.vfs.units import OpenPart
+
+# The first read of a watched file from this offset on decides how it is copied (parts.py).
+WATCHED_FROM = 8 * MiB
 
 
 @dataclass(slots=True, eq=False)
@@ -41,13 +47,15 @@ class OpenCopy:
 
 @dataclass(slots=True, eq=False)
 class Binding:
-    """One open inode. Exactly one of ``content``, ``file`` and ``fd`` (not -1) gives its bytes.
+    """One open inode. Exactly one of ``content``, ``file`` and ``fd`` (not -1) gives its bytes. A
+    ``part``, a partial copy, gives those bytes that it has, and ``file`` the others.
 
     ``tier`` is where the bytes come from: SOURCE for ``content`` and ``file``. ``users`` counts
     the opens that were not released yet. ``outdated``: the source has another version now.
     ``unread_bytes`` limits the reads for which the kernel sent no open. A file that is read from
     the source is offered for a copy again at ``offer_s`` of the loop's clock, then after
-    ``pause_s``. ``copy`` is the origin of ``fd``.
+    ``pause_s``. ``copy`` is the origin of ``fd``. ``is_watched``: its first reads decide how it is
+    copied.
     """
 
     ino: Ino
@@ -56,6 +64,8 @@ class Binding:
     copy: OpenCopy | None = None
     file: SourceFile | None = None
     content: bytes | memoryview | None = None
+    part: OpenPart | None = None
+    is_watched: bool = False
     users: int = 0
     outdated: bool = False
     offer_s: float = 0.0
@@ -73,6 +83,17 @@ class Binding:
         self.tier = SOURCE
         self.file = file
 
+    def put_file(self, file: SourceFile) -> None:
+        """Adds the file at the source, unless another read has done so, or all users have gone."""
+        if self.file is not None or not self.users:
+            file.release()
+        else:
+            self.file = file
+
+    @property
+    def has_dropped_part(self) -> bool:
+        return self.part is not None and self.part.is_dropped
+
     def close(self) -> None:
         if self.copy is not None:
             self.copy.close()
@@ -82,6 +103,9 @@ class Binding:
             self.file.release()
             self.file = None
         self.content = None
+        if self.part is not None:
+            self.part.leave()
+            self.part = None
 
 
 class Bindings:
@@ -157,6 +181,12 @@ class Bindings:
             copy, size = binding.copy, names.attributes(binding.ino).size
             backing_id = copy.take_backing_id() if copy is not None else 0
             self._fast.bind(binding.ino, fd, tier=binding.tier, size=size, backing_id=backing_id)
+        if binding.is_watched:
+            self._fast.watch(binding.ino, WATCHED_FROM)
+        part = binding.part
+        if part is not None and not part.is_dropped:
+            size = part.identity.size
+            self._fast.bind_part(binding.ino, part.file.fd, tier=part.tier, size=size)
 
     def outdate_elsewhere(self, ino: Ino) -> bool:
         """Whether the datapath has a copy open; it then reports the last release of the copy."""
@@ -180,3 +210,18 @@ def read_fully(fd: int, offset: int, size: int) -> bytes:
         parts.append(data)
         got += len(data)
     return b"".join(parts)
+
+
+def read_if_in_memory(fd: int, offset: int, size: int) -> bytes | bytearray:
+    """The bytes that the page cache has, without waiting for a disk; may be short or empty."""
+    buffer = bytearray(size)
+    try:
+        count = os.preadv(fd, [buffer], offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return b""
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return b""
+    del buffer[count:]
+    return buffer

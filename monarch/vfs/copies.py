@@ -18,7 +18,7 @@ from monarch.tiers.contents import BrokenSeal
 from monarch.tiers.records import Record, Records
 from monarch.tiers.tier import Tier
 from monarch.types import Attributes, Identity, Ino
-from monarch.vfs.binding import Binding, OpenCopy, read_fully
+from monarch.vfs.binding import Binding, OpenCopy, read_fully, read_if_in_memory
 from monarch.vfs.interfaces import FastPath, TierCalls
 from monarch.vfs.kernel_view import KernelView
 from monarch.vfs.promotions import Promotions
@@ -113,7 +113,7 @@ class Copies:
             if self._tiers[binding.tier].in_memory:
                 data = os.pread(binding.fd, size, offset)
             else:
-                data = _read_if_in_memory(binding.fd, offset, size)
+                data = read_if_in_memory(binding.fd, offset, size)
             if len(data) < size:
                 data = await self._tier_calls.ask(
                     binding.tier, read_fully, binding.fd, offset, size, size=size
@@ -174,18 +174,3 @@ def _empty(fd: int) -> None:
         os.ftruncate(fd, 0)
     finally:
         os.close(fd)
-
-
-def _read_if_in_memory(fd: int, offset: int, size: int) -> bytes | bytearray:
-    """The bytes that the page cache has, without waiting for a disk; may be short or empty."""
-    buffer = bytearray(size)
-    try:
-        count = os.preadv(fd, [buffer], offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return b""
-    except OSError as error:
-        if error.errno != errno.EOPNOTSUPP:
-            raise
-        return b""
-    del buffer[count:]
-    return buffer

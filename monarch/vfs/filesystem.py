@@ -49,6 +49,7 @@ class FileSystem:
     ) -> None:
         self.names = read.names
         self.bindings = read.bindings
+        self.parts = read.parts
         self.revalidation = read.revalidation
         self._kernel, self._renewals = read.kernel, read.renewals
         self.writing = self.others = attributes = None

@@ -13,8 +13,10 @@ from typing import Protocol, TypeVar
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
+from monarch.errors import TierError
 from monarch.placement.controller import Promote
 from monarch.tiers.source import SourceFile
+from monarch.tiers.tier import Tier
 from monarch.transfer.source_load import SourceTraffic
 from monarch.types import Identity, Ino
 
@@ -50,6 +52,9 @@ class FastPath(Protocol):
     def register(self, fd: int, tier: int) -> int: ...
     def unregister(self, backing_id: int) -> None: ...
     def bind(self, ino: Ino, fd: int, *, tier: int, size: int, backing_id: int) -> bool: ...
+    def bind_part(self, ino: Ino, fd: int, *, tier: int, size: int) -> bool: ...
+    def drop_part(self, ino: Ino) -> None: ...
+    def watch(self, ino: Ino, offset: int) -> None: ...
     def outdate(self, ino: Ino) -> bool: ...
     def served(self) -> list[Served]: ...
     def taken(self, ino: Ino) -> None: ...
@@ -128,3 +133,22 @@ class TierCalls(Protocol):
         *args: Unpack[Args],
         size: int = 0,
     ) -> T: ...
+
+
+class TierMonitor(TierCalls, Protocol):
+    """The tier monitor, which also runs the calls that change a tier.
+
+    ``call`` runs a function that writes ``size`` bytes in a thread. Raises TierError. ``take_room``
+    claims space of the disk, and returns False if there is none. Raises TierError. ``failed``
+    begins an outage.
+    """
+
+    async def call(
+        self,
+        tier: Tier,
+        function: Callable[[Unpack[Args]], T],
+        *args: Unpack[Args],
+        size: int = 0,
+    ) -> T: ...
+    async def take_room(self, tier: Tier, size: int) -> bool: ...
+    def failed(self, tier: Tier, error: TierError) -> None: ...

@@ -103,6 +103,8 @@ class Promotions:
         while True:
             await trio.sleep(self._retry_s)
             for binding in self._bindings.all():
+                if binding.is_watched:
+                    continue
                 if binding.file is not None and not self._names.is_rewritten(binding.ino):
                     self._offer(binding, binding.file, trio.current_time())
 
@@ -117,9 +119,12 @@ class Promotions:
             self.submit(promote, attributes.identity, file=file)
 
     def warm(self, ino: Ino) -> bool:
-        """Starts a copy on request; False if no tier has space for it."""
+        """Starts a whole copy on request; False if no tier has space for it. A partial copy is
+        removed."""
         if self._residency.tier_of(ino) != SOURCE:
             return True
+        if self._controller.parts.tier_of(ino) != SOURCE:
+            self.forget_copy(ino)
         attributes = self._names.stored(ino)
         promote = self._controller.warm(Item.of(attributes))
         if promote is None:
@@ -141,10 +146,11 @@ class Promotions:
         """Removes a copy on request; its size in bytes, 0 if there was none. A running copy is
         given up, a wanted one is not made. Processes that have it open continue to read it."""
         self._residency.unwant(ino)
-        tier = self._residency.tier_of(ino)
+        tier = self._residency.tier_of(ino) or self._controller.parts.tier_of(ino)
         if (binding := self._bindings.get(ino)) is not None:
             # A process that has the file open must not bring the copy back.
             binding.offer_s = math.inf
+            binding.is_watched = False
         size = self.forget_copy(ino)
         if tier != SOURCE:
             self._metrics.evicted(tier, size)
@@ -157,10 +163,19 @@ class Promotions:
             self.forget_copy(ino)
 
     def forget_copy(self, ino: Ino) -> int:
-        """Drops the copy of a file that is out of date or damaged; its size in bytes, or 0."""
-        size = self._names.attributes(ino).size
+        """Drops the copy of a file, whole or partial, that is out of date or damaged; its size in
+        bytes, or 0."""
+        size = self._controller.parts.held(ino) or self._names.attributes(ino).size
         tier = self._controller.dropped(ino, size)
         if tier == SOURCE:
             return 0
         self._engine.remove_copy(ino, tier)
         return size
+
+    def has_copy(self, ino: Ino) -> bool:
+        """Whether a tier has a copy of a file, whole or partial."""
+        return bool(self._residency.tier_of(ino) or self._controller.parts.tier_of(ino))
+
+    def remove_file(self, ino: Ino, tier: int) -> None:
+        """Removes the file of a copy that was dropped while it was completed."""
+        self._engine.remove_copy(ino, tier)

@@ -21,8 +21,9 @@ from monarch.transfer.source_load import SourceLoad
 from monarch.types import KernelCaches
 from monarch.vfs.binding import Bindings
 from monarch.vfs.copies import Copies
-from monarch.vfs.interfaces import CopyEngine, FastPath, TierCalls
+from monarch.vfs.interfaces import CopyEngine, FastPath, TierMonitor
 from monarch.vfs.kernel_view import KernelView
+from monarch.vfs.parts import PartialCopies, PartOptions
 from monarch.vfs.promotions import Promotions
 from monarch.vfs.renewals import Renewals
 from monarch.vfs.revalidation import Revalidation
@@ -40,6 +41,7 @@ class ReadSide:
     copies: Copies
     source_files: SourceFiles
     renewals: Renewals
+    parts: PartialCopies
     names: Namespace
     residency: Residency
     records: Records
@@ -58,7 +60,7 @@ def build_read_side(
     residency: Residency,
     controller: Controller,
     engine: CopyEngine,
-    tier_calls: TierCalls,
+    tier_calls: TierMonitor,
     caches: KernelCaches,
     fast: FastPath | None,
     sends_opens: bool,
@@ -86,5 +88,23 @@ def build_read_side(
         names, source_calls, source_load, revalidation, residency, kernel, doubts, metrics
     )
     renewals = Renewals(by_number, records, residency, promotions, tier_calls, doubts)
-    parts = bindings, kernel, promotions, revalidation, copies, source_files, renewals
+    limits = settings.limits
+    options = PartOptions(
+        least=limits.range_min if settings.foresight.parts else None,
+        most_held=limits.buffer_max // 4,
+        verify=verify,
+    )
+    partial = PartialCopies(
+        names,
+        controller,
+        promotions,
+        by_number,
+        tier_calls,
+        source_files,
+        records,
+        doubts,
+        fast,
+        options,
+    )
+    parts = bindings, kernel, promotions, revalidation, copies, source_files, renewals, partial
     return ReadSide(*parts, names, residency, records, settings.limits, metrics, fast)

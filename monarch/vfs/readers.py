@@ -61,6 +61,7 @@ class Readers:
         self._names = read.names
         self._bindings = read.bindings
         self._copies = read.copies
+        self._parts = read.parts
         self._promotions = read.promotions
         self._source_files = read.source_files
         self._revalidation = read.revalidation
@@ -155,7 +156,12 @@ class Readers:
             node = self._names.node(ino)
             attempts += node is None or not node.undrained
             attributes = self._names.stored(ino)
-            binding = await self._copies.bind(attributes) or await self._bind_flight(attributes)
+            # A partial copy may become the copy meanwhile, so it is looked for first.
+            binding = (
+                await self._parts.bind(attributes)
+                or await self._copies.bind(attributes)
+                or await self._bind_flight(attributes)
+            )
             if binding is not None:
                 return binding
             try:
@@ -203,7 +209,8 @@ class Readers:
             content = await self._source_files.fetch(attributes, store=store)
             self._promotions.keep(attributes, content)
             return Binding(ino, size, content=content)
-        promote = self._promotions.opened(attributes)
+        is_watched = self._parts.watches(size) and not self._residency.is_wanted(ino)
+        promote = None if is_watched else self._promotions.opened(attributes)
         try:
             file = await self._source_files.open(attributes)
         except BaseException:
@@ -212,7 +219,7 @@ class Readers:
             raise
         if promote is not None:
             self._promotions.submit(promote, attributes.identity, file=file)
-        return Binding(ino, size, file=file)
+        return Binding(ino, size, file=file, is_watched=is_watched)
 
     # -- reads -----------------------------------------------------------------------------------
 
@@ -229,10 +236,10 @@ class Readers:
         # The file may be released while its bytes are read, if the reader is killed.
         binding.users += 1
         try:
-            data = await self._read_from(binding, offset, size)
+            data, tier = await self._read_from(binding, offset, size)
         finally:
             self._leave(ino)
-        self._metrics.read(binding.tier, len(data), time.perf_counter() - started)
+        self._metrics.read(tier, len(data), time.perf_counter() - started)
         if ino in self._visits:
             binding.unread_bytes -= len(data)
             self._visits[ino] = trio.current_time() + _VISIT_S
@@ -242,13 +249,21 @@ class Readers:
 
     async def _read_from(
         self, binding: Binding, offset: int, size: int
-    ) -> bytes | bytearray | memoryview:
+    ) -> tuple[bytes | bytearray | memoryview, int]:
+        """The bytes, and the number of the tier that has answered. Raises SourceError."""
         if binding.content is not None:
-            return binding.content[offset : offset + size]
+            return binding.content[offset : offset + size], SOURCE
+        if binding.is_watched:
+            await self._parts.decide(binding, offset)
+        if binding.part is not None:
+            found = await self._parts.read(binding, offset, size)
+            if found is not None:
+                return found
+            await self._source_files.continue_with(binding)
         if binding.fd >= 0:
             data = await self._copies.read(binding, offset, size)
             if data is not None:
-                return data
+                return data, binding.tier
             # The copy is lost, the reader is not: it continues at the source.
             if binding.fd >= 0:
                 file = await self._source_files.open(self._names.stored(binding.ino))
@@ -256,7 +271,7 @@ class Readers:
                     file.release()
                 else:
                     binding.fall_back(file)
-        return await self._source_files.read(binding, offset, size)
+        return await self._source_files.read(binding, offset, size), SOURCE
 
     async def _visit(self, ino: Ino) -> Binding:
         """Binds an inode for reads that no open precedes. Raises SourceError.

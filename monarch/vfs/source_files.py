@@ -46,6 +46,8 @@ class SourceFiles:
     def __post_init__(self) -> None:
         # Waits for a call that another task makes. Raises SourceError.
         self.wait = self._calls.wait
+        self.metrics = self._metrics
+        self.drop_pages = self._kernel.drop_pages
 
     async def open(self, attributes: Attributes) -> SourceFile:
         """Raises SourceError; SourceChanged if the source has another version."""
@@ -144,6 +146,49 @@ class SourceFiles:
         file.note_read(offset, offset + len(data))
         return data
 
+    async def read_version(
+        self, binding: Binding, identity: Identity, offset: int, size: int
+    ) -> bytes | None:
+        """``size`` bytes of the version ``identity``; None if the source has another version by
+        now. Raises SourceError."""
+        ino = binding.ino
+        try:
+            file = await self._opened(binding)
+        except SourceChanged:
+            return None
+        file.retain()
+        began = trio.current_time()
+        self._load.begin(began)
+        try:
+            path = self._names.path(ino)
+            data, now = await self._calls.call(
+                ino, self._calls.source.on, file, path, _read_and_identify, offset, size
+            )
+        except SourceChanged:
+            return None
+        finally:
+            self._load.end(trio.current_time())
+            file.release()
+        self._load.ended(trio.current_time() - began)
+        self._metrics.source_read(len(data))
+        file.note_read(offset, offset + len(data))
+        return data if now == identity and len(data) == size else None
+
+    async def continue_with(self, binding: Binding) -> None:
+        """Opens the file of a binding at the source if it is not open there. Raises SourceError."""
+        await self._opened(binding)
+
+    async def _opened(self, binding: Binding) -> SourceFile:
+        if binding.file is None:
+            binding.put_file(await self.open(self._names.stored(binding.ino)))
+        if binding.file is None:
+            raise SourceError(f"{self._names.path_text(binding.ino)}: not open")
+        return binding.file
+
+    def reached(self, ino: Ino, file: SourceFile) -> int:
+        """The position, in bytes, of a reader that reads the file from its start."""
+        return max(file.read_up_to, self._load.reached(ino))
+
     async def _require_version(self, ino: Ino, file: SourceFile) -> None:
         """Raises SourceError, ESTALE, if a file that may have been read was overwritten: where the
         kernel sends no opens, its pages of the old version would be mixed with the bytes read
@@ -164,6 +209,11 @@ class SourceFiles:
         """
         if (await self.identity_now(ino, file)).size < offset:
             raise SourceError(f"{self._names.path_text(ino)}: cut short", errno=errno.ESTALE)
+
+
+def _read_and_identify(fd: int, offset: int, size: int) -> tuple[bytes, Identity]:
+    """In a thread. Raises OSError."""
+    return read_fully(fd, offset, size), identity_now(fd)
 
 
 def _is_scarce(fd: int) -> bool:

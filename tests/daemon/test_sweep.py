@@ -15,6 +15,8 @@ import trio
 from monarch.config.settings import LimitSettings, TierSettings
 from monarch.daemon.sweep import Sweep
 from monarch.placement.ledger import Ledger
+from monarch.placement.parts import Parts
+from monarch.placement.policy import FirstCome, Item
 from monarch.placement.residency import Residency
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.contents import copy_name
@@ -47,10 +49,12 @@ class Rig:
         for number in range(1, COUNT + 1):
             self.put(Ino(number))
         self._doubts = doubts
+        self.ledger = Ledger([10**6])
+        self.parts = Parts(self.residency, self.ledger, FirstCome())
         self._monitor = TierMonitor(
             tiers=[self.tier],
             keep_free=[0],
-            ledger=Ledger([10**6]),
+            ledger=self.ledger,
             metrics=Metrics(["fast"]),
             limits=LimitSettings(),
             datapath=NoDatapath(),
@@ -63,6 +67,7 @@ class Rig:
             self.residency,
             self._monitor,
             evict=self.evicted.append,
+            parts=self.parts,
             doubts=self._doubts,
         )
 
@@ -105,6 +110,12 @@ def test_copies_of_a_tier_that_returns_are_verified_before_use(rig: Rig) -> None
     trio.run(partial(rig.sweep.returned, rig.tier))
     assert rig.residency.unverified_files() == COUNT
     assert rig.evicted == [3]
+
+
+def test_partial_copies_of_a_tier_that_returns_are_dropped(rig: Rig) -> None:
+    rig.parts.load(Item(Ino(2), 10 * SIZE, 2), tier=1, overhead=0, held=SIZE)
+    trio.run(partial(rig.sweep.returned, rig.tier))
+    assert rig.evicted == [2]
 
 
 def test_a_tier_keeps_the_copies_that_fit_into_a_smaller_capacity(rig: Rig) -> None:

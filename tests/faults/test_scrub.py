@@ -241,6 +241,17 @@ class FakeCopies:
         return True
 
 
+class FakeParts:
+    """What the scrub does with partial copies: the tier has none of them."""
+
+    @property
+    def accounts(self) -> FakeParts:
+        return self
+
+    def inos(self, tier: int) -> list[Ino]:
+        return []
+
+
 def filled_tier(directory: Path, sizes: list[int]) -> tuple[Tier, Records, Residency]:
     tier = Tier(1, "fast", directory / "tier", owner=Owner("mount", "test"))
     tier.use("g")
@@ -271,6 +282,7 @@ def test_the_scrub_keeps_to_its_bandwidth(tmp_path: Path) -> None:
             records=records,
             residency=residency,
             copies=copies,
+            parts=FakeParts(),
             threads=ThreadPool(1, "scrub", abandon=True),
             bandwidth=MiB,
         )
@@ -301,6 +313,7 @@ def test_bytes_are_paid_for_one_piece_at_a_time(tmp_path: Path) -> None:
             records=records,
             residency=residency,
             copies=FakeCopies(),
+            parts=FakeParts(),
             threads=ThreadPool(1, "scrub", abandon=True),
             bandwidth=MiB,
         )

@@ -18,6 +18,7 @@ import trio
 from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.config.settings import ForesightSettings, MountSettings
+from monarch.errors import TierError
 from monarch.foresight.foresight import Foresight
 from monarch.namespace.build import build
 from monarch.namespace.namespace import Namespace
@@ -25,7 +26,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
-from monarch.placement.policy import Item, Lru
+from monarch.placement.policy import Item, Lru, Policy
 from monarch.placement.residency import Residency
 from monarch.posix.credentials import Credentials
 from monarch.posix.thread_pool import ThreadPool
@@ -72,6 +73,8 @@ class FakeTierCalls:
         self.bypassed: set[int] = set()
         self.hanging: set[int] = set()
         self.unreadable: list[tuple[int, int | None]] = []
+        self.has_room = True
+        self.failures: list[TierError] = []
         self.calls = 0
 
     def is_read(self, number: int) -> bool:
@@ -79,6 +82,26 @@ class FakeTierCalls:
 
     def copy_unreadable(self, number: int, error: OSError) -> None:
         self.unreadable.append((number, error.errno))
+
+    def failed(self, tier: Tier, error: TierError) -> None:
+        self.failures.append(error)
+
+    async def take_room(self, tier: Tier, size: int) -> bool:
+        await trio.lowlevel.checkpoint()
+        return self.has_room
+
+    async def call(
+        self,
+        tier: Tier,
+        function: Callable[[Unpack[Args]], T],
+        *args: Unpack[Args],
+        size: int = 0,
+    ) -> T:
+        await trio.lowlevel.checkpoint()
+        try:
+            return function(*args)
+        except OSError as error:
+            raise TierError(str(error)) from error
 
     async def ask(
         self,
@@ -241,6 +264,8 @@ class FakeFastPath:
     def __init__(self) -> None:
         self.events: list[Served] = []
         self.bound: dict[Ino, tuple[int, int, int]] = {}
+        self.parts: dict[Ino, tuple[int, int]] = {}
+        self.watched: dict[Ino, int] = {}
         self.open: set[Ino] = set()
         self.passed: set[Ino] = set()
         self.given: set[Ino] = set()
@@ -262,6 +287,16 @@ class FakeFastPath:
     def bind(self, ino: Ino, fd: int, *, tier: int, size: int, backing_id: int) -> bool:
         self.bound[ino] = (tier, size, backing_id)
         return True
+
+    def bind_part(self, ino: Ino, fd: int, *, tier: int, size: int) -> bool:
+        self.parts[ino] = (tier, size)
+        return True
+
+    def drop_part(self, ino: Ino) -> None:
+        self.parts.pop(ino, None)
+
+    def watch(self, ino: Ino, offset: int) -> None:
+        self.watched[ino] = offset
 
     def outdate(self, ino: Ino) -> bool:
         self.outdated.append(ino)
@@ -306,6 +341,10 @@ class Rig:
     reads_copies: bool = False
     verify: str = "unclean"
     inline_max: int = 4096
+    capacity: int = CAPACITY
+    policy: Policy = field(default_factory=Lru)
+    parts: bool = True
+    buffer_max: str = "16MiB"
     fast: FakeFastPath | None = None
     caches: FakeCaches = field(default_factory=FakeCaches)
     tier_calls: FakeTierCalls = field(default_factory=FakeTierCalls)
@@ -323,8 +362,8 @@ class Rig:
         self.tier.in_memory = False
         self.records = Records(state, snapshot.id, [self.tier.id])
         self.residency = Residency(snapshot.entries)
-        self.ledger = Ledger([CAPACITY])
-        self.controller = Controller(self.residency, self.ledger, Lru())
+        self.ledger = Ledger([self.capacity])
+        self.controller = Controller(self.residency, self.ledger, self.policy)
         self.engine = FakeEngine(self.controller, self.tier, self.records)
         self.metrics = Metrics(["fast"])
         self.epochs = Epochs(snapshot.entries)
@@ -335,7 +374,12 @@ class Rig:
             "source": self.source_path,
             "mountpoint": self.root / "mnt",
             "verify": self.verify,
-            "limits": {"inline_max": self.inline_max, "buffer_max": "16MiB"},
+            "foresight": {"parts": self.parts},
+            "limits": {
+                "inline_max": self.inline_max,
+                "buffer_max": self.buffer_max,
+                "range_min": "16MiB",
+            },
         }
         self.source_calls = SourceCalls(
             self.source,
@@ -368,6 +412,7 @@ class Rig:
 
     def close(self) -> None:
         self.read_side.bindings.close()
+        self.read_side.parts.close()
         for flight in self.engine.flights.values():
             if flight.file is not None:
                 flight.file.release()
