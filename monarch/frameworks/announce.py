@@ -117,9 +117,10 @@ class Announcement:
     """
 
     def __init__(self, directory: AnyPath, inos: Sequence[int], *, unit: int = SAMPLES) -> None:
+        # The entries from ``_first`` on.
         self._inos = inos
         self._order = secrets.randbits(32)
-        self._sent = self._read = 0
+        self._first = self._sent = self._read = 0
         self._reported_s = time.monotonic()
         self._process = os.getpid()
         self._fd = -1  # closed
@@ -149,6 +150,12 @@ class Announcement:
         if entries <= self._sent:
             self._send(encode_progress(self._order, entries))
 
+    def append(self, inos: Sequence[int]) -> None:
+        """Continues the order, with numbers as those of the constructor."""
+        self._inos = array("Q", [*self._inos[self._sent - self._first :], *inos])
+        self._first = self._sent
+        self._extend(_MORE_PIECES)
+
     def close(self) -> None:
         """Ends the order."""
         self._send(encode_end(self._order))
@@ -162,7 +169,8 @@ class Announcement:
     def _extend(self, pieces: int) -> None:
         """Sends the next entries, as far as the mount has room."""
         for _ in range(pieces):
-            part = self._inos[self._sent : self._sent + _PIECE]
+            start = self._sent - self._first
+            part = self._inos[start : start + _PIECE]
             if not part:
                 return
             if max(part) >= 1 << 32:
@@ -245,16 +253,37 @@ class AnnouncedFiles:
         self._inodes = Inodes()
         self._inos: array[int] | None = None
         self._now: Announcement | None = None
+        # The number of entries that are announced, and the last of them that were expected only.
+        self._end = 0
+        self._expected = array("Q")
 
-    def announce(self, indices: Sequence[int]) -> Announcement | None:
-        """Announces the samples ``indices`` in this order, in place of the last order."""
-        self.close()
+    def announce(
+        self, indices: Sequence[int], following: Sequence[int] = ()
+    ) -> Callable[[int], None] | None:
+        """Announces the samples ``indices`` in this order, and ``following`` as those that are
+        expected after them. If ``indices`` are those that were expected, the order continues;
+        otherwise it ends, and another begins.
+
+        Returns a function that is to be called with the number of ``indices`` that were read, as
+        ``Announcement.progress``; None if nothing is announced.
+        """
         if self._inos is None:
             self._inos = self._inodes.of_all(map(self._path_of, range(self._count)))
         known = self._inos
-        inos = array("Q", [known[index] for index in indices])
-        self._now = announce_inodes(self._inodes, inos)
-        return self._now
+        inos, more = (array("Q", [known[index] for index in each]) for each in (indices, following))
+        if self._now is not None and self._now.is_sent and inos == self._expected:
+            first = self._end - len(inos)
+            self._now.append(more)
+        else:
+            self.close()
+            first, self._end = 0, len(inos)
+            self._now = announce_inodes(self._inodes, inos + more)
+        self._end += len(more)
+        self._expected = more
+        announcement = self._now
+        if announcement is None:
+            return None
+        return lambda entries: announcement.progress(first + entries)
 
     def close(self) -> None:
         if self._now is not None:

@@ -18,7 +18,8 @@ from torch.utils.data import (
     Subset,
 )
 
-from monarch.frameworks.announce import AnnouncedFiles, Announcement, AnyPath
+from monarch.frameworks.announce import AnnouncedFiles, AnyPath
+from monarch.frameworks.next_epoch import NextEpoch
 from monarch.frameworks.sampler import ResumableSampler
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
@@ -35,9 +36,10 @@ def announce(loader: Loader, paths: Paths | None = None) -> Loader:
 
     The sampler, or the batch sampler, is asked once an epoch for all indices of that epoch. All
     random numbers are drawn as without this function, unless a sampler that is not of PyTorch draws
-    some for each index. Nothing is announced for a sampler without a length, or with a
-    ``state_dict`` that an iteration may change. Raises TypeError if the data set does not name its
-    files, or is iterable.
+    some for each index. If the order of the next epoch can be computed without the random numbers
+    of the program (``next_epoch.py``), it is announced, too. Nothing is announced for a sampler
+    without a length, or with a ``state_dict`` that an iteration may change. Raises TypeError if the
+    data set does not name its files, or is iterable.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
@@ -45,10 +47,14 @@ def announce(loader: Loader, paths: Paths | None = None) -> Loader:
     files = AnnouncedFiles(_path_of(dataset, paths), len(cast(Any, dataset)))
     announcing = copy.copy(loader)
     in_flight = (loader.prefetch_factor or 0) * loader.num_workers
+    # Workers that live on keep the seed of the first epoch.
+    seeds = None if loader.persistent_workers else loader.generator
     if loader.batch_sampler is None:
-        replaced = {"sampler": _Samples(loader.sampler, files, in_flight)}
+        coming = NextEpoch(loader.sampler, seeds)
+        replaced = {"sampler": _Samples(loader.sampler, files, in_flight, coming)}
     else:
-        replaced = {"batch_sampler": _Batches(loader.batch_sampler, files, in_flight)}
+        coming = NextEpoch(loader.batch_sampler, seeds)
+        replaced = {"batch_sampler": _Batches(loader.batch_sampler, files, in_flight, coming)}
     # A loader does not let these be set. An iterator that it keeps belongs to the other loader.
     vars(announcing).update({**replaced, "_iterator": None})
     return announcing
@@ -78,10 +84,13 @@ class _Announcing:
     ``in_flight`` of its items may be taken from it and not read yet.
     """
 
-    def __init__(self, sampler: Iterable[Any], files: AnnouncedFiles, in_flight: int) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], files: AnnouncedFiles, in_flight: int, coming: NextEpoch
+    ) -> None:
         self._sampler = sampler
         self._files = files
         self._in_flight = in_flight
+        self._coming = coming
 
     def __getattr__(self, name: str) -> Any:
         if name == "_sampler":  # while this object is being copied
@@ -97,14 +106,15 @@ class _Announcing:
 
     def _announced(self, items: Iterator[Any]) -> Iterator[Any]:
         """Yields ``items``. Begins when the first one is wanted, as most samplers do."""
+        following = self._coming.items()
         known, items = _known(self._sampler, items)
-        announcement = self._announce(known)
-        del known
+        progress = self._announce(known, following)
+        del known, following
         read, sizes = 0, deque[int]()
         try:
             for item in items:
-                if announcement is not None:
-                    announcement.progress(read)
+                if progress is not None:
+                    progress(read)
                     sizes.append(len(_indices((item,))))
                     if len(sizes) > self._in_flight:
                         read += sizes.popleft()
@@ -114,12 +124,14 @@ class _Announcing:
             self._files.close()
             raise
 
-    def _announce(self, items: Iterable[Any]) -> Announcement | None:
+    def _announce(
+        self, items: Iterable[Any], following: Iterable[Any]
+    ) -> Callable[[int], None] | None:
         try:
-            indices = _indices(items)
+            indices, more = _indices(items), _indices(following)
         except (TypeError, ValueError):
             return None
-        return self._files.announce(indices) if indices else None
+        return self._files.announce(indices, more) if indices else None
 
 
 class _Samples(_Announcing, Sampler[Any]):

@@ -236,3 +236,24 @@ def test_each_order_of_a_data_set_ends_the_last_one(
     assert asked == [*range(20)]
     known.close()
     assert fake_mount.orders[-1].is_ended
+
+
+def test_an_order_goes_on_with_the_samples_that_were_expected(
+    fake_mount: FakeMount, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STEP_ENTRIES", 1)
+    known = AnnouncedFiles(files.__getitem__, len(files))
+    progress = known.announce([3, 1], [1, 2, 3])
+    assert progress is not None
+    progress(2)
+    progress = known.announce([1, 2, 3], [4])
+    assert progress is not None
+    progress(3)
+    assert known.announce([4]) is not None
+    [order] = fake_mount.orders
+    assert fake_mount.paths(0, tmp_path) == ["03", "01", "01", "02", "03", "04"]
+    assert order.progress == [2, 5] and not order.is_ended
+    assert known.announce([7], [8]) is not None
+    assert known.announce([9], []) is not None
+    assert [order.is_ended for order in fake_mount.orders] == [True, True, False]
+    assert fake_mount.paths(2, tmp_path) == ["09"]
