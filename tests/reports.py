@@ -9,6 +9,7 @@ from typing import Any
 from monarch.telemetry.foresight_report import (
     AnnouncedReport,
     ForesightReport,
+    NextUseReport,
     StreamReport,
     WindowReport,
 )
@@ -87,6 +88,7 @@ def a_report(**changes: Any) -> StatusReport:
             AnnouncedReport(1, 900, 300_000, 100, 0, 0, 0, 0, 0),
             *(400, 40 * MiB, 10, MiB),
             WindowReport(20, 2 * MiB, 64 * MiB, 300, 30 * MiB, 1, 100_000),
+            NextUseReport(12, MiB),
         ),
         opens=1400,
         reads=1500,

@@ -456,6 +456,12 @@ def _foresight(foresight: ForesightReport) -> Iterable[tuple[str, str]]:
             f" {foresight.unread_files:,}, {format_bytes(foresight.unread_bytes)},"
             " were not opened since",
         )
+    if foresight.next_use.replaced_files:
+        yield (
+            "by next use",
+            f"{counted(foresight.next_use.replaced_files, 'copy', 'copies')} replaced,"
+            f" {format_bytes(foresight.next_use.replaced_bytes)} written for that",
+        )
     window = foresight.window
     if window.files or window.served_files or window.dropped_files:
         yield (

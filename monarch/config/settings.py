@@ -236,6 +236,9 @@ class ForesightSettings(Section):
     parts: bool = True
     """Copy of a file of `limits.range_min` or more only the parts that are read, if it is not read
     from its start. false: such a file is always copied as a whole."""
+    belady: bool = True
+    """If the next reads of the files are known beyond this epoch, keep the copies that are read
+    soonest, and replace one if that brings a hit. Other files are left to `placement.policy`."""
 
 
 class LimitSettings(Section):

@@ -18,6 +18,7 @@ from monarch.daemon.subsystems import Parts, Tiers, Transfer, Upkeep
 from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.fuse.datapath_mode import Serving
 from monarch.telemetry import report as reports
+from monarch.telemetry.foresight_report import NextUseReport
 from monarch.telemetry.health import Health, health_of
 from monarch.telemetry.metrics import Metrics
 from monarch.telemetry.placement_report import AdmissionReport, RuleReport
@@ -125,7 +126,7 @@ class Status:
 
     def report(self) -> reports.StatusReport:
         self._filesystem.readers.catch_up_all()
-        metrics, admission = self._metrics, self._tiers.admission
+        metrics, admission, belady = self._metrics, self._tiers.admission, self._tiers.belady
         mode = self._serving.mode()
         tiers, snapshot = self._tier_reports(mode), self._upkeep.watch.report()
         latency = metrics.latency()
@@ -155,6 +156,7 @@ class Status:
             foresight=replace(
                 self._tiers.foresight.report(counts_opens=not not_counted),
                 window=self._transfer.engine.window.report(),
+                next_use=belady.report() if belady is not None else NextUseReport(),
             ),
             opens=None if not_counted else self._opens(mode),
             reads=sum(metrics.reads) if mode.counts_tier_reads else None,

@@ -16,12 +16,14 @@ from monarch.daemon.remarks import TierRoom
 from monarch.daemon.ruled_files import RuledFiles
 from monarch.daemon.scrub import Scrub
 from monarch.foresight.foresight import Foresight
+from monarch.foresight.uses import KnownUses
 from monarch.fuse.datapath import Datapath, DatapathOptions
 from monarch.fuse.datapath_mode import Choice
 from monarch.fuse.session import MountCaches
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.admission import Admission
+from monarch.placement.belady import Belady
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
@@ -72,7 +74,7 @@ class Parts:
 @dataclass(frozen=True, slots=True)
 class Tiers:
     """The tiers, and the decisions on what they hold and will hold. ``rooms`` describes each tier
-    at the time of the mount."""
+    at the time of the mount. ``belady`` is None if all files fit, or if it is switched off."""
 
     hierarchy: Hierarchy
     residency: Residency
@@ -82,6 +84,7 @@ class Tiers:
     epochs: Epochs
     foresight: Foresight
     admission: Admission
+    belady: Belady | None
     rooms: list[TierRoom]
 
 
@@ -132,9 +135,15 @@ def open_tiers(parts: Parts) -> Tiers:
     residency, ledger = Residency(snapshot.entries), Ledger(capacities)
     names = [tier.name for tier in settings.tiers]
     rules = Rules([Rule.of(rule, names) for rule in settings.rules], snapshot, residency)
+    foreseeing = _foresight(settings)
+    foresight = Foresight(snapshot, foreseeing, lambda ino: controller.is_placed(ino))
     policy = _policy(settings, snapshot, capacities)
+    belady = None
+    if foreseeing.belady and snapshot.bytes_total > sum(capacities):
+        # A fixed share is as good for an order that is the same in each epoch.
+        uses = KnownUses(foresight, with_learned=settings.placement.policy == "lru")
+        policy = belady = Belady(policy, uses, lambda ino: snapshot.attributes(ino).size)
     controller = Controller(residency, ledger, policy, rules if settings.rules else None)
-    foresight = Foresight(snapshot, _foresight(settings), controller.is_placed)
     admission = Admission(
         foresight,
         snapshot.entries,
@@ -160,6 +169,7 @@ def open_tiers(parts: Parts) -> Tiers:
         Epochs(snapshot.entries),
         foresight,
         admission,
+        belady,
         rooms,
     )
 
@@ -186,7 +196,8 @@ def _foresight(settings: MountSettings) -> ForesightSettings:
     """A file that no process has opened has no caller: with ``source_identity: caller`` nothing is
     fetched ahead."""
     if settings.source_identity == "caller":
-        return ForesightSettings(announced=False, ahead=False, fill=False, window=False)
+        off = {"announced": False, "ahead": False, "fill": False, "window": False}
+        return settings.foresight.model_copy(update=off)
     return settings.foresight
 
 

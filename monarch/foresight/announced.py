@@ -9,6 +9,7 @@ cursor are read or skipped, and those of the window may be opened in any order.
 from __future__ import annotations
 
 import errno
+import math
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -16,13 +17,15 @@ from dataclasses import dataclass
 
 from monarch.errors import Refused
 from monarch.foresight.messages import Begin, Piece
+from monarch.foresight.positions import Positions
 from monarch.telemetry.foresight_report import AnnouncedReport
 from monarch.text import MiB
 from monarch.types import Ino
 
-# Memory of an entry, and in addition of an entry of the window, in bytes: a place in a dictionary
-# and two numbers. Measured with tracemalloc, and rounded up.
+# Memory of an entry, of its position, and in addition of an entry of the window, in bytes: a place
+# in a dictionary and two numbers. Measured with tracemalloc, and rounded up.
 ENTRY_BYTES = 4
+POSITION_BYTES = 8
 WINDOW_BYTES = 160
 # Entries before the cursor are removed when they are so many, and a quarter of all.
 _TRIM = 1 << 12
@@ -37,15 +40,20 @@ class Limits:
     ``window``: the entries after the cursor that may be opened in any order. It must be above the
     number of samples that a loader has in flight: workers, times batches fetched ahead, times the
     samples of a batch. ``unmatched``: after so many opens of the mount without one of an order's
-    window, the order is dropped.
+    window, the order is dropped. ``has_positions``: the next use of each file is known.
     """
 
-    user_bytes: int = 16 * MiB
-    all_bytes: int = 64 * MiB
+    user_bytes: int = 32 * MiB
+    all_bytes: int = 128 * MiB
     user_orders: int = 16
     all_orders: int = 64
     window: int = 8192
     unmatched: int = 1 << 18
+    has_positions: bool = True
+
+    @property
+    def entry_bytes(self) -> int:
+        return ENTRY_BYTES + POSITION_BYTES * self.has_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +82,17 @@ class _Order:
     The window is from ``cursor`` to ``indexed``. ``waiting`` has the first position in it of each
     file that was not opened, ``again`` the further ones, and ``seen`` the positions that were
     opened. ``out`` has those that ``give`` has given out and that were not opened.
+
+    ``base`` is the time of the first entry, as a number of opens. ``positions`` is None without
+    ``Limits.has_positions``.
     """
 
-    def __init__(self, announcer: Announcer, subtree: Ino, begin: Begin) -> None:
+    def __init__(
+        self, announcer: Announcer, subtree: Ino, begin: Begin, base: int, limits: Limits
+    ) -> None:
+        self.base = base
+        self.positions = Positions() if limits.has_positions else None
+        self._entry_bytes = limits.entry_bytes
         self.announcer = announcer
         self.subtree = subtree
         self.unit = begin.unit
@@ -102,9 +118,14 @@ class _Order:
     def bytes_with(self, more: int, window: int) -> int:
         """The memory of the order with ``more`` further entries, in bytes."""
         entries = len(self.items) + more
-        return ENTRY_BYTES * entries + WINDOW_BYTES * min(entries, window)
+        held = self._entry_bytes * more + ENTRY_BYTES * len(self.items)
+        if self.positions is not None:
+            held += self.positions.bytes
+        return held + WINDOW_BYTES * min(entries, window)
 
     def extend(self, inos: array[int], window: int) -> None:
+        if self.positions is not None:
+            self.positions.extend(self.end, inos)
         self.items += inos
         self.advance(window)
 
@@ -146,6 +167,8 @@ class _Order:
         if self.cursor - self.first >= max(_TRIM, len(self.items) // 4):
             del self.items[: self.cursor - self.first]
             self.first = self.cursor
+            if self.positions is not None:
+                self.positions.trim(self.cursor)
 
     def reach(self, position: int, window: int) -> None:
         """Moves the cursor to ``position`` if that is after it."""
@@ -176,9 +199,29 @@ class _Order:
         is_more = bool(self.due) or max(self.given, self.cursor) < self.indexed
         return is_more and len(self.out) < lead
 
-    def readers_of(self, ino: Ino) -> int:
-        """How often the file is in the window and was not opened: 0, 1, or 2 for more."""
-        return (ino in self.waiting) + (ino in self.again)
+    @property
+    def now(self) -> int:
+        """The time of the cursor."""
+        return self.base + self.cursor
+
+    def next_use(self, ino: Ino) -> float:
+        """The time of the next open of a file; infinite if it is not known."""
+        position = self.waiting.get(ino)
+        return self._later(ino) if position is None else self.base + position
+
+    def use_after(self, ino: Ino) -> float:
+        """The time of the open after the next one."""
+        further = self.again.get(ino)
+        return self._later(ino) if not further else self.base + further[0]
+
+    def repeats_within(self, begin: float, end: float) -> bool:
+        first = max(0, int(begin) - self.base)
+        return self.positions is not None and self.positions.repeats_within(first, end - self.base)
+
+    def _later(self, ino: Ino) -> float:
+        """The time of the first open after the window."""
+        found = self.positions.after(ino, self.indexed) if self.positions is not None else None
+        return math.inf if found is None else self.base + found
 
     def _pass(self, ino: int) -> None:
         """Moves the cursor behind one entry of the window."""
@@ -224,6 +267,8 @@ class Announcements:
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits if limits is not None else Limits()
         self._orders: dict[OrderKey, _Order] = {}
+        # The time of the latest order that has ended.
+        self._past = 0
         self._opened = self._skipped = self._unknown = 0
         self._ended = self._deviated = self._refused = 0
 
@@ -245,7 +290,7 @@ class Announcements:
             or sum(1 for _ in self._of_user(announcer.uid)) >= self._limits.user_orders
         ):
             raise Refused(errno.ENOSPC)
-        self._orders[key] = _Order(announcer, subtree, begin)
+        self._orders[key] = _Order(announcer, subtree, begin, self.now, self._limits)
         return key
 
     def extend(self, announcer: Announcer, piece: Piece) -> int:
@@ -334,9 +379,32 @@ class Announcements:
         """Whether the window of an order has the file and it was not opened."""
         return any(ino in order.waiting for order in self._orders.values())
 
+    @property
+    def ended(self) -> int:
+        """How many orders have ended."""
+        return self._ended + self._deviated
+
+    @property
+    def now(self) -> int:
+        """The present, as a number of opens: all orders are taken to be read at the same rate."""
+        return max((order.now for order in self._orders.values()), default=self._past)
+
+    def next_use(self, ino: Ino) -> float:
+        """The time of the next open of a file, or of the one that is being answered; infinite if
+        it is not known."""
+        return min((order.next_use(ino) for order in self._orders.values()), default=math.inf)
+
+    def use_after(self, ino: Ino) -> float:
+        """The time of the open after ``next_use``."""
+        return min((order.use_after(ino) for order in self._orders.values()), default=math.inf)
+
+    def repeats_within(self, begin: float, end: float) -> bool:
+        """Whether an order has a file twice from ``begin`` to ``end``."""
+        return any(order.repeats_within(begin, end) for order in self._orders.values())
+
     def readers_of(self, ino: Ino) -> int:
-        """How many opens of a file are expected soon. At most 2 are counted for each order."""
-        return sum(order.readers_of(ino) for order in self._orders.values())
+        """How many orders have a file in their windows, so that it will soon be opened."""
+        return sum(ino in order.waiting for order in self._orders.values())
 
     def is_idle(self, ino: Ino) -> bool:
         """Whether only orders without a reader now have the file in their windows."""
@@ -388,6 +456,7 @@ class Announcements:
         return sum(order.bytes_with(0, self._limits.window) for order in orders)
 
     def _count(self, order: _Order) -> None:
+        self._past = max(self._past, order.now)
         self._opened += order.opened
         self._skipped += order.skipped
 

@@ -7,13 +7,14 @@ that ``has_copy`` knows. Pure.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from monarch.config.settings import ForesightSettings
-from monarch.foresight.announced import Announcements
+from monarch.foresight.announced import Announcements, Limits
 from monarch.foresight.marks import FETCHED, GIVEN, READ, Marks
 from monarch.foresight.recognition import LEAST_FILES, WINDOW
 from monarch.foresight.stream import Stream, Subtree
@@ -64,11 +65,13 @@ class Foresight:
         self._has_copy = has_copy
         self._names = names
         self._settings = settings
-        self.announced = Announcements()
+        self.announced = Announcements(Limits(has_positions=settings.belady))
         self._wake: Callable[[], None] = _nothing
         self._skewed_open: Callable[[Ino], None] = _ignore
         self._jobs: OrderedDict[int, _Job] = OrderedDict()
         self._subtrees: dict[tuple[Ino, int], Subtree] = {}
+        # Whether any stream had the order of its last epoch.
+        self.has_learned = False
         self._fetched_files = self._fetched_bytes = 0
         self._marks = Marks(names.entries)
         self._unread_bytes = 0
@@ -109,6 +112,8 @@ class Foresight:
                 self._begin_stream(known)
             return
         is_complete = stream.opened(ino, process)
+        if is_complete and stream.pattern == "same order":
+            self.has_learned = True
         if is_complete or stream.is_filling:
             self._wake()
         elif stream.pattern == "skewed":
@@ -181,23 +186,28 @@ class Foresight:
 
     def skewed(self, ino: Ino) -> range | None:
         """The files of the subtree in which a job opens some files again and again, with ``ino``
-        among them; None if there is no such job."""
-        found = (stream for stream in self._streams_with(ino) if stream.pattern == "skewed")
+        among them; None if there is no such job, or if its next use is known."""
+        if self.announced.next_use(ino) < math.inf:
+            return None
+        found = (stream for stream in self.streams_with(ino) if stream.pattern == "skewed")
         stream = next(found, None)
         return stream.subtree.files if stream is not None else None
 
     def is_scan(self, ino: Ino) -> bool:
         """Whether all jobs that read the subtree of a file read it for the first time, by one
         process and in the order of the names, and no order is announced."""
-        streams = list(self._streams_with(ino))
+        streams = list(self.streams_with(ino))
         is_scanned = bool(streams) and all(stream.is_scan for stream in streams)
         return is_scanned and not self.announced.has_orders
 
-    def _streams_with(self, ino: Ino) -> Iterator[Stream]:
+    def streams_with(self, ino: Ino) -> Iterator[Stream]:
+        """The streams whose files include ``ino``."""
         for job in self._jobs.values():
             for stream in job.streams:
                 if ino in stream.subtree.files:
                     yield stream
+
+    # -- readers to come -----------------------------------------------------------------------
 
     def is_announced(self, ino: Ino) -> bool:
         """Whether an announced order has the file before it."""
@@ -208,12 +218,12 @@ class Foresight:
         return self.announced.is_idle(ino)
 
     def is_expected_again(self, ino: Ino) -> bool:
-        """Whether a file that is being opened will soon be opened once more."""
+        """Whether a file that is being opened will soon be opened for another order, too."""
         return self._settings.announced and self.announced.readers_of(ino) > 1
 
     def is_recognised(self, ino: Ino) -> bool:
         """Whether a recognised order has the file before it."""
-        is_expected = (stream.expects(ino) for stream in self._streams_with(ino))
+        is_expected = (stream.expects(ino) for stream in self.streams_with(ino))
         return self._settings.ahead and any(is_expected)
 
     def report(self, *, counts_opens: bool) -> ForesightReport:

@@ -6,6 +6,7 @@ change the recognised pattern, so one window that fails a test by chance changes
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -333,6 +334,19 @@ class Stream:
 
     # -- the files to fetch ----------------------------------------------------------------------
 
+    def uses(self, ino: Ino) -> tuple[float, float]:
+        """The next open of a file of the same order, and the one after it, as numbers of opens
+        since the first epoch that had this order; infinite without such an order."""
+        position = ino - self.subtree.files.start
+        if self.pattern != "same order" or self._last is None:
+            return math.inf, math.inf
+        place = self._last.place(position)
+        if place is None:
+            return math.inf, math.inf
+        n = len(self._last.positions)
+        first = (self.epoch + (position in self._seen)) * n + place
+        return first, first + n
+
     def expects(self, ino: Ino) -> bool:
         """Whether the recognised order has the file before the readers, or a little behind, and
         this epoch has not opened it."""
@@ -341,7 +355,8 @@ class Stream:
             return False
         place, step = position, self.step if self.pattern == "strided" else 1
         if self.pattern == "same order" and self._last is not None:
-            place = next(iter(self._last.places([position])), -1)
+            known = self._last.place(position)
+            place = -1 if known is None else known
         return place >= 0 and self._front - self.distance * step <= place <= self._given
 
     def ahead(self, most: int) -> list[Ino]:

@@ -10,7 +10,7 @@ docs/adr/0001-admission-by-hash-buckets.md.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,9 +58,21 @@ class Policy(Protocol):
 
     name: str
 
-    def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
-        """The tier for ``item``; None: leave it at the source. ``forced``: only the space
-        counts."""
+    def choose(
+        self,
+        item: Item,
+        ledger: Ledger,
+        *,
+        forced: bool = False,
+        is_kept: Callable[[Ino], bool] | None = None,
+    ) -> Placement | None:
+        """The tier for ``item``; None: leave it at the source. ``forced``: only the space counts.
+        No copy is evicted for which ``is_kept`` returns True."""
+
+    def tier_for(self, item: Item, ledger: Ledger) -> int | None:
+        """The tier of ``ledger`` that the policy gives to an item whatever space there is now;
+        None: none, or it has no such rule."""
+        return None
 
     def left(self, tier: int, ledger: Ledger) -> int:
         """The bytes of a tier that are not kept for whole files."""
@@ -98,7 +110,14 @@ class FirstCome(Policy):
 
     name = "first_come"
 
-    def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
+    def choose(
+        self,
+        item: Item,
+        ledger: Ledger,
+        *,
+        forced: bool = False,
+        is_kept: Callable[[Ino], bool] | None = None,
+    ) -> Placement | None:
         tier = ledger.fastest_with_room(item.size)
         return None if tier is None else Placement(tier)
 
@@ -159,7 +178,14 @@ class NoEvict(FirstCome):
                 here = np.frombuffer(table, np.uint8) == tier
                 self._kept[tier] += sum(shares[tiers][here].tolist())
 
-    def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
+    def choose(
+        self,
+        item: Item,
+        ledger: Ledger,
+        *,
+        forced: bool = False,
+        is_kept: Callable[[Ino], bool] | None = None,
+    ) -> Placement | None:
         # An empty file needs no space, so its bucket may have no tier.
         if forced or not item.size or self._tables is None:
             return super().choose(item, ledger)
@@ -170,6 +196,14 @@ class NoEvict(FirstCome):
 
     def left(self, tier: int, ledger: Ledger) -> int:
         return max(0, ledger.capacity(tier) - self._kept[tier])
+
+    def tier_for(self, item: Item, ledger: Ledger) -> int | None:
+        table = self._tables.get(ledger.tiers) if self._tables is not None else None
+        return (table[bucket(item.key)] or None) if table is not None else None
+
+
+# Copies that must not be evicted which ``Lru`` passes for one file.
+_MOST_KEPT = 64
 
 
 class Lru(Policy):
@@ -185,7 +219,14 @@ class Lru(Policy):
     def __init__(self) -> None:
         self._copies: OrderedDict[Ino, tuple[int, int]] = OrderedDict()  # size, tier
 
-    def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
+    def choose(
+        self,
+        item: Item,
+        ledger: Ledger,
+        *,
+        forced: bool = False,
+        is_kept: Callable[[Ino], bool] | None = None,
+    ) -> Placement | None:
         tier = ledger.fastest_with_room(item.size)
         if tier is not None:
             return Placement(tier)
@@ -197,12 +238,20 @@ class Lru(Policy):
         }
         if not missing:
             return None
+        kept = []
         for ino, (size, tier) in self._copies.items():
-            if tier in missing:
+            if is_kept is not None and is_kept(ino):
+                kept.append(ino)
+                if len(kept) == _MOST_KEPT:
+                    break
+            elif tier in missing:
                 victims[tier].append(Victim(ino, size))
                 missing[tier] -= size
                 if missing[tier] <= 0:
                     return Placement(tier, tuple(victims[tier]))
+        # They will be used: the next call finds others first.
+        for ino in kept:
+            self._copies.move_to_end(ino)
         return None
 
     def accessed(self, ino: Ino, tier: int) -> None:

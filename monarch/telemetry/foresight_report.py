@@ -42,6 +42,15 @@ class StreamReport:
 
 
 @dataclass(frozen=True, slots=True)
+class NextUseReport:
+    """Copies that were made in place of others, since their next use was known: their number, and
+    the bytes that were written to tiers for them."""
+
+    replaced_files: int = 0
+    replaced_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WindowReport:
     """Files that no tier admits, fetched ahead into memory: ``files`` and ``bytes`` are there now,
     of at most ``capacity`` bytes. Since the mount, ``served`` ones were read from there, and
@@ -68,3 +77,4 @@ class ForesightReport:
     unread_files: int
     unread_bytes: int
     window: WindowReport = WindowReport()
+    next_use: NextUseReport = NextUseReport()

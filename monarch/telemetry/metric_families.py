@@ -314,6 +314,10 @@ _TABLE: Mapping[str, _Nameless] = {
         of=lambda _, s: [((rule.match,), rule.resident_bytes) for rule in s.rules],
         labels=("rule",),
     ),
+    "monarch_next_use_replaced_bytes_total": _one(
+        "Bytes that were written to tiers for copies in place of others that are read later.",
+        lambda s: s.foresight.next_use.replaced_bytes,
+    ),
     "monarch_window_bytes": _one(
         "Bytes of files that no tier admits, in memory for the readers to come.",
         lambda s: s.foresight.window.bytes,

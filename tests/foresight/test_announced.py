@@ -12,7 +12,15 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from monarch.errors import MonarchError, Refused
-from monarch.foresight.announced import WINDOW_BYTES, Announcements, Announcer, Limits, OrderKey
+from monarch.foresight.announced import (
+    ENTRY_BYTES,
+    POSITION_BYTES,
+    WINDOW_BYTES,
+    Announcements,
+    Announcer,
+    Limits,
+    OrderKey,
+)
 from monarch.foresight.messages import (
     NO_DESCRIPTOR,
     SAMPLES,
@@ -281,7 +289,7 @@ def test_the_orders_of_a_user_and_of_all_are_limited() -> None:
 
 
 def test_the_entries_of_a_user_and_of_all_are_limited_and_an_end_frees_them() -> None:
-    limits = Limits(user_bytes=400_000, all_bytes=600_000, window=1000)
+    limits = Limits(user_bytes=400_000, all_bytes=600_000, window=1000, has_positions=False)
     on = Announcements(limits)
     key = begin(on)
     extend(on, range(2, 60_002))
@@ -311,7 +319,8 @@ def test_memory_stays_within_the_limits_that_are_counted() -> None:
     finally:
         tracemalloc.stop()
     assert held < 1.05 * on.report().bytes
-    assert on.report().bytes <= 4 * 400_000 + WINDOW_BYTES * 8192
+    entry = ENTRY_BYTES + POSITION_BYTES
+    assert on.report().bytes <= entry * 400_000 + WINDOW_BYTES * 8192
 
 
 def test_an_open_costs_the_same_in_an_order_of_any_length() -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from monarch.frameworks.announce import announce
+from monarch.types import Ino
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.waiting import wait_until
 from tests.mount.observe import epoch, resident, settled
+from tests.placement.simulate import belady_hits
 
 _ANNOUNCER = (
     "import sys, time; from monarch.frameworks.announce import announce;"
@@ -240,6 +242,61 @@ def test_files_that_no_tier_admits_are_read_from_the_window(
         process.wait()
     wait_until(lambda: window()["files"] == 0, "the window is left")
     assert window()["dropped_files"] == 400 - kept
+
+
+@pytest.mark.promise(188)
+@pytest.mark.modes("relay", "passthrough")
+def test_three_announced_epochs_have_the_hits_of_belady(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    """The tier holds half of the files, to the byte."""
+    content = images("train", 200)
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": str(200 * 500 // 2)})
+    order = [name for seed in range(3) for name in shuffled(content, seed)]
+    inos = {name: Ino(number) for number, name in enumerate(content)}
+    best = sum(belady_hits([inos[name] for name in order], 100))
+    with OpenCounter(source) as counter:
+        announced = announce(mounted.path / name for name in order)
+        assert announced is not None
+        for start in range(0, 600, 200):
+            epoch(mounted, content, order[start : start + 200])
+            assert resident_files(mounted) == 100
+        assert counter.count() == 600 - best
+        announced.close()
+    assert settled(mounted)["foresight"]["next_use"]["replaced_files"] == 0
+
+
+@pytest.mark.promise(188)
+@pytest.mark.modes("relay", "passthrough")
+@pytest.mark.parametrize("is_on", [True, False])
+def test_copies_that_are_not_used_any_more_leave_for_files_that_are(
+    monarch: MonarchCommand, tree: Tree, source: Path, is_on: bool
+) -> None:
+    """A process that has such a copy open continues to read it."""
+    first, second = images("first", 100), images("second", 100)
+    tree({**first, **second})
+    options = [f"foresight.belady={str(is_on).lower()}", "placement.policy=first_come"]
+    mounted = monarch.mount(source, tiers={"fast": str(100 * 500)}, options=options)
+    order = [*sorted(first), *sorted(second), *sorted(second)]
+    with OpenCounter(source) as counter:
+        announced = announce(mounted.path / name for name in order)
+        assert announced is not None
+        epoch(mounted, first, order[:100])
+        assert set(resident(mounted, first)) == set(first)
+        with open(mounted.path / order[7], "rb", buffering=0) as file:
+            head = file.read(100)
+            epoch(mounted, second, order[100:200])
+            assert set(resident(mounted, [*first, *second])) == set(second if is_on else first)
+            assert head + file.read() == first[order[7]]
+        epoch(mounted, second, order[200:])
+        assert counter.count() == (200 if is_on else 300)
+        announced.close()
+    figures = settled(mounted)["foresight"]["next_use"]
+    assert figures == {
+        "replaced_files": 100 * is_on,
+        "replaced_bytes": 100 * 500 * is_on,
+    }
 
 
 @pytest.mark.promise(180)

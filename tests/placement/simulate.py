@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from monarch.placement.belady import Belady, NextUses
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
 from monarch.placement.policy import FirstCome, Item, Lru, NoEvict, Policy, assign
@@ -58,11 +60,21 @@ class Pass:
 class Mount:
     """A controller over ``items`` whose copies are committed as soon as they are chosen."""
 
-    def __init__(self, policy_name: str, items: Sequence[Item], capacities: Sequence[int]) -> None:
+    def __init__(
+        self,
+        policy_name: str,
+        items: Sequence[Item],
+        capacities: Sequence[int],
+        uses: NextUses | None = None,
+    ) -> None:
         self.items = items
         self.residency = Residency(max(item.ino for item in items))
         self.ledger = Ledger(capacities)
         policy = policy_named(policy_name, items, capacities)
+        if uses is not None:
+            sizes = {item.ino: item.size for item in items}
+            policy = Belady(policy, uses, sizes.__getitem__)
+        self.policy = policy
         self.controller = Controller(self.residency, self.ledger, policy)
 
     def read(self, order: Iterable[Item]) -> Pass:
@@ -86,6 +98,25 @@ class Mount:
     def resident(self) -> dict[Ino, int]:
         tiers = self.ledger.tiers
         return {ino: tier for tier in tiers for ino in self.residency.resident_in(tier)}
+
+
+def belady_hits(order: Sequence[Ino], capacity: int) -> list[bool]:
+    """Belady's rule with bypass, for files of one size, from its definition: at a miss with a full
+    cache, of the cached files and the new one, the one whose next use is the farthest is left
+    out."""
+    cached: set[Ino] = set()
+    hits = []
+    uses: dict[Ino, list[int]] = {}
+    for position in range(len(order) - 1, -1, -1):
+        uses.setdefault(order[position], []).append(position)
+    for ino in order:
+        uses[ino].pop()
+        hits.append(ino in cached)
+        if ino not in cached:
+            cached.add(ino)
+            if len(cached) > capacity:
+                cached.remove(max(cached, key=lambda each: (uses[each] or [math.inf])[-1]))
+    return hits
 
 
 def epoch_time(hits: Sequence[bool], *, miss_s: float, step_s: float, buffer: int) -> float:

@@ -1,0 +1,191 @@
+"""Eviction by next use, compared with Belady's rule as the textbook has it."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from monarch.config.settings import ForesightSettings
+from monarch.foresight.announced import Announcer
+from monarch.foresight.foresight import Foresight
+from monarch.foresight.messages import NO_DESCRIPTOR, Begin, Piece
+from monarch.foresight.uses import KnownUses
+from monarch.placement.belady import Belady
+from monarch.placement.policy import Item
+from monarch.types import ROOT_INO, Attributes, Ino
+from tests.placement.simulate import Mount, belady_hits, items_of
+
+JOB = 7
+FILES, EPOCHS = 400, 6
+
+
+class Tree:
+    """Files in one directory, numbered from 2 on."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.entries = max(item.ino for item in items)
+        self._sizes = {item.ino: item.size for item in items}
+
+    def parent(self, slot: Ino) -> Ino:
+        return ROOT_INO
+
+    def path(self, ino: Ino) -> bytes:
+        return b""
+
+    def attributes(self, ino: Ino) -> Attributes:
+        return Attributes(
+            ino, ROOT_INO, 0o100644, 1, 0, 0, self._sizes.get(ino, 0), 0, 0, ino, 2, 0
+        )
+
+    def level(self, directory: Ino, depth: int) -> range:
+        return range(2, self.entries + 1)
+
+
+class Job:
+    """A data set, tiers, and a job that reads it. ``announce`` sends the next part of its order."""
+
+    def __init__(self, policy: str, sizes: Sequence[int], capacities: Sequence[int]) -> None:
+        self.items = items_of(sizes)
+        self.by_ino = {item.ino: item for item in self.items}
+        self.foresight = Foresight(Tree(self.items), ForesightSettings(ahead=True))
+        self.mount = Mount(
+            policy, self.items, capacities, uses=KnownUses(self.foresight, with_learned=True)
+        )
+        self._announced = 0
+        self._by = Announcer(1, 1, 1)
+        self.promotions = 0
+
+    @property
+    def replaced(self) -> int:
+        policy = self.mount.policy
+        assert isinstance(policy, Belady)
+        return policy.report().replaced_files
+
+    def announce(self, order: Sequence[Ino]) -> None:
+        if not self._announced:
+            self.foresight.announced.begin(self._by, ROOT_INO, Begin(1, NO_DESCRIPTOR, 1, 0))
+        for start in range(0, len(order), 97):
+            part = array("I", order[start : start + 97])
+            self.foresight.announced.extend(self._by, Piece(1, self._announced, part))
+            self._announced += len(part)
+
+    def read(self, order: Sequence[Ino]) -> list[bool]:
+        hits = []
+        for ino in order:
+            passed = self.mount.read([self.by_ino[ino]])
+            self.promotions += len(passed.promotions)
+            self.foresight.opened(ino, JOB)
+            hits += passed.hits
+        return hits
+
+
+def orders(kind: str, seed: int) -> list[list[Ino]]:
+    """Epochs of a data set."""
+    rng, files = random.Random(seed), [Ino(2 + n) for n in range(FILES)]
+    if kind == "shuffled":
+        return [rng.sample(files, FILES) for _ in range(EPOCHS)]
+    if kind == "same":
+        return [files] * EPOCHS
+    if kind == "one of two nodes":
+        return [rng.sample(files, FILES)[::2] for _ in range(EPOCHS)]
+    assert kind == "with replacement"
+    weights = [1 / (1 + n % 40) for n in range(FILES)]
+    return [rng.choices(files, weights, k=FILES) for _ in range(EPOCHS)]
+
+
+@pytest.mark.promise(188)
+@pytest.mark.parametrize("kind", ["shuffled", "same", "with replacement"])
+@pytest.mark.parametrize("policy", ["no_evict", "first_come", "lru"])
+def test_with_a_known_order_the_hits_are_those_of_belady(kind: str, policy: str) -> None:
+    """The tiers hold half of the data set, and two epochs are known."""
+    for seed in range(2):
+        epochs = orders(kind, seed)
+        job = Job(policy, [10] * FILES, [10 * FILES // 8, 3 * 10 * FILES // 8])
+        job.announce([ino for epoch in epochs for ino in epoch])
+        hits = job.read([ino for epoch in epochs for ino in epoch])
+        best = belady_hits([ino for epoch in epochs for ino in epoch], FILES // 2)
+        assert sum(hits) == sum(best)
+        if kind != "with replacement":
+            assert job.replaced == 0, "each pass has as many hits with any copies"
+            assert job.promotions == FILES // 2 or policy == "lru"
+
+
+@pytest.mark.promise(188)
+@pytest.mark.parametrize("kind", ["shuffled", "one of two nodes", "with replacement"])
+def test_two_known_epochs_suffice(kind: str) -> None:
+    """The order of the next epoch is announced when an epoch begins. A file that is read by this
+    node in only some epochs is kept if the next epoch has it."""
+    for seed in range(3):
+        epochs = orders(kind, seed)
+        capacity = len(epochs[0]) // 4
+        job, without = (Job("no_evict", [10] * FILES, [10 * capacity]) for _ in range(2))
+        hits = without_hits = 0
+        job.announce(epochs[0])
+        for now, following in zip(epochs, [*epochs[1:], []], strict=True):
+            job.announce(following)
+            hits += sum(job.read(now))
+            without_hits += sum(without.read(now))
+        best = sum(belady_hits([ino for epoch in epochs for ino in epoch], capacity))
+        assert 0.98 * best <= hits <= best
+        if kind == "shuffled":
+            assert hits == best and job.replaced == 0
+        else:
+            assert hits > 1.2 * without_hits
+
+
+def test_with_an_unknown_order_all_is_as_with_the_other_policy() -> None:
+    for policy in ("no_evict", "first_come", "lru"):
+        job = Job(policy, [10] * FILES, [10 * FILES // 2])
+        plain = Mount(policy, job.items, [10 * FILES // 2])
+        for epoch in orders("shuffled", 3):
+            hits = job.read(epoch)
+            assert hits == plain.read([job.by_ino[ino] for ino in epoch]).hits
+        assert job.mount.resident() == plain.resident()
+
+
+def test_a_learned_order_keeps_its_copies_with_lru() -> None:
+    """LRU alone has no hit in a cyclic order of more files than it holds."""
+    job = Job("lru", [10] * FILES, [10 * FILES // 2])
+    plain = Mount("lru", job.items, [10 * FILES // 2])
+    order = orders("shuffled", 1)[0]
+    hits = [sum(job.read(order)) for _ in range(6)]
+    assert hits[0] == 0
+    assert hits[-2:] == [FILES // 2] * 2
+    assert sum(sum(plain.read([job.by_ino[ino] for ino in order]).hits) for _ in range(6)) == 0
+
+
+def test_files_of_several_sizes_leave_in_the_order_of_their_next_use() -> None:
+    """More bytes are read from copies than with a fixed set, and no tier is overfilled."""
+    rng = random.Random(5)
+    sizes = [rng.randrange(1, 60) for _ in range(FILES)]
+    capacities = [sum(sizes) // 16, sum(sizes) // 8]
+    epochs = orders("with replacement", 5)
+    job = Job("no_evict", sizes, capacities)
+    plain = Mount("no_evict", job.items, capacities)
+    order = [ino for epoch in epochs for ino in epoch]
+    job.announce(order)
+    hits = job.read(order)
+    plain_hits = plain.read([job.by_ino[ino] for ino in order]).hits
+    size = lambda found: sum(job.by_ino[i].size for i, hit in zip(order, found, strict=True) if hit)  # noqa: E731
+    assert size(hits) > 1.5 * size(plain_hits)
+    for tier, capacity in enumerate(capacities, 1):
+        assert job.mount.ledger.used(tier) <= capacity
+
+
+def test_copies_of_an_order_that_has_ended_leave_for_files_that_the_policy_admits() -> None:
+    """The tier has room for half of the files. Those of the first quarter are read in a known
+    order, and fill it; then all are read in an unknown one."""
+    job = Job("no_evict", [10] * FILES, [10 * FILES // 4])
+    first = [Ino(2 + n) for n in range(FILES // 2)]
+    job.announce(first * 2)
+    job.read(first)
+    plain = Mount("no_evict", job.items, [10 * FILES // 4])
+    plain.read(job.items)
+    assert job.mount.resident() != plain.resident()
+    job.foresight.announced.end(job.foresight.announced.key_of(Announcer(1, 1, 1), 1))
+    for seed in range(2):
+        job.read(orders("shuffled", seed)[0])
+    assert job.mount.resident() == plain.resident()
