@@ -45,6 +45,13 @@ _STEP_S = 0.01
 # that is not announced leaves, too, if for so long no file of the window was read.
 _SWEEP_S = 1.0
 _IDLE_S = 60.0
+# The daemon takes up to this time to open a file from the window, one after the other. So readers
+# that call the source at the same time may be faster.
+_ANSWER_S = 0.0005
+# The latency of calls is a mean over so many of them, and the number of readers at the source is
+# their highest number, which fades by this factor each ``_SWEEP_S``.
+_CALLS = 32
+_FADING = 0.95
 
 
 class Foreseen(Protocol):
@@ -110,6 +117,7 @@ class FetchAhead:
         self._window.on_room = self.wake
         self._swept_s = self._served_s = -math.inf
         self._served_files = 0
+        self._call_s = self._readers = 0.0
         self._copying: list[Flight] = []
         # Set when a fetch has ended, or more files are foreseen.
         self._woken = trio.Event()
@@ -149,9 +157,12 @@ class FetchAhead:
 
     def _sweep(self, now: float) -> None:
         """Drops files of the window that no reader is expected to open."""
-        if now < self._swept_s + _SWEEP_S or not (len(self._window) or self._for_window):
+        if now < self._swept_s + _SWEEP_S:
             return
         self._swept_s = now
+        self._readers *= _FADING
+        if not (len(self._window) or self._for_window):
+            return
         if self._served_files != self._window.served_files or not len(self._window):
             self._served_files, self._served_s = self._window.served_files, now
         is_idle = now > self._served_s + _IDLE_S
@@ -219,6 +230,7 @@ class FetchAhead:
     def _begin_all(self, nursery: trio.Nursery) -> None:
         """Begins the fetches that may begin now."""
         now, load = trio.current_time(), self._load.totals()
+        self._readers = max(self._readers, load.running)
         self._concurrency.look(load.reads, load.waited_s, load.running, now)
         while self._concurrency.may_begin(now) and self._may_read(0):
             line = self._next_line()
@@ -277,14 +289,20 @@ class FetchAhead:
         nursery.start_soon(self._fetch, flight, arrival, call)
         return flight
 
-    def _begin_hold(self, attributes: Attributes, nursery: trio.Nursery) -> None:
-        """Begins the fetch of a file into the window, or lets the file wait for it."""
-        ino, size, window = attributes.ino, attributes.size, self._window
+    def _may_hold(self, ino: Ino) -> bool:
+        """Whether a file may be fetched into the window."""
         foreseen = self._foreseen
         # A pinned file, or one that is filled in, may not be read soon.
         is_expected = foreseen.is_announced(ino) or foreseen.is_recognised(ino)
-        is_excluded = not window.most or self._controller.is_excluded(ino)
-        if not is_expected or is_excluded or size > min(self._inline_max, window.most):
+        is_excluded = not self._window.most or self._controller.is_excluded(ino)
+        # The readers are faster at the source than the daemon answers them.
+        is_slower = 0 < self._call_s < self._readers * _ANSWER_S
+        return is_expected and not is_excluded and not is_slower
+
+    def _begin_hold(self, attributes: Attributes, nursery: trio.Nursery) -> None:
+        """Begins the fetch of a file into the window, or lets the file wait for it."""
+        ino, size, window = attributes.ino, attributes.size, self._window
+        if size > min(self._inline_max, window.most) or not self._may_hold(ino):
             self._foreseen.refused(ino)
             return
         if not window.has_room(size):
@@ -319,6 +337,8 @@ class FetchAhead:
     def _called(self, call: Call, arrival: Arrival, size: int) -> None:
         """Records the end of a call."""
         now = trio.current_time()
+        seconds = now - call.began_s
+        self._call_s += (seconds - self._call_s) / (_CALLS if self._call_s else 1)
         if arrival.content is not None:
             self._concurrency.ended(call, size, now)
         else:

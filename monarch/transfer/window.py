@@ -35,13 +35,12 @@ class Held:
 class Window:
     """At most ``most`` bytes; 0 switches it off. Belongs to the event loop.
 
-    ``dropped_files`` and ``dropped_bytes`` were fetched, and left without a reader. ``peak`` is the
-    most bytes that were in the window at once.
+    ``dropped_files`` and ``dropped_bytes`` were fetched, and left without a reader.
     """
 
     def __init__(self, controller: Controller, buffer: Buffer, most: int) -> None:
         self.most = most
-        self.bytes = self.peak = 0
+        self.bytes = 0
         self.served_files = self.served_bytes = 0
         self.dropped_files = self.dropped_bytes = 0
         # Called when there is more room.
@@ -80,7 +79,6 @@ class Window:
             self.drop(next(iter(self._read.values())))
         held = self._held[ino] = Held(ino, identity, arrival)
         self.bytes += identity.size
-        self.peak = max(self.peak, self.bytes)
         self._buffer.used += identity.size
         self._controller.hold(ino)
         return held
