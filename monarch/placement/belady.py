@@ -31,6 +31,8 @@ from monarch.types import ROOT_INO, Ino
 
 # Next uses within so many opens are kept together, and compared only when they are the farthest.
 _WIDTH = 16
+# Copies of all tiers whose next use is compared for one file.
+_MOST_FARTHER = 256
 # Copies that are compared for one that leaves for a file which the other policy admits.
 _MOST_GUESTS = 64
 
@@ -182,7 +184,7 @@ class Belady(Policy):
         victims: dict[int, list[Victim]] = {tier: [] for tier in missing}
         taken: list[tuple[Ino, float]] = []
         found = None
-        while missing and found is None:
+        while missing and found is None and len(taken) < _MOST_FARTHER:
             farthest = self._by_use.farthest(self._uses.next_use)
             if farthest is None:
                 break
