@@ -31,6 +31,9 @@ from monarch.types import ROOT_INO, Ino
 
 # Next uses within so many opens are kept together, and compared only when they are the farthest.
 _WIDTH = 16
+# After so many files in succession with as many opens until their next use, the next pass has the
+# same order. Then the other policy fills the tiers in the first pass: it may spread the copies.
+_ALIKE = 16
 # Copies of all tiers whose next use is compared for one file.
 _MOST_FARTHER = 256
 # Copies that are compared for one that leaves for a file which the other policy admits.
@@ -129,6 +132,11 @@ class Belady(Policy):
         # does not admit them.
         self._coming: dict[Ino, tuple[float, bool]] = {}
         self._replaced_files = self._replaced_bytes = 0
+        # The opens between the next use of the last file and the one after it, how many files in
+        # succession had as many, and the next use of the first of them.
+        self._gap: float = math.nan
+        self._alike = 0
+        self._since = math.inf
 
     def choose(
         self,
@@ -139,8 +147,10 @@ class Belady(Policy):
         is_kept: Callable[[Ino], bool] | None = None,
     ) -> Placement | None:
         self._leaving.clear()
-        is_known = not forced and self._is_used(item.ino)
+        use = math.inf if forced else self._uses.next_use(item.ino)
+        is_known = use < math.inf
         after = self._uses.use_after(item.ino) if is_known else math.inf
+        self._compare(use, after)
         placement = self._chosen(item, ledger, after, forced=forced, is_known=is_known)
         if placement is None:
             self._coming.pop(item.ino, None)
@@ -159,9 +169,17 @@ class Belady(Policy):
         else:
             tier = ledger.fastest_with_room(item.size)
             if tier is not None:
-                return Placement(tier)
+                is_first_pass = self._alike >= _ALIKE and after <= self._since + 2 * self._gap
+                return self._inner.choose(item, ledger) if is_first_pass else Placement(tier)
             placement = self._instead_of_farther(item, after, ledger)
         return placement or self._instead_of_guests(item, ledger, forced=forced)
+
+    def _compare(self, use: float, after: float) -> None:
+        """Records the next two uses of a file that is decided."""
+        if after - use == self._gap:
+            self._alike += 1
+        else:
+            self._gap, self._alike, self._since = after - use, 0, use
 
     def _is_used(self, ino: Ino) -> bool:
         return self._uses.next_use(ino) < math.inf

@@ -107,7 +107,9 @@ def test_with_a_known_order_the_hits_are_those_of_belady(kind: str, policy: str)
         job.announce([ino for epoch in epochs for ino in epoch])
         hits = job.read([ino for epoch in epochs for ino in epoch])
         best = belady_hits([ino for epoch in epochs for ino in epoch], FILES // 2)
-        assert sum(hits) == sum(best)
+        # A fixed share is spread over the pass, and filled up in the second one.
+        spread = FILES // 40 if (kind, policy) == ("same", "no_evict") else 0
+        assert sum(best) - spread <= sum(hits) <= sum(best)
         if kind != "with replacement":
             assert job.replaced == 0, "each pass has as many hits with any copies"
             assert job.promotions == FILES // 2 or policy == "lru"
@@ -134,6 +136,17 @@ def test_two_known_epochs_suffice(kind: str) -> None:
             assert hits == best and job.replaced == 0
         else:
             assert hits > 1.2 * without_hits
+
+
+def test_in_an_order_that_stays_the_same_the_hits_are_spread_over_the_pass() -> None:
+    """So that they overlap with the misses (ADR 1)."""
+    job = Job("no_evict", [10] * FILES, [10 * FILES // 2])
+    order = [Ino(2 + n) for n in range(FILES)]
+    job.announce(order * 3)
+    hits = [job.read(order) for _ in range(3)]
+    assert FILES // 2 - FILES // 40 <= sum(hits[1]) <= sum(hits[2]) == FILES // 2
+    halves = sum(hits[2][: FILES // 2]), sum(hits[2][FILES // 2 :])
+    assert min(halves) > 0.4 * max(halves)
 
 
 def test_with_an_unknown_order_all_is_as_with_the_other_policy() -> None:
