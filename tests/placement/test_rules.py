@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -326,3 +327,51 @@ def test_a_pinned_file_takes_the_room_of_partial_copies(snapshot: Snapshot) -> N
     promote = mount.controller.offered(pinned)
     assert promote is not None and promote.evict == (other.ino,)
     assert len(mount.controller.parts) == 0
+
+
+@pytest.mark.promise(190, 191)
+@pytest.mark.parametrize("policy", ["no_evict", "first_come", "lru"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_history_of_copies_breaks_a_rule(snapshot: Snapshot, policy: str, seed: int) -> None:
+    draw = random.Random(seed)
+    rules = [
+        rule("val/**", pin=True),
+        rule("raw/deep/**", pin=True, tier="nvme"),
+        rule("raw/**", admit="never"),
+        rule("**/*.lmdb", tier="ram"),
+    ]
+    mount = Mount(snapshot, rules, [30 * SIZE, 30 * SIZE], policy)
+    controller, residency = mount.controller, mount.residency
+    measuring = mount.rules.measure()
+    copying: list[Promote] = []
+    lookup = {ino: mount.item(ino) for ino in mount.files}.get
+    for _ in range(3000):
+        ino = draw.choice(sorted(mount.files))
+        ask = draw.choice([controller.opened, controller.offered, controller.warm])
+        before = {each for each in mount.resident() if mount.rules.is_pinned(each)}
+        promote = controller.next_wanted(lookup) if draw.random() < 0.1 else ask(mount.item(ino))
+        assert before <= mount.resident()
+        if promote is not None:
+            copying.append(promote)
+        while copying and draw.random() < 0.6:
+            done = copying.pop(draw.randrange(len(copying)))
+            draw.choice([controller.committed, abandon(controller), abandon(controller, True)])(
+                done.item, done.tier
+            )
+        resident = sorted(mount.resident())
+        if resident and draw.random() < 0.1:
+            controller.dropped(draw.choice(resident), SIZE)
+        next(measuring, None)
+        for tier in mount.ledger.tiers:
+            assert 0 <= mount.ledger.used(tier) <= mount.ledger.capacity(tier)
+    for ino in mount.files:
+        tier, found = residency.tier_of(ino), mount.rules.of(ino)
+        if tier and found is not None:
+            assert not found.never and found.tier in (None, tier)
+    for number, count in enumerate(mount.rules.counts):
+        inos = [i for i in mount.files if mount.rules.of(i) is mount.rules.rules[number]]
+        assert count.resident_files == sum(residency.tier_of(ino) != 0 for ino in inos)
+
+
+def abandon(controller: Controller, retry: bool = False) -> Callable[[Item, int], None]:
+    return partial(controller.abandoned, retry=retry)
