@@ -170,11 +170,11 @@ def _write_back(
         source_calls=transfer.source_calls,
         source_load=transfer.source_load,
         ledger=tiers.ledger,
-        residency=tiers.residency,
         fast=datapath,
         read=Reading(
             copied_up=read.promotions.copied_up,
             look_again=read.revalidation.look_again,
+            copies=tiers.controller.copies,
             evict=read.promotions.evict,
             evicted=read.promotions.removed,
             is_open=read.bindings.is_open,

@@ -18,7 +18,7 @@ are offered again from time to time, since their next first open may be days awa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
@@ -33,6 +33,9 @@ from monarch.placement.replacement import Replacement
 from monarch.placement.residency import SOURCE, Residency
 from monarch.placement.rules import Rules
 from monarch.types import ROOT_INO, Ino
+
+# Pinned copies that are passed over for others: a few milliseconds.
+_MOST_SKIPPED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,17 @@ class Controller:
             return None
         forced = self._residency.is_forced(item.ino)
         return self._promote(item, forced=forced, may_evict=self._is_pinned(item.ino))
+
+    def copies(self, tier: int) -> Iterator[Ino]:
+        """The items with copies in a tier, pinned ones last, if the others are found soon. They may
+        change meanwhile."""
+        pinned: list[Ino] = []
+        for ino in self._residency.resident_in(tier):
+            if len(pinned) < _MOST_SKIPPED and self._is_pinned(ino):
+                pinned.append(ino)
+            else:
+                yield ino
+        yield from pinned
 
     def is_placed(self, ino: Ino) -> bool:
         """Whether an item is resident, being copied, or has a partial copy."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -13,7 +13,6 @@ import trio
 from monarch.config.settings import MountSettings
 from monarch.errors import Refused
 from monarch.namespace.namespace import Namespace
-from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool
 from monarch.text import errno_words
 from monarch.transfer.source_calls import SourceCalls
@@ -48,14 +47,16 @@ class Reading:
     """What write-back asks of the side that reads.
 
     ``copied_up`` is called with each inode that the source no longer has as the mount shows it.
-    ``look_again`` compares a file with the source. ``evict`` drops a copy and returns its size in
-    bytes; ``evicted`` waits until all dropped copies are deleted. ``is_open`` returns whether a
-    process has a file open that was not written through the mount. ``renewed`` as of
+    ``look_again`` compares a file with the source. ``copies`` returns the files with copies in a
+    tier, in the order in which they leave for written files; ``evict`` drops a copy and returns its
+    size in bytes; ``evicted`` waits until all dropped copies are deleted. ``is_open`` returns
+    whether a process has a file open that was not written through the mount. ``renewed`` as of
     ``UndrainedAttributes``.
     """
 
     copied_up: Callable[[Ino], None]
     look_again: Callable[[Ino], Awaitable[None]]
+    copies: Callable[[int], Iterator[Ino]]
     evict: Callable[[Ino], int]
     evicted: Callable[[], Awaitable[None]]
     is_open: Callable[[Ino], bool]
@@ -76,7 +77,6 @@ class WriteFront:
         reserve: WriteReserve,
         drain: Drain,
         source_calls: SourceCalls,
-        residency: Residency,
         fast: FastWrites | None,
         read: Reading,
     ) -> None:
@@ -96,7 +96,7 @@ class WriteFront:
             table, place.objects, drain, opens, recorder, unlinked
         )
         self.space = space = SpaceReclaimer(
-            place, threads, reserve, drained, residency, read.evict, read.evicted
+            place, threads, reserve, drained, read.copies, read.evict, read.evicted
         )
         self.source = source = SourceFiles(
             names, table.states, opens, unlinked, drained, drain, staged, source_calls, look_again

@@ -15,7 +15,6 @@ from monarch.config.settings import MountSettings, WritebackSettings
 from monarch.errors import TierError
 from monarch.namespace.namespace import Namespace
 from monarch.placement.ledger import Ledger
-from monarch.placement.residency import Residency
 from monarch.posix.files import closing_fd
 from monarch.posix.thread_pool import ThreadPool
 from monarch.text import counted, format_bytes
@@ -178,7 +177,6 @@ def build_write_back(
     source_calls: SourceCalls,
     source_load: SourceLoad,
     ledger: Ledger,
-    residency: Residency,
     fast: FastWrites | None,
     read: Reading,
     kernel: KernelCaches,
@@ -220,7 +218,6 @@ def build_write_back(
         reserve=reserve,
         drain=drain,
         source_calls=source_calls,
-        residency=residency,
         fast=fast,
         read=read,
     )

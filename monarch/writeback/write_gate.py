@@ -12,7 +12,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -24,7 +24,6 @@ from monarch.errors import Refused
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import NAME_BYTES
 from monarch.placement.ledger import Ledger
-from monarch.placement.residency import Residency
 from monarch.posix.mounts import mount_table
 from monarch.posix.thread_pool import ThreadPool
 from monarch.text import KiB, MiB
@@ -83,15 +82,14 @@ class WriteReserve:
 class SpaceReclaimer:
     """Keeps room for written files in the tier of ``reserve``. Belongs to the event loop.
 
-    ``evict`` evicts a copy and returns its size in bytes; ``evicted`` is called after the last of
-    several.
+    ``copies``, ``evict`` and ``evicted`` as of ``front.Reading``.
     """
 
     _place: WriteStore
     _threads: ThreadPool
     reserve: WriteReserve
     _drained: DrainedObjects
-    _residency: Residency
+    _copies: Callable[[int], Iterator[Ino]]
     _evict: Callable[[Ino], int]
     _evicted: Callable[[], Awaitable[None]]
 
@@ -142,7 +140,7 @@ class SpaceReclaimer:
 
     async def _drop_copies(self, size: int) -> bool:
         freed = dropped = 0
-        for ino in self._residency.resident_in(self.reserve.tier):
+        for ino in self._copies(self.reserve.tier):
             if freed >= size:
                 break
             freed += self._evict(ino)

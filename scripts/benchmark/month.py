@@ -179,11 +179,11 @@ class Life:
             source_calls=source_calls,
             source_load=SourceLoad(NoDatapath()),
             ledger=Ledger([CAPACITY]),
-            residency=residency,
             fast=None,
             read=Reading(
                 copied_up=lambda ino: None,
                 look_again=_never,
+                copies=residency.resident_in,
                 evict=lambda ino: 0,
                 evicted=_nothing,
                 is_open=lambda ino: False,

@@ -225,6 +225,19 @@ def test_pinned_files_find_room_in_full_tiers_and_are_never_evicted(
     assert mount.rules.excess(mount.ledger) == 0
 
 
+def test_pinned_copies_are_the_last_that_leave_for_written_files(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = Mount(snapshot, [rule("val/**", pin=True)], [200 * SIZE])
+    mount.read(set(mount.files))
+    pinned = mount.under(b"val/")
+    order = list(mount.controller.copies(1))
+    assert set(order[-20:]) == pinned and set(order) == mount.resident()
+    monkeypatch.setattr("monarch.placement.controller._MOST_SKIPPED", 5)
+    order = list(mount.controller.copies(1))
+    assert len(order) == len(set(order)) == len(mount.resident())
+
+
 @pytest.mark.promise(191)
 def test_the_hash_leaves_room_for_pinned_files_and_draws_among_the_others(
     snapshot: Snapshot,

@@ -257,11 +257,11 @@ class Session:
             source_calls=self.source_calls,
             source_load=SourceLoad(NoDatapath()),
             ledger=ledger,
-            residency=residency,
             fast=None,
             read=Reading(
                 copied_up=lambda ino: None,
                 look_again=lambda ino: revalidation.look_again(ino),
+                copies=residency.resident_in,
                 evict=lambda ino: 0,
                 evicted=_nothing,
                 is_open=lambda ino: ino in self.read,
