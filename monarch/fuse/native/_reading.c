@@ -38,6 +38,14 @@ static ssize_t read_source(struct thread *thread, int fd, uint8_t *data, size_t 
  * same number is in tiers/source.py. */
 #define REACH_GAP (2 << 20)
 
+/* A copy that follows the reader needs its position. Readahead of the kernel arrives out of
+ * order. */
+static void note_reached(struct open_inode *entry, uint64_t offset, uint64_t end) {
+    int64_t reached = LOAD(entry->reached);
+    if ((int64_t)offset <= reached + REACH_GAP && (int64_t)end > reached)
+        STORE(entry->reached, (int64_t)end);
+}
+
 /* Answers a read from ``fd``, the file of ``tier`` that must have ``whole`` bytes; false if it has
  * not. ``first``: the read stands for an open that the kernel did not send; false also if Python
  * must see it. */
@@ -53,14 +61,8 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
         return false;
     if (first && !put_event(thread->dp, request->nodeid, tier, NULL, request->pid))
         return false;
-    if (entry && tier == 0) {
-        /* A copy that follows the reader needs its position. Readahead of the kernel arrives out of
-         * order. */
-        int64_t reached = LOAD(entry->reached);
-        int64_t end = (int64_t)in->offset + got;
-        if ((int64_t)in->offset <= reached + REACH_GAP && end > reached)
-            STORE(entry->reached, end);
-    }
+    if (entry && tier == 0)
+        note_reached(entry, in->offset, in->offset + (uint64_t)got);
     if (first)
         count_open(thread, tier, begin);
     count_read(thread, tier, (size_t)got, begin);
@@ -244,6 +246,8 @@ void do_read(struct thread *thread, struct in_header *request, size_t size, uint
             return;
         uint64_t watched_from = LOAD(entry->watched_from);
         bool decided = !has_part && (!watched_from || in->offset < watched_from);
+        if (watched_from && !decided && in->offset < whole)
+            note_reached(entry, in->offset, in->offset + in->size);
         if (fd >= 0 && tier == 0 && decided)
             turn = begin_source_call(thread, request, NULL, false, begin);
         if (turn == TURN_LATER)
