@@ -510,6 +510,7 @@ async def test_a_file_that_replaced_one_name_of_another_is_shown_under_that_name
     shutil.rmtree(rig.source / "h")
     with monkeypatch.context() as patched:
         patched.setattr(StagedContents, "open_place", _full)
+        patched.setattr(SourceWriter, "has_room", _has_no_room)
         async with rig.mount() as session:
             # The rename found no file: the content is to bring it, and the source is full.
             while session.write_back.drain.queue.front.op.kind != "content":
@@ -586,6 +587,10 @@ async def hidden_files(session: Session) -> tuple[list[str], list[str]]:
 
 def _full(*args: object, **more: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _has_no_room(writer: SourceWriter, size: int) -> bool:
+    return False
 
 
 def _refused(again: object) -> None:
