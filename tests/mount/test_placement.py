@@ -55,7 +55,8 @@ def predicted(
     curve = np.zeros(BUCKETS, dtype=np.uint64)
     for name, number in bucket_of.items():
         curve[number] += np.uint64(len(content[name]))
-    table = assign(curve, list(tiers.values()))
+    everywhere = range(1, len(tiers) + 1)
+    table = assign({everywhere: curve}, list(tiers.values()))[everywhere]
     order = list(tiers)
     return {name: order[table[n] - 1] for name, n in bucket_of.items() if table[n]}
 
