@@ -110,8 +110,9 @@ class Controller:
         return self._promote(item, forced=forced, may_evict=self._is_pinned(item.ino))
 
     def copies(self, tier: int) -> Iterator[Ino]:
-        """The items with copies in a tier, pinned ones last, if the others are found soon. They may
-        change meanwhile."""
+        """The items with copies in a tier, partial ones first, pinned ones last, if the others are
+        found soon. They may change meanwhile."""
+        yield from self.parts.inos(tier)
         pinned: list[Ino] = []
         for ino in self._residency.resident_in(tier):
             if len(pinned) < _MOST_SKIPPED and self._is_pinned(ino):

@@ -75,6 +75,15 @@ def test_a_file_has_a_whole_copy_or_a_partial_one() -> None:
     assert ledger.used(1) == BIG.size
 
 
+def test_partial_copies_are_the_first_that_leave_for_written_files() -> None:
+    made, _ = controller(FirstCome(), 3 * BIG.size)
+    other = Item(Ino(1), BLOCK, 5)
+    assert made.opened(other)
+    made.committed(other, 1)
+    assert made.begin_part(BIG, overhead=OVERHEAD)
+    assert list(made.copies(1)) == [BIG.ino, other.ino]
+
+
 def test_a_complete_one_is_counted_as_the_whole_copy() -> None:
     residency, ledger = Residency(10), Ledger([2 * BIG.size])
     made = Controller(residency, ledger, FirstCome())
