@@ -45,8 +45,8 @@ class Limits:
 
     user_bytes: int = 32 * MiB
     all_bytes: int = 128 * MiB
-    user_orders: int = 16
-    all_orders: int = 64
+    user_orders: int = 64
+    all_orders: int = 256
     window: int = 8192
     unmatched: int = 1 << 18
     has_positions: bool = True
@@ -129,13 +129,9 @@ class _Order:
         self.items += inos
         self.advance(window)
 
-    def open(self, ino: Ino, window: int) -> bool:
-        """Records an open; False if the file is not in the window, or was opened before."""
-        position = self.waiting.pop(ino, None)
-        if position is None:
-            # An order that is read, or whose next entries are not announced yet, cannot match.
-            self.unmatched += bool(self.waiting)
-            return False
+    def open(self, ino: Ino, window: int) -> None:
+        """Records an open of a file in ``waiting``."""
+        position = self.waiting.pop(ino)
         self._promote(ino)
         self.seen.add(position)
         self.out.discard(position)
@@ -143,7 +139,6 @@ class _Order:
         self.unmatched = 0
         if position == self.cursor or len(self.seen) > window // 2:
             self.advance(window)
-        return True
 
     def advance(self, window: int) -> None:
         """Moves the cursor behind entries that were opened. If half of the window was opened, the
@@ -348,12 +343,17 @@ class Announcements:
         length of the orders, and at most ``all_orders`` queries."""
         if not self._orders:
             return False
-        is_known, deviating = False, []
+        is_known, deviating, limits = False, [], self._limits
         for key, order in self._orders.items():
-            if order.open(ino, self._limits.window):
+            # An order that is read, or whose next entries are not announced yet, cannot match.
+            waiting = order.waiting
+            if ino in waiting:
+                order.open(ino, limits.window)
                 is_known = True
-            elif order.unmatched > self._limits.unmatched:
-                deviating.append(key)
+            elif waiting:
+                order.unmatched += 1
+                if order.unmatched > limits.unmatched:
+                    deviating.append(key)
         for key in deviating:
             self._count(self._orders.pop(key))
             self._deviated += 1
@@ -408,8 +408,13 @@ class Announcements:
 
     def is_idle(self, ino: Ino) -> bool:
         """Whether only orders without a reader now have the file in their windows."""
-        with_file = [order for order in self._orders.values() if ino in order.waiting]
-        return bool(with_file) and all(order.is_idle for order in with_file)
+        is_found = False
+        for order in self._orders.values():
+            if ino in order.waiting:
+                if not order.is_idle:
+                    return False
+                is_found = True
+        return is_found
 
     def mark(self, key: OrderKey, *, is_idle: bool) -> None:
         """Records whether the readers of an order have paused for a while."""

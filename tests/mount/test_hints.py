@@ -174,16 +174,16 @@ def test_an_invalid_hint_is_refused(monarch: MonarchCommand, mounted: Mounted) -
             send(fd, encode_progress(1, 0)),
             send(fd, begin(fd + 100)),
             send(fd, largest),
-            *(send(fd, begin(fd, number)) for number in range(17)),
+            *(send(fd, begin(fd, number)) for number in range(65)),
             send(fd, encode_end(3)),
-            send(fd, begin(fd, 17)),
+            send(fd, begin(fd, 65)),
         ]
 
     process = Process(mounted, work)
     try:
         assert process.said[:5] == [-errno.EINVAL] * 5
-        assert process.said[5:] == [0] * 16 + [-errno.ENOSPC, 0, 0]
-        assert report(mounted)["orders"] == 16 and report(mounted)["refused"] == 6
+        assert process.said[5:] == [0] * 64 + [-errno.ENOSPC, 0, 0]
+        assert report(mounted)["orders"] == 64 and report(mounted)["refused"] == 6
     finally:
         process.end()
 
