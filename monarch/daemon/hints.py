@@ -27,7 +27,6 @@ from monarch.posix.processes import link_of, process_of
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
 from monarch.transfer.source_calls import Caller
-from monarch.types import Ino
 
 log = logging.getLogger(__name__)
 
@@ -79,12 +78,11 @@ class Hints:
         self._limiter = Limiter(log)
         self._pieces: Counter[int] = Counter()
 
-    def receive(self, ino: Ino, message: bytes, caller: Caller) -> int:
-        """Answers a message that was sent on a descriptor of ``ino``: of a piece of an order, the
-        number of entries that were kept, else 0. Raises Refused: EBUSY for too many pieces,
-        ESRCH if the process has ended."""
+    def receive(self, message: bytes, caller: Caller) -> int:
+        """Answers a message: of a piece of an order, the number of entries that were kept, else 0.
+        Raises Refused: EBUSY for too many pieces, ESRCH if the process has ended."""
         try:
-            return self._receive(ino, message, caller)
+            return self._receive(message, caller)
         except MonarchError as error:
             self._announcements.refused()
             if error.errno not in _QUIET:
@@ -97,7 +95,7 @@ class Hints:
                 )
             raise
 
-    def _receive(self, ino: Ino, message: bytes, caller: Caller) -> int:
+    def _receive(self, message: bytes, caller: Caller) -> int:
         said = decode(message)
         try:
             process = process_of(caller.pid)
@@ -108,7 +106,7 @@ class Hints:
         announcer = Announcer(caller.uid, process, started or 0)
         announcements, kept = self._announcements, 0
         if isinstance(said, Begin):
-            self._begin(announcer, ino, said, caller)
+            self._begin(announcer, said, caller)
         elif isinstance(said, Piece):
             watched = self._watched[announcements.key_of(announcer, said.order)]
             pieces = self._pieces
@@ -125,7 +123,7 @@ class Hints:
         self._wake()
         return kept
 
-    def _begin(self, announcer: Announcer, ino: Ino, begin: Begin, caller: Caller) -> None:
+    def _begin(self, announcer: Announcer, begin: Begin, caller: Caller) -> None:
         descriptor, path = begin.descriptor, ""
         if descriptor != NO_DESCRIPTOR and announcer.pid:
             try:
@@ -135,7 +133,7 @@ class Hints:
             except OSError:
                 descriptor = NO_DESCRIPTOR
         by = credentials_of(caller.pid, caller.uid, caller.gid)
-        key = self._announcements.begin(announcer, ino, begin)
+        key = self._announcements.begin(announcer, begin.order)
         access = self._access.get(by) or ReadAccess(self._snapshot, by)
         self._access[by] = access
         self._watched[key] = _Watched(access, descriptor, path)

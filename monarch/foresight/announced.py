@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from monarch.errors import Refused
-from monarch.foresight.messages import Begin, Piece
+from monarch.foresight.messages import Piece
 from monarch.foresight.positions import Positions
 from monarch.telemetry.foresight_report import AnnouncedReport
 from monarch.text import MiB
@@ -87,16 +87,11 @@ class _Order:
     ``Limits.has_positions``.
     """
 
-    def __init__(
-        self, announcer: Announcer, subtree: Ino, begin: Begin, base: int, limits: Limits
-    ) -> None:
+    def __init__(self, announcer: Announcer, base: int, limits: Limits) -> None:
         self.base = base
         self.positions = Positions() if limits.has_positions else None
         self._entry_bytes = limits.entry_bytes
         self.announcer = announcer
-        self.subtree = subtree
-        self.unit = begin.unit
-        self.announced = begin.entries
         self.items = array("I")
         self.first = self.cursor = self.indexed = self.given = 0
         self.waiting: dict[int, int] = {}
@@ -274,18 +269,18 @@ class Announcements:
 
     # -- messages --------------------------------------------------------------------------------
 
-    def begin(self, announcer: Announcer, subtree: Ino, begin: Begin) -> OrderKey:
-        """Begins an order of files beneath ``subtree``; it replaces one of the same key."""
-        key = _key(announcer, begin.order)
+    def begin(self, announcer: Announcer, number: int) -> OrderKey:
+        """Begins an order; it replaces one of the same key."""
+        key = _key(announcer, number)
         if key in self._orders:
-            self._require(announcer, begin.order)
+            self._require(announcer, number)
             self.end(key)
         if (
             len(self._orders) >= self._limits.all_orders
             or sum(1 for _ in self._of_user(announcer.uid)) >= self._limits.user_orders
         ):
             raise Refused(errno.ENOSPC)
-        self._orders[key] = _Order(announcer, subtree, begin, self.now, self._limits)
+        self._orders[key] = _Order(announcer, self.now, self._limits)
         return key
 
     def extend(self, announcer: Announcer, piece: Piece) -> int:

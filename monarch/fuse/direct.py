@@ -137,7 +137,7 @@ class DirectRequests:
             await handlers.release(ino)
             datapath.answer_error(unique, 0)
         elif opcode == _IOCTL:
-            datapath.answer_ioctl(unique, handlers.hint(ino, details[0], Caller(pid, uid, gid)))
+            datapath.answer_ioctl(unique, handlers.hint(details[0], Caller(pid, uid, gid)))
         elif opcode == _CREATE:
             name, mode, flags = details
             by = credentials_of(pid, uid, gid)

@@ -35,7 +35,7 @@ NAME_MAX = 255
 # Errors by a lack of resources, which are not bugs.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
-ReceiveHint: TypeAlias = Callable[[Ino, bytes, Caller], int]
+ReceiveHint: TypeAlias = Callable[[bytes, Caller], int]
 
 log = logging.getLogger(__name__)
 

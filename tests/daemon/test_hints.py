@@ -49,16 +49,12 @@ class Rig:
     def _wake(self) -> None:
         self.woken += 1
 
-    def send(
-        self, message: bytes, *, ino: int = 1, uid: int = ALICE, pid: int | None = None
-    ) -> int:
+    def send(self, message: bytes, *, uid: int = ALICE, pid: int | None = None) -> int:
         pid = os.getpid() if pid is None else pid
-        return self.hints.receive(Ino(ino), message, Caller(pid, uid, uid))
+        return self.hints.receive(message, Caller(pid, uid, uid))
 
-    def begin(
-        self, descriptor: int = NO_DESCRIPTOR, *, ino: int = 1, pid: int | None = None
-    ) -> int:
-        return self.send(encode_begin(Begin(1, descriptor, SAMPLES, 3)), ino=ino, pid=pid)
+    def begin(self, descriptor: int = NO_DESCRIPTOR, *, pid: int | None = None) -> int:
+        return self.send(encode_begin(Begin(1, descriptor, SAMPLES, 3)), pid=pid)
 
     def refused(self, message: bytes, **kwargs: int) -> int:
         with pytest.raises(Refused) as refusal:

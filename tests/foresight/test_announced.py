@@ -22,7 +22,6 @@ from monarch.foresight.announced import (
     OrderKey,
 )
 from monarch.foresight.messages import (
-    NO_DESCRIPTOR,
     SAMPLES,
     Begin,
     End,
@@ -39,11 +38,10 @@ from monarch.types import Ino
 
 ONE = Announcer(uid=1000, pid=10, started=5)
 TWO = Announcer(uid=1001, pid=20, started=6)
-ROOT = Ino(1)
 
 
 def begin(on: Announcements, by: Announcer = ONE, number: int = 1) -> OrderKey:
-    return on.begin(by, ROOT, Begin(number, NO_DESCRIPTOR, SAMPLES, 0))
+    return on.begin(by, number)
 
 
 def extend(
@@ -341,7 +339,7 @@ def receive(on: Announcements, by: Announcer, message: bytes, keys: set[OrderKey
     """What the daemon does with a message, without the checks of its files."""
     match decode(message):
         case Begin() as begun:
-            keys.add(on.begin(by, ROOT, begun))
+            keys.add(on.begin(by, begun.order))
         case Piece() as piece:
             on.extend(by, piece)
         case Progress(order, position):

@@ -11,8 +11,8 @@ import pytest
 from monarch.config.settings import ForesightSettings
 from monarch.foresight.announced import Announcer
 from monarch.foresight.foresight import Foresight
-from monarch.foresight.messages import NO_DESCRIPTOR, Begin, Piece
-from monarch.types import ROOT_INO, Ino
+from monarch.foresight.messages import Piece
+from monarch.types import Ino
 from tests.foresight.streams import SIZE, Tree, with_noise, workers
 
 TRAIN, VAL = 0, 1
@@ -292,7 +292,7 @@ def test_files_of_an_announced_order_are_not_opened_until_they_are() -> None:
     job = Job(rate=0)
     files = list(job.files(VAL))[:100]
     announcer = Announcer(uid=1000, pid=7, started=1)
-    job.foresight.announced.begin(announcer, ROOT_INO, Begin(1, NO_DESCRIPTOR, 0, 100))
+    job.foresight.announced.begin(announcer, 1)
     job.foresight.announced.extend(announcer, Piece(1, 0, array("I", files)))
     for ino in job.foresight.next(100):
         job.foresight.fetched(ino, SIZE)
