@@ -169,8 +169,10 @@ class Parts:
         self._ledger.release(account.tier, size)
 
     def used(self, ino: Ino) -> None:
-        """A partial copy was opened."""
-        self._policy.accessed(ino, self._accounts[ino].tier)
+        """A partial copy was opened. For a policy it is placed again, with the bytes that it uses:
+        a policy may know only the size of the whole file."""
+        account = self._accounts[ino]
+        self._policy.placed(Item(ino, account.held, account.item.key), account.tier)
 
     def completed(self, ino: Ino) -> Item:
         """As ``Controller.part_completed``. Returns the item of the copy."""

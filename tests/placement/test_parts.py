@@ -84,6 +84,16 @@ def test_partial_copies_are_the_first_that_leave_for_written_files() -> None:
     assert list(made.copies(1)) == [BIG.ino, other.ino]
 
 
+def test_a_policy_knows_the_bytes_that_a_partial_copy_uses() -> None:
+    lru = Lru()
+    made, _ = controller(lru, 110 * BLOCK)
+    made.begin_part(BIG, overhead=OVERHEAD)
+    made.parts.reserve(BIG.ino, BLOCK)
+    made.parts.stored(BIG.ino, BLOCK)
+    made.parts.used(BIG.ino)
+    assert lru._copies[BIG.ino] == (BLOCK + OVERHEAD, 1)
+
+
 def test_a_complete_one_is_counted_as_the_whole_copy() -> None:
     residency, ledger = Residency(10), Ledger([2 * BIG.size])
     made = Controller(residency, ledger, FirstCome())
