@@ -45,7 +45,9 @@ class Op:
     take     Copy-up: a file of the source has got an ``object``. The source has the bytes that it
              had until then. ``paths`` holds the names of a file with several.
     mkdir, symlink (``to``: the target), mknod (``rdev``; the file type in ``mode``)
-    link, rename     From ``path`` to the new name ``to``.
+    link, rename     From ``path`` to the new name ``to``. A link of an entry with several names has
+             some of them in ``paths``, unless root or its owner made it: which of them that user
+             has named is not known.
     unlink, rmdir
     attr     Those of ``mode``, ``uid``, ``gid``, ``mtime_ns`` and ``atime_ns`` that are not None
              have changed. ``paths`` holds the names of a file with several, also for xattr.

@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from monarch.errors import Refused
 from monarch.namespace.namespace import Namespace
@@ -27,6 +28,9 @@ from monarch.writeback.source_files import DrainedObjects
 from monarch.writeback.tier_objects import FULL
 from monarch.writeback.unlinked import UnlinkedFiles
 from monarch.writeback.write_gate import WriteGate
+
+# The number of names that are recorded of an entry that gets another one: it may have thousands.
+_MOST_NAMES = 32
 
 
 @dataclass(eq=False, repr=False)
@@ -195,6 +199,7 @@ class WriteOperations:
                 kind="link",
                 path=path,
                 to=to,
+                paths=self._ways_to(ino, to, by),
                 ino=ino,
                 object=object_of(self._names, ino),
                 by=by,
@@ -202,6 +207,14 @@ class WriteOperations:
             )
         )
         return self._names.attributes(ino)
+
+    def _ways_to(self, ino: Ino, new: bytes, by: Credentials) -> tuple[bytes, ...]:
+        """Names by which ``by`` may have reached an entry before it got the name ``new``; empty if
+        there is only one, or if any name is enough: root and the owner may link it by each."""
+        if by.uid in (0, self._names.attributes(ino).uid):
+            return ()
+        names = tuple(islice(self._names.visible_paths(ino), _MOST_NAMES))
+        return tuple(name for name in names if name != new) if len(names) > 2 else ()
 
     def unlink(self, parent: Ino, name: bytes, *, by: Credentials) -> None:
         self._gate.require_covered(parent, name)

@@ -14,10 +14,15 @@ from monarch.posix.openat2 import open_beneath
 from monarch.tiers.source import Source
 from monarch.writeback.expected import SourceLog
 from monarch.writeback.op import Op
-from monarch.writeback.source_attributes import ITSELF, SourceAttributes, sync_directory_at
+from monarch.writeback.source_attributes import (
+    ITSELF,
+    SourceAttributes,
+    path_of,
+    sync_directory_at,
+)
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_TO_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
+_TO_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -140,23 +145,36 @@ class Temporaries:
         content of the object may be staged already."""
         return b"%s%d.link" % (self._prefix, number)
 
-    def link_over(self, fd: int, name: bytes, to_fd: int, to_name: bytes, number: int) -> None:
-        """Links a file of an object to ``to_name``, replacing an entry there; a source without hard
-        links gets a copy. Raises OSError."""
+    def link_over(
+        self, it: int, to_fd: int, to_name: bytes, number: int, by: Credentials | None
+    ) -> None:
+        """Links an open entry, the file of an object ``number``, to ``to_name``, with the rights of
+        ``by``; replaces an entry there. A source without hard links gets a copy. Raises OSError."""
+        try:
+            with acting_as(by):
+                self._link_over(it, to_fd, to_name, number)
+        except PermissionError:
+            # The owner of a directory may have taken away the right to write in it since, and could
+            # give it again.
+            if by is None or os.fstat(it).st_uid != by.uid or not is_owner(to_fd, by):
+                raise
+            self._link_over(it, to_fd, to_name, number)
+
+    def _link_over(self, it: int, to_fd: int, to_name: bytes, number: int) -> None:
         # In a directory with the sticky bit only the owner of the file may rename a link to it.
         with suppress(OSError):
-            os.link(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd, follow_symlinks=False)
+            os.link(path_of(it), to_name, dst_dir_fd=to_fd)
             return
         link = self.link(number)
         with suppress(FileNotFoundError):
             os.unlink(link, dir_fd=to_fd)
         try:
-            os.link(name, link, src_dir_fd=fd, dst_dir_fd=to_fd, follow_symlinks=False)
+            os.link(path_of(it), link, dst_dir_fd=to_fd)
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            self._log.note_refused("hard links, and gets copies,", error, name)
-            _copy(fd, name, to_fd, link)
+            self._log.note_refused("hard links, and gets copies,", error, to_name)
+            _copy(it, to_fd, link)
         os.rename(link, to_name, src_dir_fd=to_fd, dst_dir_fd=to_fd)
         # If both names led to one file already, the rename has done nothing.
         with suppress(FileNotFoundError):
@@ -195,9 +213,9 @@ def _directory_at(root: int, path: bytes) -> int:
         return open_beneath(root, path, os.O_PATH | os.O_DIRECTORY)
 
 
-def _copy(fd: int, name: bytes, to_fd: int, to_name: bytes) -> None:
-    """Makes a copy of a file instead of a link, with its owner, mode and times."""
-    with closing_fd(os.open(name, _TO_READ, dir_fd=fd)) as source:
+def _copy(it: int, to_fd: int, to_name: bytes) -> None:
+    """Makes a copy of an open file instead of a link, with its owner, mode and times."""
+    with closing_fd(os.open(path_of(it), _TO_READ)) as source:
         status = os.fstat(source)
         with closing_fd(os.open(to_name, NEW, 0o600, dir_fd=to_fd)) as target:
             copy_data(source, target, status.st_size)

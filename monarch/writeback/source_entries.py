@@ -20,7 +20,12 @@ from monarch.types import Identity, kept_ns
 from monarch.writeback.expected import Expected, SourceLog, is_shared, shared
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, NOT_SUPPORTED, SourceAttributes, sync_entry
-from monarch.writeback.source_directories import OpenDirectories, Temporaries, creator
+from monarch.writeback.source_directories import (
+    OpenDirectories,
+    Temporaries,
+    creator,
+    is_owner,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +51,9 @@ class SourceEntries:
         try:
             with acting_as(by):
                 os.mkdir(name, 0o700, dir_fd=fd)
-        except FileExistsError:
-            there = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            if not stat.S_ISDIR(there.st_mode):
+        except (FileExistsError, PermissionError):
+            there = status_at(fd, name)
+            if there is None or not stat.S_ISDIR(there.st_mode):
                 raise
             # A mount that was killed before it could record the directory may have made it.
             if op.strict and not (
@@ -63,7 +68,9 @@ class SourceEntries:
         try:
             with acting_as(by):
                 os.symlink(op.to, name, dir_fd=fd)
-        except FileExistsError:
+        except (FileExistsError, PermissionError):
+            if status_at(fd, name) is None:
+                raise
             with suppress(OSError):
                 if os.readlink(name, dir_fd=fd) == op.to:
                     there = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -82,24 +89,28 @@ class SourceEntries:
         try:
             with acting_as(by):
                 os.mknod(name, kind | 0o600, op.rdev, dir_fd=fd)
-        except FileExistsError:
-            there = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        except OSError as error:
+            is_taken = error.errno in (errno.EEXIST, errno.EACCES, errno.EPERM)
+            there = status_at(fd, name) if is_taken else None
+            if there is None:
+                if error.errno not in NOT_SUPPORTED or error.errno == errno.EACCES:
+                    raise
+                self._log.note_refused("special files", error, op.path)
+                return None
             same = (stat.S_IFMT(there.st_mode), there.st_rdev) == (kind, op.rdev)
             is_own = same and there.st_uid == _uid(by)
             if not is_own or stat.S_IMODE(there.st_mode) != 0o600:
                 why = "was made there by others, and stays as it is"
                 self._log.note_conflict(op.path, why)
                 return identity_of(there) if is_own else None
-        except OSError as error:
-            if error.errno not in NOT_SUPPORTED or error.errno == errno.EACCES:
-                raise
-            self._log.note_refused("special files", error, op.path)
-            return None
         return self._attributes.set_new(fd, name, op, by)
 
     def link(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
+        """Gives an entry another name. The kernel does not pass the name by which the user has
+        reached the entry, so the record does not have it."""
         by = directories.user_of(op)
-        fd, name, there = _found(directories, op.path, by)
+        path = _own_path(directories, op, None, expected) or op.path
+        fd, name, there = _found(directories, path, None)
         to_fd, to_name = directories.of(op.to, by, make=True)
         now = status_at(to_fd, to_name)
         if there is None:
@@ -114,8 +125,9 @@ class SourceEntries:
         if now is not None and op.strict:
             to_name = self._log.conflict_name(to_name, expected.seq)
             self._log.note_conflict(op.to, "was made there by others", kept=to_name)
-        with acting_as(by):
-            self._temporaries.link_over(fd, name, to_fd, to_name, op.object)
+        _require_reached(directories, op, by, there)
+        with closing_fd(os.open(name, ITSELF, dir_fd=fd)) as it:
+            self._temporaries.link_over(it, to_fd, to_name, op.object, by)
         return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
 
     def unlink(self, directories: OpenDirectories, op: Op, expected: Expected) -> None:
@@ -147,7 +159,9 @@ class SourceEntries:
             by = directories.user_of(op)
             fd, name = directories.of(op.path, by)
             there = status_at(fd, name)
-            if there is not None and op.strict and not expected.is_same(there):
+            if there is None:
+                return
+            if op.strict and not expected.is_same(there):
                 self._log.note_conflict(op.path, "was replaced there by others, and stays")
                 return
             self._swept(partial(os.rmdir, name, dir_fd=fd), by, fd, name)
@@ -301,6 +315,25 @@ def _own_path(
             if there is not None and expected.is_same(there, version=version):
                 return path
     return None
+
+
+def _require_reached(
+    directories: OpenDirectories, op: Op, by: Credentials | None, there: os.stat_result
+) -> None:
+    """Raises PermissionError unless ``by`` owns the entry ``there``, or may reach it by one of its
+    names in ``op``. The owner of a directory may use it in any mode."""
+    if by is None or by.is_root or there.st_uid == by.uid:
+        return
+    for path in op.paths or (op.path,):
+        try:
+            fd, name = directories.of(path, by)
+            with acting_as(None if is_owner(fd, by) else by):
+                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        except (PermissionError, FileNotFoundError, NotADirectoryError):
+            continue
+        if found.st_ino == there.st_ino:
+            return
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _found(

@@ -136,8 +136,9 @@ class Publishing:
                     why = "was changed there by others"
                     self._log.note_conflict(other, why, kept=to_name)
                 # A name of the replaced file leads to the new one, whichever user gave it.
-                with acting_as(place.by if now is None else None):
-                    self._temporaries.link_over(fd, name, to_fd, to_name, op.object)
+                by = place.by if now is None else None
+                with closing_fd(os.open(name, ITSELF, dir_fd=fd)) as it:
+                    self._temporaries.link_over(it, to_fd, to_name, op.object, by)
             failpoints.failpoint("drain-linked")
         return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from monarch.posix.credentials import Credentials
-from monarch.posix.files import rename_new, status_at, sync_path
+from monarch.posix.files import closing_fd, rename_new, status_at, sync_path
 from monarch.tiers.source import Source, identity_of
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.expected import Conflict, Expected, SourceLog, is_shared, is_time, shared
 from monarch.writeback.op import Op
-from monarch.writeback.source_attributes import SourceAttributes
+from monarch.writeback.source_attributes import ITSELF, SourceAttributes
 from monarch.writeback.source_contents import Place, StagedContents, kind_of_place
 from monarch.writeback.source_directories import OpenDirectories, Temporaries
 from monarch.writeback.source_entries import SourceEntries
@@ -220,7 +220,8 @@ def test_a_second_name_is_a_link_or_a_copy(
         monkeypatch.setattr(os, "link", refuse)
     with rig.directories() as directories:
         fd, name = directories.of(b"a", None)
-        rig.temporaries.link_over(fd, name, fd, b"b", 7)
+        with closing_fd(os.open(name, ITSELF, dir_fd=fd)) as it:
+            rig.temporaries.link_over(it, fd, b"b", 7, None)
     one, two = (rig.root / "a").stat(), (rig.root / "b").stat()
     assert (one.st_ino == two.st_ino) == links
     assert (two.st_mode, two.st_mtime_ns, two.st_size) == (one.st_mode, 6, 5)
