@@ -60,9 +60,9 @@ class CopyUp:
                 # Its bytes cannot be changed through the descriptor of a reader.
                 is_read = keep and self._drained.is_read_there(node)
                 if not (is_read or self._drained.is_away(node)):
-                    if keep:
-                        await self._files.open(node, by=by)
-                    return node
+                    if not keep or await self._files.open(node, by=by):
+                        return node
+                    continue
                 await self._drained.arrive(node)
             copying = self._copying.get(ino)
             if copying is None:

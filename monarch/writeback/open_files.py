@@ -110,28 +110,40 @@ class WrittenFiles:
         self._object_table.own(node)
         self._opens.bind(file, created=created)
 
-    async def open(self, node: Node, *, by: Credentials | None = None) -> None:
-        """One more user of a file that has an object; ``by``: the user who may write it."""
+    async def open(self, node: Node, *, by: Credentials | None = None) -> bool:
+        """One more user of a file that has an object; ``by``: the user who may write it.
+
+        Returns False, and then the file is not open, if ``by`` is given and the tier has lost the
+        object of a file that the source has: the file has no object any more."""
         file = await self._opens.get(node.ino)
         if file is None:
             with self._opens.opening(node.ino):
-                await self._open_first(node, by)
-            return
+                return await self._open_first(node, by)
         file.users += 1
         if by is not None:
             self._recorder.may_write(file, by)
         if not file.place.is_from_source:
             self._opens.bind(file)
+        return True
 
-    async def _open_first(self, node: Node, by: Credentials | None) -> None:
-        staged = await self._source.open_away(node, to_read=by is None)
-        if staged is not None:
-            self._opened_at_source(node, staged)
-        elif node.object:
-            fd = await self._objects.run(self._objects.on_disk.open, node.object)
-            self.opened(node, fd, created=False, by=by)
-        else:
-            self._opened_at_source(node, await self._source.open(node.ino))
+    async def _open_first(self, node: Node, by: Credentials | None) -> bool:
+        there = await self._source.open_away(node, to_read=by is None)
+        if there is None and node.object:
+            try:
+                fd = await self._objects.run(self._objects.on_disk.open, node.object)
+            except Refused as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                there = await self._source.open_instead(node, to_read=by is None)
+                if by is not None:
+                    return False
+            else:
+                self.opened(node, fd, created=False, by=by)
+                return True
+        if there is None:
+            there = await self._source.open(node.ino)
+        self._opened_at_source(node, there)
+        return True
 
     async def wait_for_opening(self, ino: Ino) -> None:
         """Wait until no task is opening a file, as ``opened`` requires."""
@@ -345,11 +357,15 @@ class WrittenFiles:
             on_disk = self._objects.on_disk
             try:
                 await self._objects.run(_set_times_of, on_disk, number, atime_ns, mtime_ns)
-            except Refused:
+            except Refused as error:
                 # It may have been released meanwhile: the source has the file.
                 now = self._names.node(ino)
                 if now is None or now.object == number:
-                    raise
+                    if error.errno != errno.ENOENT:
+                        raise
+                    await self._source.open_instead(node, to_read=False)
+                    # The caller comes again, for a file without an object.
+                    raise Refused(errno.ESTALE) from error
 
     def status(self, node: Node) -> None:
         """Bring size, blocks and times of an open file's node up to date."""

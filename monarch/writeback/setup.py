@@ -269,12 +269,8 @@ def _release(front: WriteFront, damaged: Collection[int]) -> None:
     """Has files read from the source that it has whole, and whose objects lack bytes."""
     for number in damaged:
         node = front.object_table.node(number)
-        if node is not None and node.names and front.drained.is_clean(node):
-            log.error(
-                "the tier has lost bytes of %r: it is read from the source, which has all of it",
-                os.fsdecode(front.names.visible_path(node.ino)),
-            )
-            front.drained.release(node)
+        if node is not None:
+            front.source.release_lost(node)
 
 
 def _rewritten(place: WriteStore, found: Replay, drain: Drain, snapshot_id: str) -> list[Numbered]:

@@ -4,6 +4,7 @@ objects that are not needed any more for that."""
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -27,6 +28,8 @@ from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.tier_objects import FULL
 from monarch.writeback.unlinked import UnlinkedFiles
+
+log = logging.getLogger(__name__)
 
 # How often a file that changes at the source is opened there.
 _ATTEMPTS = 3
@@ -214,6 +217,43 @@ class SourceFiles:
         with suppress(SourceChanged):
             return await self.calls.call(node.ino, source.open_known, path, source_ino)
         return None
+
+    async def open_instead(self, node: Node, *, to_read: bool) -> SourceFile | None:
+        """Opens a file at the source whose object the tier has lost.
+
+        With ``to_read`` the file is returned if a change of it waits for the drain. Else the object
+        is released once the drain has made all changes, and None is returned. Raises SourceError,
+        and Refused: EIO if the source lacks bytes of the file, else the answer of the source to the
+        drain."""
+        number = node.object
+        if not (self._states.is_drained(number) or self._states.is_unwritten(number)):
+            raise Refused(errno.EIO)
+        if to_read and not self._drain.progress.is_done(self._states.last(number)):
+            path, known = self._drain.queue.path_of(number), self._names.at_source(node.ino)
+            source_ino = self._states.source_ino(number) or (known.source_ino if known else 0)
+            if path is not None and source_ino:
+                open_known = self.calls.source.open_known
+                with suppress(SourceChanged):
+                    return await self.calls.call(node.ino, open_known, path, source_ino)
+        try:
+            await self._drain.progress.wait_or_fail(self._states.last(number))
+        except OSError as error:
+            raise Refused(error.errno or errno.EIO) from error
+        if node.object == number and not self.release_lost(node):
+            raise Refused(errno.EIO)
+        return None
+
+    def release_lost(self, node: Node) -> bool:
+        """Has a file read from the source whose object lacks bytes. Returns False if the source
+        lacks some as well."""
+        if not node.names or not self._drained.is_clean(node):
+            return False
+        log.error(
+            "the tier has lost bytes of %r: it is read from the source, which has all of it",
+            os.fsdecode(self._names.visible_path(node.ino)),
+        )
+        self._drained.release(node)
+        return True
 
     async def open(self, ino: Ino) -> SourceFile:
         """A file whose object was released, as the version that the source has now. Raises

@@ -3,6 +3,7 @@ source."""
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 
+from monarch.errors import Refused
 from monarch.writeback import journal_found
 from monarch.writeback.objects import object_path
 from tests.writeback.remounts import Rig, Session
@@ -139,3 +141,102 @@ async def test_a_file_truncated_after_a_clean_end_and_before_a_kill_keeps_its_le
         await session.drained()
         await session.end()
     assert (rig.source / "f").read_bytes() == NEW[:5]
+
+
+def replace(rig: Rig, number: int, kind: str) -> None:
+    path = object_path(rig.directory, number)
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+
+
+KINDS = pytest.mark.parametrize("kind", ["fifo", "directory", "nothing"])
+
+
+async def content_of(session: Session, path: bytes) -> bytes:
+    ino = await session.open(path, os.O_RDONLY)
+    try:
+        return await session.files.read(ino, 0, 100)
+    finally:
+        session.files.release(ino)
+
+
+@pytest.mark.fault("T20")
+@pytest.mark.promise(73)
+@KINDS
+async def test_a_renamed_file_that_the_tier_has_lost_is_read_from_the_source(
+    rig: Rig, clock: trio.testing.MockClock, kind: str
+) -> None:
+    (rig.source / "f").write_bytes(OLD)
+    async with rig.mount(works=False) as session:
+        await session.rename(b"f", b"g")
+        number = number_of(session, b"g")
+        session.kill()
+    replace(rig, number, kind)
+    async with rig.mount(works=False) as session:
+        # The source has the file by its former name.
+        assert await content_of(session, b"g") == OLD
+    async with rig.mount() as session:
+        await session.drained()
+        assert await content_of(session, b"g") == OLD
+        node = session.names.node(session.ino(b"g"))
+        assert node is not None and not node.object
+        await session.write(b"g", NEW)
+        await session.drained()
+        assert not session.write_back.drain.backlog().lost
+        await session.end()
+    assert not (rig.source / "f").exists()
+    assert (rig.source / "g").read_bytes() == NEW
+
+
+@pytest.mark.fault("T20")
+@pytest.mark.promise(73)
+@KINDS
+@pytest.mark.parametrize("call", ["append", "utime", "chmod"])
+async def test_a_drained_file_whose_object_is_lost_while_it_is_mounted_can_be_changed(
+    rig: Rig, clock: trio.testing.MockClock, kind: str, call: str
+) -> None:
+    async with rig.mount() as session:
+        await session.write(b"f", NEW, synced=True)
+        await session.drained()
+        replace(rig, number_of(session, b"f"), kind)
+        if call == "append":
+            ino = await session.open(b"f", os.O_WRONLY)
+            await session.files.write(ino, len(NEW), b"more")
+            session.files.release(ino)
+        elif call == "utime":
+            # The kernel repeats a call that fails with ESTALE.
+            with pytest.raises(Refused) as refused:
+                await session.utime(b"f", MTIME_NS)
+            assert refused.value.errno == errno.ESTALE
+            await session.utime(b"f", MTIME_NS)
+        else:
+            await session.chmod(b"f", 0o600)
+        await session.drained()
+        expected = NEW + b"more" if call == "append" else NEW
+        assert await content_of(session, b"f") == expected
+        assert not session.write_back.drain.backlog().lost
+        await session.end()
+    status = (rig.source / "f").stat()
+    assert (rig.source / "f").read_bytes() == expected
+    assert call != "utime" or status.st_mtime_ns == MTIME_NS
+    assert call != "chmod" or status.st_mode & 0o777 == 0o600
+
+
+@pytest.mark.fault("T20")
+@pytest.mark.promise(73)
+@KINDS
+async def test_a_file_whose_bytes_neither_the_tier_nor_the_source_has_cannot_be_opened(
+    rig: Rig, clock: trio.testing.MockClock, kind: str
+) -> None:
+    (rig.source / "f").write_bytes(OLD)
+    async with rig.mount(works=False) as session:
+        await session.write(b"f", NEW, synced=True)
+        replace(rig, number_of(session, b"f"), kind)
+        for flags in (os.O_RDONLY, os.O_WRONLY):
+            with pytest.raises(Refused) as refused:
+                await session.open(b"f", flags)
+            assert refused.value.errno == errno.EIO
+    assert (rig.source / "f").read_bytes() == OLD
