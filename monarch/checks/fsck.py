@@ -25,7 +25,7 @@ from monarch.errors import LockedError, SnapshotError, TierError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix.mounts import is_dead
-from monarch.posix.private_directory import Lock
+from monarch.posix.private_directory import Lock, read_private
 from monarch.telemetry.report import FsckProgress, FsckReport
 from monarch.text import counted
 from monarch.tiers.contents import PARTS, Contents, keeps_seals, seal
@@ -153,8 +153,7 @@ class _StateCheck:
             return None
         identity = ""
         try:
-            with open(own / "tier.json", "rb") as file:
-                identity = str(json.load(file)["id"])
+            identity = str(json.loads(read_private(own / "tier.json"))["id"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             what = f"tier.json cannot be read: {error}"
             self._findings.add("tier-name", name, os.fspath(own), what)

@@ -28,6 +28,7 @@ from monarch.fuse.datapath_mode import Abilities, check_possible, without_passth
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
+from monarch.posix.private_directory import read_private
 from monarch.text import MiB, counted, format_bytes
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import PRIVATE, other_sources, own_directory
@@ -338,7 +339,7 @@ def _locked(name: str, path: Path, own: MountRecord | None) -> Check | None:
     """A failed check if a daemon holds the lock. Only reads, and never takes the lock."""
     try:
         status = os.stat(path, follow_symlinks=False)
-        note = path.read_bytes()[:8192]
+        note = read_private(path)[:8192]
         locks = Path("/proc/locks").read_text()
     except OSError:
         return None

@@ -14,6 +14,7 @@ from monarch.cli.daemon_call import JSON, MOUNT, PATH, SILENCE_S, ask, inside, m
 from monarch.cli.output import age, say, show
 from monarch.control.registry import MountRecord
 from monarch.errors import TierError, UsageError
+from monarch.posix.private_directory import open_private
 from monarch.telemetry.report import ConflictsReport, KeptReport, LostReport, RefusalsReport
 from monarch.text import MiB, counted, escape_text, format_bytes
 
@@ -118,7 +119,7 @@ def _kept_of(report: LostReport, record: MountRecord, wanted: str) -> list[KeptR
 def _recover(kept: KeptReport, to: Path) -> int:
     """Copy kept bytes to a new file; returns their number. Raises UsageError, TierError."""
     try:
-        source = os.open(kept.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        source = open_private(kept.file, os.O_RDONLY)
     except OSError as error:
         words = f"{escape_text(kept.file)}: {error.strerror}"
         raise TierError(words, hint="run this command as the user of the daemon") from error

@@ -20,6 +20,7 @@ from monarch.errors import NotMountedError, TierError
 from monarch.posix import failpoints
 from monarch.posix.bounded_calls import PATIENCE_S
 from monarch.posix.mounts import MountedFileSystem, is_dead, mount_table
+from monarch.posix.private_directory import private_opener
 from monarch.telemetry.report import Report
 from monarch.text import escape_text
 
@@ -69,8 +70,7 @@ class Registry:
         text = json.dumps(record.to_dict(), indent=1) + "\n"
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "w", encoding="ascii") as file:
+            with open(staged, "w", encoding="ascii", opener=private_opener) as file:
                 file.write(text)
                 # After a power cut the record is complete or missing, never empty.
                 file.flush()
@@ -170,7 +170,7 @@ def process_stat(pid: int) -> list[bytes] | None:
 
 def _load(path: Path) -> MountRecord | None:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=private_opener) as file:
             raw = json.loads(file.read(_MAX_RECORD_BYTES))
         record = MountRecord.from_dict(raw)
         if unknown := raw.keys() - record.to_dict().keys():

@@ -20,7 +20,12 @@ from typing import Any
 
 from monarch.config.settings import MountSettings
 from monarch.errors import TierError
-from monarch.posix.private_directory import Lock, open_directory, replace_private
+from monarch.posix.private_directory import (
+    Lock,
+    open_directory,
+    private_opener,
+    replace_private,
+)
 from monarch.telemetry.report import Report
 
 log = logging.getLogger(__name__)
@@ -200,14 +205,9 @@ def read_undrained(state: Path) -> UndrainedNote | None:
         return None
 
 
-def _opener(path: str, flags: int) -> int:
-    # Opening a fifo in the place of a note would wait for a process that writes into it.
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
-
-
 def _read_known(state: Path, name: str = NOTE) -> dict[str, Any]:
     """A raw note. Raises OSError, ValueError, and TierError for a newer version."""
-    with open(state / name, "rb", opener=_opener) as file:
+    with open(state / name, "rb", opener=private_opener) as file:
         raw = json.loads(file.read(_MAX_NOTE_BYTES))
     if not isinstance(raw, dict):
         raise ValueError("it is not an object")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from monarch.config.settings import MountSettings
-from monarch.posix.private_directory import replace_private
+from monarch.posix.private_directory import read_private, replace_private
 from monarch.telemetry.health import Problem, Spell
 from monarch.telemetry.report import WritingReport
 from monarch.text import counted, format_bytes
@@ -62,7 +62,7 @@ class LossAlarm:
 
     def _read(self) -> list[bytes]:
         try:
-            return [os.fsencode(name) for name in json.loads(self._path.read_bytes())]
+            return [os.fsencode(name) for name in json.loads(read_private(self._path))]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, RecursionError) as error:

@@ -16,6 +16,7 @@ from monarch.errors import SnapshotError, TierError
 from monarch.namespace.schema import META, decode_meta, unseal
 from monarch.namespace.trailer import opened, read_value
 from monarch.posix.files import closing_fd
+from monarch.posix.private_directory import open_private
 from monarch.text import MiB, format_bytes
 
 _PREFIX = "given-"
@@ -65,9 +66,8 @@ def remove_other_copies(directory: Path, kept: Path) -> None:
 def _copy(file: int, given: Path, copy: Path) -> None:
     size = os.fstat(file).st_size
     staged = copy.with_name(f"{_PREFIX}copy.part")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        with closing_fd(os.open(staged, flags, 0o600)) as target:
+        with closing_fd(open_private(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)) as target:
             _fill(target, file, given)
             os.fsync(target)
         staged.rename(copy)

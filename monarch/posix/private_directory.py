@@ -68,9 +68,41 @@ def _link(directory: int, name: str) -> str | None:
         return os.readlink("", dir_fd=entry)
 
 
+def open_private(path: str | Path, flags: int, *, dir_fd: int | None = None) -> int:
+    """A descriptor of a regular file of this process. The mode of a new file is 0600, whatever the
+    umask.
+
+    A link in the place of the file is not followed, and a fifo is not waited for. Raises OSError:
+    ELOOP for a link, EISDIR for a directory, and EINVAL if another kind of file is there."""
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise _not_a_file(path) from error
+        raise
+    kind = stat.S_IFMT(os.fstat(fd).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(fd)
+        if kind == stat.S_IFDIR:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        raise _not_a_file(path)
+    return fd
+
+
+def _not_a_file(path: str | Path) -> OSError:
+    return OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+
+
 def private_opener(path: str, flags: int) -> int:
-    """An opener for ``open``: files that it creates have mode 0600, whatever the umask."""
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """``open_private`` as an opener for ``open``."""
+    return open_private(path, flags)
+
+
+def read_private(path: Path) -> bytes:
+    """The content of a file that ``open_private`` opens. Raises OSError."""
+    with open(path, "rb", opener=private_opener) as file:
+        return file.read()
 
 
 def replace_private(path: Path, content: str) -> None:
@@ -98,8 +130,7 @@ class Lock:
     """
 
     def __init__(self, directory_fd: int, what: str, owner: str, *, instead: str = "") -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open("lock", flags, 0o600, dir_fd=directory_fd)
+        self._fd = open_private("lock", os.O_RDWR | os.O_CREAT, dir_fd=directory_fd)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -178,9 +178,11 @@ class Logbook(logging.Handler):
 
 
 def _own(path: str, flags: int) -> int:
-    # Following a link that another user planted could overwrite a file of this user.
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    # Following a link that another user planted could overwrite a file of this user. A fifo without
+    # a reader is not waited for.
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
+        os.set_blocking(fd, True)
         # Not the mode of a device: `file: /dev/null` must not make /dev/null private.
         if stat.S_ISREG(os.fstat(fd).st_mode):
             os.fchmod(fd, 0o600)

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 
 from monarch.posix.buckets import mix
 from monarch.posix.files import closing_fd
+from monarch.posix.private_directory import open_private
 from monarch.types import Identity, Ino
 
 # The directories with the copies of one generation.
@@ -66,7 +67,7 @@ def ino_of(path: str) -> Ino | None:
 
 
 def opened_in(directory: int, name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+    return open_private(name, flags, dir_fd=directory)
 
 
 class Contents:

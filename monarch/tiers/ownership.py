@@ -20,7 +20,7 @@ from typing import Any
 from monarch.errors import TierError
 from monarch.posix import failpoints
 from monarch.posix.files import closing_fd, status_at
-from monarch.posix.private_directory import Lock, open_directory
+from monarch.posix.private_directory import Lock, open_directory, read_private
 from monarch.tiers.contents import DIRECTORY, PARTS, Contents, opened_in, part_of
 
 log = logging.getLogger(__name__)
@@ -66,9 +66,8 @@ def _own_name(shared: int, owner: Owner) -> str:
 def _read_note(directory: int) -> dict[str, Any] | None:
     """The contents of ``tier.json``; None if there are no copies of a mount."""
     try:
-        fd = opened_in(directory, "tier.json", os.O_RDONLY | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            note = json.load(file) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+        with open(opened_in(directory, "tier.json", os.O_RDONLY), "rb") as file:
+            note = json.load(file)
     except (OSError, ValueError):
         return None
     return note if isinstance(note, dict) else None
@@ -78,7 +77,7 @@ def require_known_version(path: Path, owner: Owner) -> None:
     """Raises TierError if a newer version has written the tier at ``path``; changes nothing."""
     for own in (own_directory(path, owner), path / PRIVATE):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            _id_of(json.loads((own / "tier.json").read_bytes()), path)
+            _id_of(json.loads(read_private(own / "tier.json")), path)
 
 
 def _id_of(note: Any, path: Path) -> str:

@@ -32,6 +32,7 @@ import xxhash
 
 from monarch.errors import TierError
 from monarch.posix import failpoints
+from monarch.posix.private_directory import open_private, private_opener
 from monarch.types import Identity, Ino
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,6 @@ _MAGIC = "monarch residency"
 _VERSION = 2
 _HEADER_BYTES = 4096
 _PREFIX = "residency-"
-# A link is not followed, and a fifo is not waited for.
-_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # place, young, term, size, mtime_ns, ctime_ns, source_ino, digest
 _RECORD = struct.Struct("<BB2xIQqqQ16s")
 _CHECK = struct.Struct("<Q")
@@ -97,7 +96,7 @@ class Records:
             "clean": False,
         }
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
+            self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT)
             if not known and os.fstat(self._fd).st_size:
                 log.warning("%s cannot be read, so copies are made again", self._path)
                 os.ftruncate(self._fd, 0)
@@ -131,7 +130,7 @@ class Records:
         records._header = header
         records._term = _term_after(header)
         records._find_places(listed, tier_ids)
-        records._fd = os.open(path, os.O_RDWR | _OPEN_FLAGS)
+        records._fd = open_private(path, os.O_RDWR)
         return records
 
     @property
@@ -353,7 +352,7 @@ def require_known_versions(directory: Path) -> None:
 def _read_header(path: Path) -> dict[str, object]:
     """The header, empty if the file is not one of records. Raises TierError for a newer version."""
     try:
-        with open(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
+        with open(path, "rb", opener=private_opener) as file:
             header = json.loads(file.read(_HEADER_BYTES))
     except (FileNotFoundError, ValueError):
         return {}

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.posix.private_directory import replace_private
+from monarch.posix.private_directory import read_private, replace_private
 from monarch.text import errno_words
 from monarch.writeback.objects import NotAnObjectError, Objects, object_path
 from monarch.writeback.op import Op, raw, text
@@ -165,7 +165,7 @@ class Doubtful:
         status = path.lstat()
         name, recorded, written_ns, found_ns = b"", 0, status.st_mtime_ns, status.st_ctime_ns
         with suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(self._note(number).read_bytes())
+            note = json.loads(read_private(self._note(number)))
             name, recorded = raw(note["path"]), int(note["size"])
             written_ns, found_ns = int(note["written_ns"]), int(note["found_ns"])
         held = status.st_blocks * _BLOCK

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from monarch.posix import failpoints
 from monarch.posix.files import sync_path
-from monarch.posix.private_directory import private_opener
+from monarch.posix.private_directory import open_private, private_opener
 from monarch.text import KiB, MiB, errno_words
 from monarch.writeback.journal_records import Record, decoded, encoded
 
 _STAGED = "journal.part"
 _BLOCK = 512
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+_FLAGS = os.O_RDWR | os.O_CREAT
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FALLOC_FL_KEEP_SIZE = 1
@@ -74,7 +74,7 @@ class JournalFile:
     @classmethod
     def open(cls, path: Path) -> JournalFile:
         """Opens the file; creates an empty one if there is none. Raises OSError."""
-        fd = os.open(path, _FLAGS | os.O_NOFOLLOW, 0o600)
+        fd = open_private(path, _FLAGS)
         try:
             return cls(path, fd)
         except BaseException:
@@ -248,7 +248,7 @@ class JournalFile:
 
     def _replace(self, first: Iterable[Record | bytes], end: int) -> None:
         staged = self.path.with_name(_STAGED)
-        fd = os.open(staged, _FLAGS | os.O_TRUNC, 0o600)
+        fd = open_private(staged, _FLAGS | os.O_TRUNC)
         try:
             _write(fd, first)
             os.fdatasync(fd)

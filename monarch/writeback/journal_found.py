@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from monarch.errors import TierError
+from monarch.posix.private_directory import private_opener
 from monarch.text import KiB, counted
 from monarch.types import Identity
 from monarch.writeback.history import Numbered, names_of, without
@@ -107,7 +108,7 @@ def read_replay(directory: Path) -> Replay:
     path = directory / NAME
     try:
         boot = boot_now()
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=private_opener) as file:
             found = read_journal(file.fileno(), path, boot, keep=True)
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -120,7 +121,7 @@ def token_of(directory: Path) -> str:
     TierError if the journal cannot be read."""
     path = directory / NAME
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=private_opener) as file:
             record = decoded(file.readline(_MOST_HEADER_BYTES).rstrip(b"\n"))
     except (FileNotFoundError, NotADirectoryError):
         return ""

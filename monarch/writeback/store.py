@@ -26,7 +26,7 @@ import xxhash
 from monarch.config.settings import MountSettings
 from monarch.errors import TierError
 from monarch.posix.files import closing_fd
-from monarch.posix.private_directory import Lock, replace_private
+from monarch.posix.private_directory import Lock, read_private, replace_private
 from monarch.tiers.ownership import PRIVATE
 from monarch.tiers.tier import Space, Tier
 from monarch.writeback.doubtful import Doubtful
@@ -164,7 +164,7 @@ def _has_undrained(directory: Path) -> bool:
 def snapshot_known(directory: Path) -> str:
     """The id of the snapshot that the journal changes; empty if none is known."""
     with suppress(OSError, UnicodeDecodeError):
-        return (directory / _SNAPSHOT).read_text(encoding="ascii").strip()
+        return read_private(directory / _SNAPSHOT).decode("ascii").strip()
     return ""
 
 
