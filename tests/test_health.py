@@ -250,6 +250,7 @@ def test_files_closed_to_a_daemon_of_root_are_a_problem(monkeypatch: pytest.Monk
         (Outage("x", 5, slow=False), "tier-out"),
         (Outage("x", 5, slow=True), "tier-slow"),
         (Outage("x", 5, slow=False, full=True), "tier-full"),
+        (Outage("x", 5, slow=False, state="/state"), "tier-out"),
     ],
 )
 def test_each_outage_of_a_tier_is_a_problem_since_its_start(outage: Outage, kind: str) -> None:
@@ -262,6 +263,8 @@ def test_each_outage_of_a_tier_is_a_problem_since_its_start(outage: Outage, kind
     problem, unverified = check.problems()
     assert (problem.kind, problem.since_ns) == (kind, 5)
     assert ("/other" in problem.what) == (kind == "tier-full")
+    assert ("df /state" in problem.remedy) == bool(outage.state)
+    assert ("/fast" in problem.remedy) != bool(outage.state)
     assert unverified.kind == "copies-unverified" and "2 copies" in unverified.what
     metrics.errors["copy-EIO"] = 1
     assert kinds_of(check) == [kind, "copies-damaged", "copies-unverified"]

@@ -251,6 +251,14 @@ class CopyCheck:
                 f"check its disk ({where}): `iostat -x 1`, `dmesg`; reads are served from"
                 " below, and the tier is used again when it answers in time",
             )
+        elif outage.state:
+            yield Problem(
+                "tier-out",
+                f"tier {tier.name} stores no copies: {outage.why}",
+                since_ns,
+                f"free space or repair the disk of the state directory: `df {outage.state}`,"
+                " `dmesg`; its copies are served, and it stores copies again by itself",
+            )
         else:
             yield Problem(
                 "tier-out",

@@ -71,6 +71,10 @@ class Record:
     digest: bytes
 
 
+class RecordsError(OSError):
+    """A record could not be written: the disk of the state directory has failed or is full."""
+
+
 class Records:
     """The records of one generation (the id of a snapshot), kept in ``directory``.
 
@@ -179,15 +183,22 @@ class Records:
 
     def put(self, ino: Ino, record: Record, *, doubted: bool = False, young: bool = False) -> None:
         """Records a copy. ``doubted``: it must be verified first; ``young``: only this mount trusts
-        it. Raises OSError."""
+        it. Raises RecordsError."""
         i = record.identity
         place, term = self._places[record.tier], 0 if doubted else self._term
         versions = (i.size, i.mtime_ns, i.ctime_ns, i.source_ino)
         body = _RECORD.pack(place, young, term, *versions, record.digest)
-        os.pwrite(self._fd, body + _CHECK.pack(_check(ino, body)), _offset(ino))
+        self._write(body + _CHECK.pack(_check(ino, body)), _offset(ino))
 
     def clear(self, ino: Ino) -> None:
-        os.pwrite(self._fd, b"\0", _offset(ino))
+        """Removes a record. Raises RecordsError."""
+        self._write(b"\0", _offset(ino))
+
+    def _write(self, content: bytes, offset: int) -> None:
+        try:
+            os.pwrite(self._fd, content, offset)
+        except OSError as error:
+            raise RecordsError(error.errno, error.strerror, os.fspath(self._path)) from error
 
     def confirm(self, ino: Ino, record: Record) -> None:
         """Marks a verified copy as trusted, unless another one has replaced it meanwhile."""

@@ -212,7 +212,7 @@ class Engine:
             self._records.clear(ino)
             failpoints.failpoint("eviction-forgotten")
         except OSError as error:
-            self._monitor.failed(self._tiers[tier], tier_error(error.errno, error.strerror))
+            self._monitor.failed(self._tiers[tier], tier_error(error))
         self._removals[tier].put(ino)
 
     async def finish(self) -> None:
@@ -335,7 +335,7 @@ class Engine:
             if error is None:
                 self._arrived(flight)
             else:
-                self._failed(flight, tier_error(error.errno, error.strerror))
+                self._failed(flight, tier_error(error))
 
     async def _has_room(self, flight: Flight, tier: Tier) -> bool:
         """Whether there is space for a copy that is still wanted, after all pending removals;
@@ -475,7 +475,7 @@ def _held(flight: Flight, inline_max: int) -> int:
 
 def _require_wanted(flight: Flight) -> None:
     if flight.is_abandoned:
-        raise tier_error(errno.ETIMEDOUT, "the tier does not answer")
+        raise tier_error(OSError(errno.ETIMEDOUT, "the tier does not answer"))
 
 
 def _item(names: Names, ino: Ino) -> Item | None:

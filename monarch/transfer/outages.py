@@ -21,13 +21,15 @@ _LONGEST_PAUSE_S = 60.0
 @dataclass(frozen=True, slots=True)
 class Outage:
     """One outage: ``why`` as text; ``since_ns`` since the epoch. ``slow``: it answers late or not
-    at all. ``full``: only space is missing. ``moved``: its directory is not at its path."""
+    at all. ``full``: only space is missing. ``moved``: its directory is not at its path. ``state``:
+    the state directory, if its disk has failed and not that of the tier; else empty."""
 
     why: str
     since_ns: int
     slow: bool
     full: bool = False
     moved: bool = False
+    state: str = ""
 
     @property
     def is_read(self) -> bool:

@@ -29,6 +29,7 @@ from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
 from monarch.text import MiB
 from monarch.tiers.ownership import other_sources
+from monarch.tiers.records import RecordsError
 from monarch.tiers.tier import Tier
 from monarch.transfer.outages import Outage, Outages
 from monarch.transfer.source_load import CallTotals, DatapathView
@@ -176,7 +177,7 @@ class TierMonitor:
         try:
             return await self._run(monitored, monitored.writing, call, function, *args)
         except OSError as error:
-            raise tier_error(error.errno, error.strerror) from error
+            raise tier_error(error) from error
 
     async def ask(
         self,
@@ -433,14 +434,29 @@ class TierMonitor:
         return await self._run(monitored, monitored.looking, call, function, *args)
 
 
-def tier_error(number: int | None, words: str | None) -> TierError:
-    error = TierError(words or "the tier failed")
-    error.errno = number or errno.EIO
-    return error
+class StateError(TierError):
+    """The disk of the state directory, and not that of the tier, has failed or is full."""
+
+    def __init__(self, message: str, directory: str) -> None:
+        super().__init__(message)
+        self.directory = directory
+
+
+def tier_error(error: OSError) -> TierError:
+    """The error of a call that changes a tier, or the record of a copy."""
+    words = error.strerror or "the tier failed"
+    if isinstance(error, RecordsError):
+        directory = os.path.dirname(os.fspath(error.filename))
+        words = f"its copies cannot be recorded in the state directory {directory!r}: {words}"
+        found: TierError = StateError(words, directory)
+    else:
+        found = TierError(words)
+    found.errno = error.errno or errno.EIO
+    return found
 
 
 def _no_room() -> TierError:
-    return tier_error(errno.ENOSPC, "no space beyond keep_free")
+    return tier_error(OSError(errno.ENOSPC, "no space beyond keep_free"))
 
 
 def _outage(
@@ -449,7 +465,11 @@ def _outage(
     """An outage that begins now. With ``full`` the error tells whether only space is missing."""
     words = why.strerror if isinstance(why, OSError) else None
     is_full = full and not isinstance(why, str) and why.errno in _FULL
-    return Outage(words or str(why), time.time_ns(), slow=slow, full=is_full, moved=moved)
+    state = why.directory if isinstance(why, StateError) else ""
+    is_full = is_full and not state
+    return Outage(
+        words or str(why), time.time_ns(), slow=slow, full=is_full, moved=moved, state=state
+    )
 
 
 def _timed(function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> tuple[float, T]:

@@ -349,7 +349,7 @@ async def test_the_bandwidth_of_copies_is_kept(rigs: Rigs, clock: MockClock) -> 
 async def test_while_all_tiers_are_out_of_service_files_wait(rigs: Rigs, clock: MockClock) -> None:
     rig = rigs({"a": b"a" * 1000}, limits={"tier_probe": 5.0})
     async with rig.running():
-        rig.monitor.failed(rig.tier, tier_error(errno.EIO, "broken"))
+        rig.monitor.failed(rig.tier, tier_error(OSError(errno.EIO, "broken")))
         (ino,) = rig.foresee("a")
         await trio.sleep(1)
         assert not rig.foreseen.refusals and not rig.foreseen.coming

@@ -384,6 +384,30 @@ async def test_a_tier_that_fails_rests_and_takes_copies_again_when_it_can(
         await until(lambda: rig.resident() == [2])
 
 
+@pytest.mark.parametrize("inline_max", [100, 100_000], ids=["large", "small"])
+async def test_a_full_disk_of_the_state_directory_is_not_blamed_on_the_tier(
+    source: Path, tmp_path: Path, inline_max: int, clock: trio.testing.MockClock
+) -> None:
+    async with running(source, tmp_path, inline_max=inline_max) as rig:
+        # The disk of the records is full.
+        kept, full = os.dup(rig.records._fd), os.open("/dev/full", os.O_RDWR)
+        os.dup2(full, rig.records._fd)
+        os.close(full)
+        rig.want(1)
+        await until(lambda: rig.monitor.out_of_service() != {})
+        outage = rig.monitor.out_of_service()[1]
+        assert outage.is_read and not outage.full
+        assert outage.state == os.fspath(tmp_path)
+        assert "state directory" in outage.why and "No space left" in outage.why
+        await until(lambda: rig.engine.running == rig.engine.queued == 0)
+        assert rig.resident() == []
+        os.dup2(kept, rig.records._fd)
+        os.close(kept)
+        await until(lambda: rig.monitor.out_of_service() == {})
+        assert rig.want(2)
+        await until(lambda: 2 in rig.resident())
+
+
 async def test_failures_at_the_same_time_are_one_reason_to_rest(
     source: Path, tmp_path: Path, clock: trio.testing.MockClock
 ) -> None:
