@@ -84,8 +84,9 @@ class _StateCheck:
     def __post_init__(self) -> None:
         self._findings = findings.Findings()
         self._snapshot: Snapshot | None = None
-        # The versions that the drain has made of files of the snapshot.
-        self._renewed: dict[Ino, Identity] = {}
+        # The versions that the drain has made of files of the snapshot, by inode number at the
+        # source.
+        self._renewed: dict[int, Identity] = {}
 
     def run(self) -> FsckReport:
         what = f"state directory {os.fspath(self._state)!r}"
@@ -260,16 +261,15 @@ class _StateCheck:
     def _version(self, generation: str, records: Records, ino: Ino) -> Identity | None:
         """The identity of a file in the snapshot, or since a change by the drain that the record of
         its copy has; None for copies of another snapshot."""
-        snapshot, renewed = self._snapshot_of(generation), self._renewed.get(ino)
+        snapshot = self._snapshot_of(generation)
         if snapshot is None:
             return None
-        record = records.get(ino)
-        if record is not None and record.identity == renewed:
-            return renewed
         try:
-            return snapshot.attributes(ino).identity
+            identity = snapshot.attributes(ino).identity
         except IndexError:
             return Identity(-1, 0, 0, 0)
+        record, renewed = records.get(ino), self._renewed.get(identity.source_ino)
+        return renewed if record is not None and record.identity == renewed else identity
 
     def _add(self, tier: _OpenTier, generation: str, records: Records, suspect: Suspect) -> None:
         path = tier.own / (Contents.PREFIX + generation) / suspect.path

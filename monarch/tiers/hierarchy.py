@@ -74,7 +74,7 @@ class Hierarchy:
         generation: str,
         inodes: InodeTable,
         columns: Callable[[range], npt.NDArray[np.void]],
-        renewed: Mapping[Ino, Identity],
+        renewed: Mapping[int, Identity],
         mountpoint: str,
         source: str,
     ) -> None:
@@ -230,12 +230,11 @@ class Hierarchy:
 
 
 def _version_of(
-    columns: Callable[[range], npt.NDArray[np.void]], renewed: Mapping[Ino, Identity], ino: Ino
+    columns: Callable[[range], npt.NDArray[np.void]], renewed: Mapping[int, Identity], ino: Ino
 ) -> Identity:
     """The version of a file in the snapshot, or since a change by the drain."""
-    if ino in renewed:
-        return renewed[ino]
-    return identity_in(columns(range(ino, ino + 1))[0])
+    identity = identity_in(columns(range(ino, ino + 1))[0])
+    return renewed.get(identity.source_ino, identity)
 
 
 @contextmanager

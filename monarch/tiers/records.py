@@ -59,7 +59,7 @@ _LAYOUT = np.dtype(
 )
 
 
-_NONE: Mapping[Ino, Identity] = {}
+_NONE: Mapping[int, Identity] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,11 +240,12 @@ class Records:
     def forget_other_versions(
         self,
         known: Callable[[range], npt.NDArray[np.void]],
-        renewed: Mapping[Ino, Identity] = _NONE,
+        renewed: Mapping[int, Identity] = _NONE,
     ) -> None:
         """Forgets copies of other versions than those that ``known`` returns for inode numbers: the
         last daemon may have found a change that its snapshot did not have. ``renewed``: versions
-        that the drain has made of files since the snapshot, with the same bytes."""
+        that the drain has made of files since the snapshot, with the same bytes, by their inode
+        number at the source."""
         for first, table in self._tables():
             held = np.flatnonzero(self._tiers[table["place"]])
             if not len(held):
@@ -254,10 +255,14 @@ class Records:
             same = np.ones(len(held), bool)
             for name in ("size", "mtime_ns", "ctime_ns", "source_ino"):
                 same &= table[name][held] == rows[name]
-            for ino in (held[~same] + first).tolist():
-                record = self.get(Ino(ino)) if ino in renewed else None
-                if record is None or record.identity != renewed[Ino(ino)]:
-                    self.clear(Ino(ino))
+            for place in np.flatnonzero(~same).tolist():
+                ino, now = (
+                    Ino(int(held[place]) + first),
+                    renewed.get(int(rows["source_ino"][place])),
+                )
+                record = self.get(ino) if now is not None else None
+                if record is None or record.identity != now:
+                    self.clear(ino)
 
     def load(
         self,

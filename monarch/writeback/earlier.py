@@ -107,21 +107,22 @@ def changed_in_place(found: Replay) -> set[bytes]:
     return paths
 
 
-def renewed_by_drain(settings: MountSettings, snapshot_id: str) -> dict[Ino, Identity]:
+def renewed_by_drain(settings: MountSettings, snapshot_id: str) -> dict[int, Identity]:
     """The versions that the drain has made, by changes of attributes alone, of files of a snapshot,
-    by inode number. Raises TierError if a journal cannot be read."""
-    renewed: dict[Ino, Identity] = {}
+    by their inode number at the source. Raises TierError if a journal cannot be read."""
+    renewed: dict[int, Identity] = {}
     for tier in settings.tiers:
         with suppress(OSError):
             renewed |= renewed_in(directory_of(tier.path, settings.source), snapshot_id)
     return renewed
 
 
-def renewed_in(directory: Path, snapshot_id: str) -> dict[Ino, Identity]:
+def renewed_in(directory: Path, snapshot_id: str) -> dict[int, Identity]:
     """The same by the journal in a directory. Raises OSError."""
+    # By inode number on the mount, which is negative if the journal is older than the snapshot.
     renewed: dict[Ino, Identity] = {}
     if not (directory / "journal").exists() or snapshot_known(directory) != snapshot_id:
-        return renewed
+        return {}
     found = read_replay(directory)
     for seq, op in found.ops:
         ino = Ino(op.ino)
@@ -129,7 +130,7 @@ def renewed_in(directory: Path, snapshot_id: str) -> dict[Ino, Identity]:
             renewed.pop(ino, None)
         elif op.file and ino < WRITTEN_INO and (now := found.done.get(seq)) is not None:
             renewed[ino] = now
-    return renewed
+    return {now.source_ino: now for now in renewed.values()}
 
 
 def renumbered(found: Replay) -> Replay:

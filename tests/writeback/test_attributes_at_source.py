@@ -16,6 +16,7 @@ from monarch.errors import Refused
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
 from monarch.writeback import copy_up
+from monarch.writeback.earlier import renewed_by_drain
 from monarch.writeback.source_entries import SourceEntries
 from tests.writeback.remount_histories import how
 from tests.writeback.remounts import ROOT, Rig, Session
@@ -499,3 +500,24 @@ async def test_a_file_whose_object_was_lost_keeps_its_changes(rig: Rig) -> None:
         await session.drained()
         assert has(rig, "chmod") and has(rig, "utime")
         assert (rig.source / "a").read_bytes() == b"of the source"
+
+
+@pytest.mark.parametrize("path", [b"a", b"d/f"])
+async def test_the_version_of_a_file_that_the_drain_has_changed_is_known_after_a_lost_snapshot(
+    rig: Rig, clock: trio.testing.MockClock, path: bytes
+) -> None:
+    """A copy of the file is renewed by that version, and is not made again."""
+    (rig.source / "before").write_bytes(b"another inode number for each file")
+    (rig.source / "d").mkdir()
+    (rig.source / "d" / "f").write_bytes(b"of the source")
+    async with rig.mount(works=False) as session:
+        await session.chmod(path, 0o600)
+        session.kill()
+    rig.lose_state()
+    (rig.source / "before").unlink()
+    async with rig.mount() as session:
+        snapshot_id = session.names.snapshot.id
+        await session.drained()
+        await session.end()
+    there = identity_of((rig.source / os.fsdecode(path)).stat())
+    assert renewed_by_drain(rig.settings(), snapshot_id) == {there.source_ino: there}
