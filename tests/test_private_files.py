@@ -83,7 +83,7 @@ REFUSED: list[tuple[str, Callable[[Path], object]]] = [
 
 @pytest.mark.parametrize("kind", ["fifo", "link"])
 @pytest.mark.parametrize(("name", "function"), REFUSED)
-def test_what_is_in_the_place_of_a_file_is_refused_without_a_wait(
+def test_another_kind_of_file_in_the_place_of_a_file_is_refused_without_a_wait(
     tmp_path: Path, elsewhere: Path, name: str, function: Callable[[Path], object], kind: str
 ) -> None:
     put(tmp_path / name, kind, elsewhere)
@@ -102,7 +102,7 @@ IGNORED: list[tuple[str, Callable[[Path], object]]] = [
 
 @pytest.mark.parametrize("kind", ["fifo", "link"])
 @pytest.mark.parametrize(("name", "function"), IGNORED)
-def test_what_is_in_the_place_of_a_note_counts_as_no_note(
+def test_another_kind_of_file_in_the_place_of_a_note_counts_as_no_note(
     tmp_path: Path, elsewhere: Path, name: str, function: Callable[[Path], object], kind: str
 ) -> None:
     put(tmp_path / name, kind, elsewhere)

@@ -256,10 +256,8 @@ class Records:
             for name in ("size", "mtime_ns", "ctime_ns", "source_ino"):
                 same &= table[name][held] == rows[name]
             for place in np.flatnonzero(~same).tolist():
-                ino, now = (
-                    Ino(int(held[place]) + first),
-                    renewed.get(int(rows["source_ino"][place])),
-                )
+                ino = Ino(int(held[place]) + first)
+                now = renewed.get(int(rows["source_ino"][place]))
                 record = self.get(ino) if now is not None else None
                 if record is None or record.identity != now:
                     self.clear(ino)
