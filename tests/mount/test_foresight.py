@@ -283,10 +283,12 @@ def test_copies_that_are_not_used_any_more_leave_for_files_that_are(
         announced = announce(mounted.path / name for name in order)
         assert announced is not None
         epoch(mounted, first, order[:100])
+        settled(mounted)
         assert set(resident(mounted, first)) == set(first)
         with open(mounted.path / order[7], "rb", buffering=0) as file:
             head = file.read(100)
             epoch(mounted, second, order[100:200])
+            settled(mounted)
             assert set(resident(mounted, [*first, *second])) == set(second if is_on else first)
             assert head + file.read() == first[order[7]]
         epoch(mounted, second, order[200:])
