@@ -230,7 +230,7 @@ class SourceEntries:
         try:
             by = directories.user_of(op)
             op = replace(op, path=_own_path(directories, op, by, expected) or op.path)
-            directory_fd, name = directories.of(op.path, by)
+            directory_fd, name = _place_of_own(directories, op.path, by)
             with closing_fd(os.open(name, ITSELF, dir_fd=directory_fd)) as fd:
                 return self._changed(fd, op, by, expected)
         except FileNotFoundError:
@@ -315,6 +315,21 @@ def _own_path(
             if there is not None and expected.is_same(there, version=version):
                 return path
     return None
+
+
+def _place_of_own(
+    directories: OpenDirectories, path: bytes, by: Credentials | None
+) -> tuple[int, bytes]:
+    """As ``OpenDirectories.of``. The owner of an entry may have it open, and reaches it also if
+    others have closed a directory above it since."""
+    try:
+        return directories.of(path, by)
+    except PermissionError:
+        fd, name = directories.of(path, None)
+        there = status_at(fd, name)
+        if by is None or there is None or there.st_uid != by.uid:
+            raise
+        return fd, name
 
 
 def _require_reached(

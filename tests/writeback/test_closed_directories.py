@@ -100,6 +100,29 @@ async def test_a_file_gets_its_name_in_a_directory_that_its_owner_closed_since(r
     assert (rig.source / "open/f").read_bytes() == b"bytes"
 
 
+async def test_the_owner_of_an_open_file_changes_it_below_a_directory_that_others_closed(
+    rig: Rig,
+) -> None:
+    given(rig.source / "top", BOB, 0o755)
+    given(rig.source / "top/below", BOB, 0o755)
+    for name, owner in (("own", ALICE), ("other", BOB)):
+        (rig.source / "top/below" / name).write_bytes(b"bytes")
+        (rig.source / "top/below" / name).chmod(0o666)
+        os.chown(rig.source / "top/below" / name, owner.uid, owner.gid)
+    async with rig.mount() as session:
+        attributes = session.front.attributes
+        own, other = (session.ino(b"top/below/%s" % name) for name in (b"own", b"other"))
+        await close(session, b"top", BOB)
+        await attributes.change(own, mode=0o600, by=ALICE)
+        await session.at_rest()
+        assert session.write_back.refusals.list() == []
+        # The source decides about the entries of others.
+        await attributes.change(other, mtime_ns=5, by=ALICE)
+        await session.at_rest()
+        assert [each.path for each in session.write_back.refusals.list()] == [b"top/below/other"]
+    assert stat.S_IMODE((rig.source / "top/below/own").stat().st_mode) == 0o600
+
+
 @pytest.mark.parametrize("kind", ["mkdir", "symlink", "mknod", "link", "rename", "unlink", "rmdir"])
 def test_a_change_is_made_twice_though_its_directory_was_closed_after_the_first_time(
     tmp_path: Path, kind: str
