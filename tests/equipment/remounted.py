@@ -17,7 +17,7 @@ from monarch.writeback import journal_found
 from monarch.writeback.store import directory_of
 from tests.conftest import MonarchCommand, Mounted
 from tests.equipment.disks import Disk, fill, unavailable
-from tests.equipment.remounts import KINDS, Ending, Judge, Left, Tree, tree_of
+from tests.equipment.remounts import KINDS, Ending, HistoryChecker, Left, Tree, tree_of
 
 # How a mount ends.
 WAYS = ("kill", "abandon", "clean")
@@ -95,7 +95,7 @@ class Remounts:
         self._given = self._states = self._boots = 0
         self._tier = monarch.directory / "tiers" / "fast"
         left = Left(directory_of(self._tier, source))
-        self.judge = Judge(source, left, closely=True)
+        self.checker = HistoryChecker(source, left, closely=True)
         self.steps: list[str] = []
         monarch.allows_log(LOGGED)
         monarch.boot = monarch.directory / "boot"
@@ -113,7 +113,7 @@ class Remounts:
         tree = tree_of(self.path, closely=True)
         if self._kind != "elsewhere":
             return tree
-        before = self.judge.before.tree
+        before = self.checker.before.tree
         return {
             path: replace(it, xattrs=before[path].xattrs) if path in before else it
             for path, it in tree.items()
@@ -129,7 +129,7 @@ class Remounts:
             self.mounted.kill()
         else:
             self.mounted.umount(*(("--abandon",) if way == "abandon" else ()))
-        self.judge.ended(Ending(self.judge.in_tier.numbered(tree), way))
+        self.checker.ended(Ending(self.checker.in_tier.numbered(tree), way))
         self._is_known = True
 
     def kill_in_use(self) -> None:
@@ -143,7 +143,7 @@ class Remounts:
         comes to the source."""
         self.mounted = self.mount_unseen(kind, slow=slow)
         if self._is_known:
-            self._check(lambda: self.judge.check_shown(self.look(), kind))
+            self._check(lambda: self.checker.check_shown(self.look(), kind))
         return self.path
 
     def mount_unseen(self, kind: str, *, slow: bool = False) -> Mounted:
@@ -186,7 +186,7 @@ class Remounts:
     def others_act(self, act: Callable[[], None], what: str, kind: str) -> None:
         """Others do ``act`` at the source, before a mount of this kind."""
         self.steps.append(f"others: {what}")
-        self.judge.others_act(act, kind)
+        self.checker.others_act(act, kind)
 
     def sync(self) -> None:
         """Sync each file, so that all of it survives the machine's end."""
@@ -201,12 +201,12 @@ class Remounts:
     def finish(self, kind: str) -> None:
         """A last mount drains all that the source accepts, and reports the rest."""
         self.mount(kind)
-        self.judge.before = Ending(self.judge.in_tier.numbered(self.look()), "clean")
+        self.checker.before = Ending(self.checker.in_tier.numbered(self.look()), "clean")
         trouble = drained_or_refused(self.mounted) or None
-        now = self.judge.in_tier.numbered(self.look())
-        self._check(lambda: self.judge.check_drained(now, trouble))
+        now = self.checker.in_tier.numbered(self.look())
+        self._check(lambda: self.checker.check_drained(now, trouble))
         self.end("abandon" if trouble else "clean")
-        self._check(lambda: self.judge.check_nothing_left(trouble))
+        self._check(lambda: self.checker.check_nothing_left(trouble))
         self.mount("refresh")
         self.end("abandon")
 

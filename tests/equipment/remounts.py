@@ -1,8 +1,8 @@
-"""Mounting again: the kinds, what others do to the source meanwhile, and a judge of the results.
+"""Mounting again: the kinds, what others do to the source meanwhile, and a checker of the results.
 
-Tests below the kernel and tests of real mounts share this module. ``Judge`` compares what a mount
-shows with what the mount before it showed: each acknowledged change must be shown, reach the
-source, or be reported.
+Tests below the kernel and tests of real mounts share this module. ``HistoryChecker`` compares what
+a mount shows with what the mount before it showed: each acknowledged change must be shown, reach
+the source, or be reported.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Ending:
 
 
 @dataclass
-class Judge:
+class HistoryChecker:
     """What is known of one history of mounts of ``source``. ``in_tier``: what its mounts left in
     the tier. ``closely``: whether trees have the owners, times and extended attributes of all
     entries.

@@ -84,7 +84,7 @@ def content(seed: int, size: int) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-class World:
+class Subject:
     """One of the two directories, and what is open in it."""
 
     def __init__(self, root: Path) -> None:
@@ -125,7 +125,7 @@ class World:
             return errno.errorcode[error.errno or 0]
 
     def may_be_refused(self, call: Call, outcome: object) -> bool:
-        """Whether a mount may answer so to what a disk would do, if this world is the disk's: a
+        """Whether a mount may answer so to what a disk would do, if this subject is the disk's: a
         directory of the source is not renamed, and who reads a file there is not disturbed.
         """
         kind, *arguments = call
@@ -298,7 +298,7 @@ def _digest(part: bytes) -> tuple[int, str]:
 class Sequence:
     """The calls of a seed, for a directory that looks like ``first`` does."""
 
-    def __init__(self, seed: int, first: World, *, native_datapath: bool) -> None:
+    def __init__(self, seed: int, first: Subject, *, native_datapath: bool) -> None:
         self._dice = random.Random(seed)
         self._first = first
         makers: list[tuple[int, Callable[[], Call]]] = [
@@ -412,31 +412,31 @@ def play(
 
     ``by_user``: everything belongs to the ordinary user that makes the calls.
     """
-    worlds = World(first), World(second)
+    subjects = Subject(first), Subject(second)
     before = os.getcwd()
     mask = os.umask(0o022)
     done: list[str] = []
     try:
         if by_user:
-            for world in worlds:
-                _give_away(world.root)
+            for subject in subjects:
+                _give_away(subject.root)
         with as_user() if by_user else nullcontext():
-            sequence = Sequence(seed, worlds[0], native_datapath=native_datapath)
+            sequence = Sequence(seed, subjects[0], native_datapath=native_datapath)
             for _ in range(calls):
                 call = sequence.next()
-                got = worlds[1].do(call)
-                if worlds[0].may_be_refused(call, got):
+                got = subjects[1].do(call)
+                if subjects[0].may_be_refused(call, got):
                     continue
-                expected = worlds[0].do(call)
+                expected = subjects[0].do(call)
                 if expected != got:
                     raise Differs(_story(seed, done, f"{call}: expected {expected}, got {got}"))
                 if call[0] not in _LOOKS and expected not in errno.errorcode.values():
                     done.append(f"{call} -> {expected}")
-        if found := differences(*(lasting(world.root) for world in worlds)):
+        if found := differences(*(lasting(subject.root) for subject in subjects)):
             raise Differs(_story(seed, done, "after all of it:\n" + "\n".join(found[:20])))
     finally:
-        for world in worlds:
-            world.close()
+        for subject in subjects:
+            subject.close()
         os.umask(mask)
         os.chdir(before)
 

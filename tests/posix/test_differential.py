@@ -184,16 +184,16 @@ class OneFile:
             for _ in range(rounds):
                 done.append(self._dice.choice(self._calls)())
                 size = os.fstat(self._fd).st_size
-                assert size == len(self._bytes), self._story(done)
-            assert read_file(self._name) == self._bytes, self._story(done)
+                assert size == len(self._bytes), self._mount_history(done)
+            assert read_file(self._name) == self._bytes, self._mount_history(done)
         except (AssertionError, OSError) as error:
-            raise AssertionError(self._story(done)) from error
+            raise AssertionError(self._mount_history(done)) from error
         finally:
             os.close(self._fd)
             os.close(self._other)
-        assert read_file(self._name) == self._bytes, self._story(done)
+        assert read_file(self._name) == self._bytes, self._mount_history(done)
 
-    def _story(self, done: list[str]) -> str:
+    def _mount_history(self, done: list[str]) -> str:
         last = "\n".join(done[-20:])
         return f"seed {self._seed}, {len(done)} calls, {len(self._bytes)} bytes; the last:\n{last}"
 

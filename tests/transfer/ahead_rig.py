@@ -55,7 +55,7 @@ T = TypeVar("T")
 READER = Credentials(os.geteuid(), os.getegid())
 
 
-class AtOnce(ThreadPool):
+class InlinePool(ThreadPool):
     """Makes each call on the event loop, after ``seconds``."""
 
     seconds = 0.0

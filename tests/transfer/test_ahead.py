@@ -18,7 +18,7 @@ from monarch.transfer import ahead as ahead_module
 from monarch.transfer import tier_monitor
 from monarch.transfer.tier_monitor import tier_error
 from monarch.types import Ino
-from tests.transfer.ahead_rig import AheadRig, AtOnce, until
+from tests.transfer.ahead_rig import AheadRig, InlinePool, until
 from tests.transfer.sources import Bandwidth, Hanging, Latency
 
 # A hundredth of the files and the bandwidth of the promise.
@@ -36,7 +36,7 @@ def clock() -> MockClock:
 @pytest.fixture
 def rigs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rigs]:
     """Makes a rig over the given files."""
-    monkeypatch.setattr(tier_monitor, "ThreadPool", AtOnce)
+    monkeypatch.setattr(tier_monitor, "ThreadPool", InlinePool)
     made: list[AheadRig] = []
 
     def make(files: Mapping[str, bytes], **settings: object) -> AheadRig:
@@ -322,7 +322,7 @@ async def test_an_open_that_began_before_the_mark_was_set_is_left_to_its_reader(
 async def test_the_buffer_is_half_left_to_readers(
     rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AtOnce, "seconds", 0.5)
+    monkeypatch.setattr(InlinePool, "seconds", 0.5)
     content = files(60, 100_000)
     rig = rigs(content, limits={"buffer_max": 1_000_000, "inline_max": 200_000})
     used = []

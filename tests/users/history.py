@@ -288,7 +288,7 @@ _SPECIAL_BITS = 0o6000
 _STICKY = 0o1000
 
 
-class Judge:
+class SourceChecker:
     """Finds what is at the source after a drain and could not be there without the mount.
 
     A change is in order if the calls that were made could have had just this effect in the place of

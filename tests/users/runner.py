@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import MonarchCommand
 from tests.equipment.remounted import Remounts, drained_or_refused, rotated
 from tests.users.calls import Actors
-from tests.users.history import Allowed, History, Judge, Made, Round, Step, replay
+from tests.users.history import Allowed, History, Made, Round, SourceChecker, Step, replay
 from tests.users.trees import Entry, Tree, build, entry, look
 
 # Histories that go through their rounds together: one drain for all, within the time for which the
@@ -146,7 +146,7 @@ class HistoryRunner:
     def _waiting(self) -> set[str]:
         """The files that the source lacks, or some of their names. A machine that stops may lose
         those that were not synced."""
-        left = self._remounts.judge.in_tier
+        left = self._remounts.checker.in_tier
         owed = left.owed()
         return {os.fsdecode(path) for path, number in left.names().items() if number in owed}
 
@@ -200,7 +200,7 @@ class HistoryRunner:
                     self.complete += bool(pending)
                     pending.clear()
                 shown = self._look("view", name).entries
-                found = Judge(before[name], allowed, pending, shown).problems(after)
+                found = SourceChecker(before[name], allowed, pending, shown).problems(after)
                 problems[name] += [f"round {number + 1}: {text}" for text in found]
 
     def _drain(self) -> None:

@@ -96,23 +96,23 @@ def directed() -> list[History]:
         _write_into_the_program_of_another,
     )
     histories = []
-    for number, story in enumerate(stories):
+    for number, steps in enumerate(stories):
         alice, mallory = users_of(number)
         tree = surroundings(alice, mallory)
         rounds: list[list[Step]] = [[]]
-        for step in story(alice, mallory, tree):
+        for step in steps(alice, mallory, tree):
             if step is PAUSE:
                 rounds.append([])
             else:
                 rounds[-1].append(step)
-        histories.append(History(story.__name__.strip("_"), tree, rounds))
+        histories.append(History(steps.__name__.strip("_"), tree, rounds))
     return histories
 
 
-Story = Iterator["Step | None"]
+Steps = Iterator["Step | None"]
 
 
-def _mkdir_takes_a_directory_over(alice: int, mallory: int, tree: dict[str, Entry]) -> Story:
+def _mkdir_takes_a_directory_over(alice: int, mallory: int, tree: dict[str, Entry]) -> Steps:
     yield at(alice, "mkdir", "sticky/run", 0o700)
     yield at(alice, "create", "sticky/run/key", 0o644, f"{alice}:secret;")
     yield on(mallory, "mkdir", "sticky/run", 0o755)
@@ -121,12 +121,12 @@ def _mkdir_takes_a_directory_over(alice: int, mallory: int, tree: dict[str, Entr
 
 def _publish_replaces_the_file_of_another(
     alice: int, mallory: int, tree: dict[str, Entry]
-) -> Story:
+) -> Steps:
     yield at(alice, "create", "sticky/result", 0o644, f"{alice}:result;")
     yield on(mallory, "create", "sticky/result", 0o644, f"{mallory}:result;")
 
 
-def _chmod_meets_the_program_of_another(alice: int, mallory: int, tree: dict[str, Entry]) -> Story:
+def _chmod_meets_the_program_of_another(alice: int, mallory: int, tree: dict[str, Entry]) -> Steps:
     tree["group/tool"] = file(alice, SHARED, 0o775, f"{alice}:tool;")
     yield on(mallory, "mkfifo", "group/p", 0o644)
     yield PAUSE
@@ -137,7 +137,7 @@ def _chmod_meets_the_program_of_another(alice: int, mallory: int, tree: dict[str
 
 def _chmod_meets_the_directory_of_another(
     alice: int, mallory: int, tree: dict[str, Entry]
-) -> Story:
+) -> Steps:
     tree["open/alice"] = directory(alice, alice, 0o700)
     yield on(mallory, "mkdir", "open/p", 0o777)
     yield PAUSE
@@ -146,7 +146,7 @@ def _chmod_meets_the_directory_of_another(
     yield at(mallory, "rename", "open/alice", "open/p")
 
 
-def _unlink_meets_the_file_of_another(alice: int, mallory: int, tree: dict[str, Entry]) -> Story:
+def _unlink_meets_the_file_of_another(alice: int, mallory: int, tree: dict[str, Entry]) -> Steps:
     tree["sticky/m"] = file(mallory, mallory, 0o644, f"{mallory}:m;")
     yield at(mallory, "rename", "sticky/m", "sticky/n")
     yield at(alice, "create", "sticky/m", 0o600, f"{alice}:kept;")
@@ -155,13 +155,13 @@ def _unlink_meets_the_file_of_another(alice: int, mallory: int, tree: dict[str, 
 
 def _rename_goes_over_the_file_of_another(
     alice: int, mallory: int, tree: dict[str, Entry]
-) -> Story:
+) -> Steps:
     yield at(alice, "create", "sticky/t", 0o600, f"{alice}:kept;")
     yield on(mallory, "create", "sticky/f", 0o644, f"{mallory}:f;")
     yield on(mallory, "rename", "sticky/f", "sticky/t")
 
 
-def _write_into_the_program_of_another(alice: int, mallory: int, tree: dict[str, Entry]) -> Story:
+def _write_into_the_program_of_another(alice: int, mallory: int, tree: dict[str, Entry]) -> Steps:
     tree["group/tool"] = file(alice, SHARED, 0o4775, f"{alice}:tool;")
     yield on(mallory, "append", "group/tool", f"{mallory}:1;")
     for name in ("group/new", "group/cut"):

@@ -50,7 +50,7 @@ READER = Credentials(os.geteuid(), os.getegid())
 CAPACITY = 1 << 20
 
 
-class AtOnce(ThreadPool):
+class InlinePool(ThreadPool):
     """Makes each call on the event loop; while ``gate`` is set, calls wait for it first."""
 
     def __init__(self) -> None:
@@ -348,7 +348,7 @@ class Rig:
     fast: FakeFastPath | None = None
     caches: FakeCaches = field(default_factory=FakeCaches)
     tier_calls: FakeTierCalls = field(default_factory=FakeTierCalls)
-    threads: AtOnce = field(default_factory=AtOnce)
+    threads: InlinePool = field(default_factory=InlinePool)
 
     def __post_init__(self) -> None:
         state = self.root / "state"

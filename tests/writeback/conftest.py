@@ -1,4 +1,4 @@
-"""A world over a small source, and a clock that jumps ahead when all tasks wait."""
+"""A model over a small source, and a clock that jumps ahead when all tasks wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import trio.testing
 
 from tests.mount.conftest import slow
-from tests.writeback.rig import World
+from tests.writeback.rig import Model
 
 __all__ = ["slow"]
 
@@ -20,11 +20,11 @@ def clock() -> trio.testing.MockClock:
 
 
 @pytest.fixture
-def world(source: Path, tmp_path: Path) -> World:
+def model(source: Path, tmp_path: Path) -> Model:
     """Of a source with a few files, two of them one by a hard link."""
     (source / "d").mkdir()
     for name in ("a", "b", "d/a"):
         (source / name).write_bytes(b"old " + name.encode())
     (source / "c").hardlink_to(source / "b")
     (tmp_path / "tier").mkdir()
-    return World(source, tmp_path / "tier")
+    return Model(source, tmp_path / "tier")

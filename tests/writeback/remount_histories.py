@@ -2,7 +2,7 @@
 
 A history is a few sessions of a mount. Between two of them others may act at the source, the tier
 may be filled, the machine may start again. Each acknowledged change must be shown, reach the
-source, or be named: ``Story`` compares the mount and the source with these changes.
+source, or be named: ``MountHistory`` compares the mount and the source with these changes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import trio
 from monarch.errors import Refused, SourceError
 from monarch.namespace.build import build
 from monarch.posix import failpoints
-from tests.equipment.remounts import KINDS, Ending, Judge, Others, Shown, Tree
+from tests.equipment.remounts import KINDS, Ending, HistoryChecker, Others, Shown, Tree
 from tests.writeback.remounts import Rig, Session
-from tests.writeback.rig import Killed, World, is_killed
+from tests.writeback.rig import Killed, Model, is_killed
 
 FILES = [b"a", b"b", b"c", b"d/a", b"d/b", b"e/a", b"e/f/a", b"e/f/b", b"h/i/b", b"\xff\n"]
 FOLDERS = [b"d", b"e", b"e/f", b"g", b"h", b"h/i"]
@@ -31,7 +31,7 @@ FOLDERS = [b"d", b"e", b"e/f", b"g", b"h", b"h/i"]
 _PATIENCE_S = 1800
 
 
-class Walk:
+class RandomChanges:
     """Random changes of a mount, each as a process would make it. ``moved`` is called with
     renames."""
 
@@ -172,18 +172,18 @@ def prepared(root: Path, monkeypatch: pytest.MonkeyPatch, *, disk: Path | None =
     return rig
 
 
-class Story:
-    """One history of mounts, and the judge of it."""
+class MountHistory:
+    """One history of mounts, and the checker of it."""
 
     def __init__(self, rig: Rig, chance: random.Random) -> None:
         self.rig = rig
         self.chance = chance
-        self.judge = Judge(rig.source, rig.left)
-        self.walk = Walk(chance, self.judge.moved)
+        self.checker = HistoryChecker(rig.source, rig.left)
+        self.random_changes = RandomChanges(chance, self.checker.moved)
         self._others = Others(chance, rig.source, FILES)
 
     def others_act(self, kind: str) -> None:
-        self.judge.others_act(self._others.act, kind)
+        self.checker.others_act(self._others.act, kind)
 
     async def lived(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """One session of random steps, ended somehow."""
@@ -212,14 +212,14 @@ class Story:
                 patched.setattr(failpoints, "failpoint", reached)
             try:
                 async with self.rig.mount(works=works, **more) as session:
-                    self.judge.check_shown(session.shown(), kind)
+                    self.checker.check_shown(session.shown(), kind)
                     sessions.append(session)
                     try:
                         for _ in range(steps):
-                            await self.walk.step(session)
+                            await self.random_changes.step(session)
                             if chance.random() < 0.3:
                                 await trio.sleep(0.001)
-                        if way == "clean" and works and not self.judge.theirs:
+                        if way == "clean" and works and not self.checker.theirs:
                             await session.end()
                         elif way in ("clean", "abandon"):
                             await session.end(abandoned=True)
@@ -231,24 +231,24 @@ class Story:
             except BaseException as error:
                 if not is_killed(error):
                     raise
-        self.walk.all_closed()
-        self.judge.ended(ending)
+        self.random_changes.all_closed()
+        self.checker.ended(ending)
 
     async def ended(self, kind: str) -> None:
         """A last mount drains all that the source accepts, and reports the rest."""
         async with self.rig.mount(**how(kind, self.rig)) as session:
-            self.judge.check_shown(session.shown(), kind)
-            self.judge.before = Ending(session.shown(), "clean")
+            self.checker.check_shown(session.shown(), kind)
+            self.checker.before = Ending(session.shown(), "clean")
             with trio.move_on_after(_PATIENCE_S):
                 await session.drained()
             now, trouble = session.shown(), session.write_back.drain.backlog().trouble
-            self.judge.check_drained(now, trouble)
+            self.checker.check_drained(now, trouble)
             await session.end(abandoned=trouble is not None)
-        self.judge.ended(Ending(now, "clean"))
-        self.judge.check_nothing_left(trouble)
+        self.checker.ended(Ending(now, "clean"))
+        self.checker.check_nothing_left(trouble)
         async with self.rig.mount(refreshed=True) as session:
             assert bool(self.rig.put_off) == (trouble is not None)
-            self.judge.check_shown(session.shown(), "refresh")
+            self.checker.check_shown(session.shown(), "refresh")
 
 
 def how(kind: str, rig: Rig) -> dict[str, Any]:
@@ -286,43 +286,43 @@ async def history(
 ) -> None:
     """``disk``: a small one for the tier; without it none is ever full."""
     chance = random.Random(number)
-    story = Story(prepared(root, monkeypatch, disk=disk), chance)
+    mount_history = MountHistory(prepared(root, monkeypatch, disk=disk), chance)
     others = chance.random() < 0.5
     kind = "same"
     for _ in range(chance.randrange(2, 6)):
-        await story.lived(kind, monkeypatch)
+        await mount_history.lived(kind, monkeypatch)
         kind = chance.choice(kinds)
         if others and chance.random() < 0.5:
-            story.others_act(kind)
-    await story.ended(kind)
+            mount_history.others_act(kind)
+    await mount_history.ended(kind)
 
 
 async def remounts_of(
-    world: World, monkeypatch: pytest.MonkeyPatch, number: int, *, count: int = 4
+    model: Model, monkeypatch: pytest.MonkeyPatch, number: int, *, count: int = 4
 ) -> None:
-    """Mounts what a killed world has left ``count`` times, each time in another way, with changes
+    """Mounts what a killed model has left ``count`` times, each time in another way, with changes
     by processes and by others; at last brings all to the source."""
     chance = random.Random(number)
-    rig = Rig(world.source.parent, monkeypatch)
-    (rig.root / "boot").write_text(f"{world.boot}\n")
-    story = Story(rig, chance)
-    story.judge.ended(Ending(_as_shown(world), "kill"))
+    rig = Rig(model.source.parent, monkeypatch)
+    (rig.root / "boot").write_text(f"{model.boot}\n")
+    mount_history = MountHistory(rig, chance)
+    mount_history.checker.ended(Ending(_as_shown(model), "kill"))
     others = chance.random() < 0.5
     # What the machine's stop takes is judged by what the mount before it has shown.
     kinds = ["same" if number % 2 else "lost state", *chance.sample(sorted(set(KINDS)), count - 1)]
     try:
         for kind in kinds:
-            await story.lived(kind, monkeypatch)
+            await mount_history.lived(kind, monkeypatch)
             if others and chance.random() < 0.5:
-                story.others_act(kind)
-        await story.ended("same")
+                mount_history.others_act(kind)
+        await mount_history.ended("same")
     except BaseException as error:
         error.add_note(f"behind history {number}, mounted again as {kinds}")
         raise
 
 
-def _as_shown(world: World) -> Tree:
-    """What a mount shows of a world that was killed."""
+def _as_shown(model: Model) -> Tree:
+    """What a mount shows of a model that was killed."""
     names = {"symlink": "link"}
     return {
         path: Shown(
@@ -333,5 +333,5 @@ def _as_shown(world: World) -> Tree:
             object=node.object,
             ino=node.ino,
         )
-        for path, node in world.tree.items()
+        for path, node in model.tree.items()
     }

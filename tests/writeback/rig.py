@@ -1,6 +1,6 @@
 """A model of a mount that absorbs writes: names in memory, real objects and a real source.
 
-``World`` knows the bytes of each name and which contents of a file were whole, and compares the
+``Model`` knows the bytes of each name and which contents of a file were whole, and compares the
 source with both. ``shown`` builds the tree from the journal's changes alone.
 """
 
@@ -229,17 +229,17 @@ class Disk(Objects):
 
 
 class States:
-    """What the drain and the commits say about the objects of a world."""
+    """What the drain and the commits say about the objects of a model."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self.published_: list[tuple[int, Identity]] = []
 
     def published(self, object: int, identity: Identity) -> None:
         self.published_.append((object, identity))
 
     def record(self, object: int, seq: int, *, synced: bool) -> None:
-        self._world.last_seq = seq
+        self._model.last_seq = seq
 
     def changed(self, object: int, identity: Identity) -> None: ...
 
@@ -249,7 +249,7 @@ class States:
     def synced(self, contents: Mapping[int, int]) -> None: ...
 
 
-class World:
+class Model:
     """The names of a mount over ``source``. It answers the drain's questions (``ObjectTable``)."""
 
     def __init__(self, source: Path, tier: Path, *, boot: str = "boot-1") -> None:
@@ -730,7 +730,7 @@ class World:
 
 
 def drain_of(
-    world: World,
+    model: Model,
     source: Source,
     threads: ThreadPool,
     *,
@@ -743,10 +743,10 @@ def drain_of(
 ) -> Drain:
     """A drain that does nothing yet."""
     return Drain(
-        journal=world.journal,
-        objects=world.objects,
-        writer=SourceWriter(source, world.journal.token),
-        contents=cast(ObjectTable, world),
+        journal=model.journal,
+        objects=model.objects,
+        writer=SourceWriter(source, model.journal.token),
+        contents=cast(ObjectTable, model),
         threads=threads,
         settings=WritebackSettings(bandwidth=bandwidth, verify=verify, workers=workers),
         busy=busy,
@@ -757,7 +757,7 @@ def drain_of(
 
 @asynccontextmanager
 async def draining(
-    world: World,
+    model: Model,
     replay: Replay | None = None,
     *,
     root: Path | None = None,
@@ -770,14 +770,14 @@ async def draining(
     catch_up: bool = True,
     abandon: bool = True,
 ) -> AsyncIterator[Drain]:
-    """A drain at work to ``root``, by default the world's own source.
+    """A drain at work to ``root``, by default the model's own source.
 
     Without ``abandon`` its threads are at rest when it is over, as those of a killed daemon are.
     """
-    source = Source(os.fsencode(root or world.source))
+    source = Source(os.fsencode(root or model.source))
     threads = ThreadPool(workers + 2, "drain", abandon=abandon)
     drain = drain_of(
-        world,
+        model,
         source,
         threads,
         workers=workers,
@@ -789,16 +789,16 @@ async def draining(
     )
     if replay is not None:
         drain.load(replay)
-    world.drain = drain
+    model.drain = drain
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(drain.run)
             if replay is not None and catch_up:
-                world.catch_up(replay)
+                model.catch_up(replay)
             yield drain
             nursery.cancel_scope.cancel()
     finally:
-        world.drain = None
+        model.drain = None
         source.close()
 
 

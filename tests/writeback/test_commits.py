@@ -15,7 +15,7 @@ import trio.testing
 from monarch.posix.thread_pool import ThreadPool
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.objects import Objects
-from tests.writeback.rig import Disk, World
+from tests.writeback.rig import Disk, Model
 
 Clock = trio.testing.MockClock
 
@@ -24,74 +24,74 @@ async def at_once(threads: ThreadPool, function: Callable[..., object], *args: o
     return function(*args)
 
 
-def rebooted(world: World) -> list[bytes]:
+def rebooted(model: Model) -> list[bytes]:
     """The machine starts again after a clean end; what is lost then."""
-    world.journal.close()
-    world.boot += "'"
-    return [op.path for op in world.open().lost]
+    model.journal.close()
+    model.boot += "'"
+    return [op.path for op in model.open().lost]
 
 
 @pytest.mark.finding("W3", "W18")
 @pytest.mark.promise(136)
 async def test_files_that_were_never_fsynced_survive_a_power_cut_after_a_commit(
-    world: World, clock: Clock
+    model: Model, clock: Clock
 ) -> None:
-    world.write(b"new", b"closed")
-    world.create(b"empty")
-    world.store(world.begin(b"a"), b"being written")
-    await world.commit()
-    assert rebooted(world) == []
+    model.write(b"new", b"closed")
+    model.create(b"empty")
+    model.store(model.begin(b"a"), b"being written")
+    await model.commit()
+    assert rebooted(model) == []
 
 
 async def test_files_made_during_a_sync_do_not_count_as_synced(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = Disk.sync_all
 
     def meanwhile(self: Disk, fd: int) -> None:
         synced(self, fd)
-        world.write(b"late", b"2")
+        model.write(b"late", b"2")
 
-    world.write(b"early", b"1")
+    model.write(b"early", b"1")
     monkeypatch.setattr(Disk, "sync_all", meanwhile)
-    await world.commit()
-    assert rebooted(world) == [b"late"]
+    await model.commit()
+    assert rebooted(model) == [b"late"]
 
 
 async def test_bytes_that_the_disk_refused_do_not_become_durable_by_a_later_commit(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(self: Disk, fd: int) -> None:
         raise OSError(errno.EIO, "no")
 
-    world.write(b"dropped", b"1")
-    with closing(world.commits()) as commits:
+    model.write(b"dropped", b"1")
+    with closing(model.commits()) as commits:
         with monkeypatch.context() as patched:
             patched.setattr(Disk, "sync_all", refused)
             assert not await commits.commit()
         # The kernel tells so once.
-        world.write(b"taken", b"2")
+        model.write(b"taken", b"2")
         assert await commits.commit()
-    assert rebooted(world) == [b"dropped"]
+    assert rebooted(model) == [b"dropped"]
 
 
 @pytest.mark.finding("W3", "W18")
 async def test_commits_are_made_at_their_interval_while_something_is_written(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[float] = []
     monkeypatch.setattr(Disk, "sync_all", lambda self, fd: synced.append(clock.current_time()))
     # The clock jumps while a thread waits for the disk.
     monkeypatch.setattr(ThreadPool, "run", at_once)
     begun = trio.current_time()
-    with closing(world.commits(5.0)) as commits:
+    with closing(model.commits(5.0)) as commits:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(commits.run)
             await trio.sleep(12)
-            world.write(b"new", b"1")
+            model.write(b"new", b"1")
             await trio.sleep(20)
-            node = world.begin(b"new")
-            world.store(node, b"2")
+            node = model.begin(b"new")
+            model.store(node, b"2")
             await trio.sleep(9)
             nursery.cancel_scope.cancel()
     # At the start it is not known what was written before.
@@ -99,11 +99,11 @@ async def test_commits_are_made_at_their_interval_while_something_is_written(
 
 
 async def test_no_commit_is_made_before_the_end_without_an_interval(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Disk, "sync_all", lambda self, fd: pytest.fail("not asked for"))
-    world.write(b"new", b"1")
-    with closing(world.commits()) as commits, trio.move_on_after(1000):
+    model.write(b"new", b"1")
+    with closing(model.commits()) as commits, trio.move_on_after(1000):
         await commits.run()
 
 
@@ -146,12 +146,12 @@ def test_all_directories_down_to_the_journal_are_synced_when_it_is_made(
 
 
 async def test_belief_in_what_was_synced_outlives_a_journal_written_anew(
-    world: World, clock: Clock
+    model: Model, clock: Clock
 ) -> None:
-    world.write(b"new", b"1", synced=True)
-    world.write(b"new", b"2")
-    replay = world.kill()
+    model.write(b"new", b"1", synced=True)
+    model.write(b"new", b"2")
+    replay = model.kill()
     ops = [(seq, op) for seq, op in replay.ops if op.kind != "content" or not op.synced]
-    world.journal.mark_done({seq: None for seq, op in replay.ops if op.synced})
-    world.journal.compact(ops, position=world.journal.file.position)
-    assert rebooted(world) == []
+    model.journal.mark_done({seq: None for seq, op in replay.ops if op.synced})
+    model.journal.compact(ops, position=model.journal.file.position)
+    assert rebooted(model) == []

@@ -23,7 +23,7 @@ from tests.equipment import disks
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import ordinary_user
 from tests.writeback.remounts import Rig
-from tests.writeback.rig import Killed, World, draining, is_killed, parts, read_tree
+from tests.writeback.rig import Killed, Model, draining, is_killed, parts, read_tree
 
 Clock = trio.testing.MockClock
 
@@ -46,233 +46,233 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_file_appears_whole_with_its_mode_times_and_attributes(
-    world: World, clock: Clock
+    model: Model, clock: Clock
 ) -> None:
-    async with draining(world) as drain:
-        world.write(b"big", os.urandom(5 * MiB + 12345), synced=True)
-        world.write(b"empty", b"")
-        world.setxattr(b"big", b"user.kind", b"\0model")
-        world.utime(b"big", 1_234_567_891_234_567_890)
-        world.chmod(b"big", 0o4751)
-        world.link(b"big", b"d/big")
-        await drain.progress.wait(world.last_seq)
+    async with draining(model) as drain:
+        model.write(b"big", os.urandom(5 * MiB + 12345), synced=True)
+        model.write(b"empty", b"")
+        model.setxattr(b"big", b"user.kind", b"\0model")
+        model.utime(b"big", 1_234_567_891_234_567_890)
+        model.chmod(b"big", 0o4751)
+        model.link(b"big", b"d/big")
+        await drain.progress.wait(model.last_seq)
         backlog = drain.backlog()
-    world.check_all_is_there()
+    model.check_all_is_there()
     assert (backlog.ops, backlog.files, backlog.bytes, backlog.trouble) == (0, 0, 0, None)
     assert (backlog.drained_files, backlog.drained_bytes) == (2, 5 * MiB + 12345)
-    number, identity = world.states.published_[0]
+    number, identity = model.states.published_[0]
     assert (number, identity.size) == (1, 5 * MiB + 12345)
 
 
-async def test_holes_stay_holes(world: World, clock: Clock) -> None:
-    node = world.create(b"sparse")
+async def test_holes_stay_holes(model: Model, clock: Clock) -> None:
+    node = model.create(b"sparse")
     size = 40 * MiB
-    fd = world.objects.open(node.object)
+    fd = model.objects.open(node.object)
     os.pwrite(fd, b"middle", 20 * MiB)
     os.ftruncate(fd, size)
     os.close(fd)
     node.content = bytes(20 * MiB) + b"middle" + bytes(20 * MiB - 6)
-    world.content(node, synced=True)
-    async with draining(world, world.kill()) as drain:
-        await drain.progress.wait(world.last_seq)
-    there = (world.source / "sparse").stat()
+    model.content(node, synced=True)
+    async with draining(model, model.kill()) as drain:
+        await drain.progress.wait(model.last_seq)
+    there = (model.source / "sparse").stat()
     assert (there.st_size, there.st_blocks * 512 < 2 * MiB) == (size, True)
-    assert (world.source / "sparse").read_bytes() == node.content
+    assert (model.source / "sparse").read_bytes() == node.content
 
 
-async def test_the_next_mount_continues_where_this_one_stopped(world: World, clock: Clock) -> None:
-    async with draining(world) as drain:
-        world.write(b"first", b"1")
-        await drain.progress.wait(world.last_seq)
-    world.write(b"second", b"22")
-    async with draining(world, world.kill()) as drain:
+async def test_the_next_mount_continues_where_this_one_stopped(model: Model, clock: Clock) -> None:
+    async with draining(model) as drain:
+        model.write(b"first", b"1")
+        await drain.progress.wait(model.last_seq)
+    model.write(b"second", b"22")
+    async with draining(model, model.kill()) as drain:
         assert drain.backlog().files == 1
-        await drain.progress.wait(world.last_seq)
+        await drain.progress.wait(model.last_seq)
         assert drain.backlog().drained_bytes == 2
-    world.check_all_is_there()
-    assert not world.kill().recorded_ns
+    model.check_all_is_there()
+    assert not model.kill().recorded_ns
 
 
 async def test_a_journal_that_was_written_anew_loses_no_change_of_a_drained_file(
-    world: World, clock: Clock
+    model: Model, clock: Clock
 ) -> None:
-    async with draining(world) as drain:
+    async with draining(model) as drain:
         for name in (b"a", b"b", b"c"):
-            world.write(name, name)
-        await drain.progress.wait(world.last_seq)
-    done = world.last_seq
-    world.chmod(b"a", 0o640)
-    world.setxattr(b"a", b"user.k", b"v")
-    world.link(b"b", b"d/b")
-    world.rename(b"c", b"e")
+            model.write(name, name)
+        await drain.progress.wait(model.last_seq)
+    done = model.last_seq
+    model.chmod(b"a", 0o640)
+    model.setxattr(b"a", b"user.k", b"v")
+    model.link(b"b", b"d/b")
+    model.rename(b"c", b"e")
     # A new snapshot knows what the source has; then the daemon is killed again.
-    undone = [(seq, op) for seq, op in world.kill().ops if seq > done]
+    undone = [(seq, op) for seq, op in model.kill().ops if seq > done]
     assert len(undone) == 4
-    world.journal.compact(undone, position=world.journal.file.position)
-    async with draining(world, world.kill()) as drain:
-        await drain.progress.wait(world.last_seq)
-    world.check_all_is_there()
+    model.journal.compact(undone, position=model.journal.file.position)
+    async with draining(model, model.kill()) as drain:
+        await drain.progress.wait(model.last_seq)
+    model.check_all_is_there()
 
 
-async def test_bytes_that_the_source_has_are_not_drained_twice(world: World, clock: Clock) -> None:
-    async with draining(world) as drain:
-        node = world.begin(b"a")
-        world.store(node, b"new")
-        await drain.progress.wait(world.content(node, synced=True))
-        there = (world.source / "a").stat()
-        world.setxattr(b"a", b"user.x", b"1")
+async def test_bytes_that_the_source_has_are_not_drained_twice(model: Model, clock: Clock) -> None:
+    async with draining(model) as drain:
+        node = model.begin(b"a")
+        model.store(node, b"new")
+        await drain.progress.wait(model.content(node, synced=True))
+        there = (model.source / "a").stat()
+        model.setxattr(b"a", b"user.x", b"1")
         node.is_recorded = False
-        world.end(node)
-        await drain.progress.wait(world.last_seq)
+        model.end(node)
+        await drain.progress.wait(model.last_seq)
         assert drain.backlog().drained_files == 1
-    assert (world.source / "a").stat().st_ino == there.st_ino
-    world.check_all_is_there()
+    assert (model.source / "a").stat().st_ino == there.st_ino
+    model.check_all_is_there()
 
 
 async def test_a_file_that_replaces_another_takes_its_place_atomically(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = set()
     monkeypatch.setattr(
-        failpoints, "failpoint", lambda name: shown.add((world.source / "a").read_bytes())
+        failpoints, "failpoint", lambda name: shown.add((model.source / "a").read_bytes())
     )
-    async with draining(world) as drain:
+    async with draining(model) as drain:
         for number in range(5):
-            world.write(b"tmp", b"%d" % number * 5 * MiB, synced=True)
-            world.rename(b"tmp", b"a")
-        await drain.progress.wait(world.last_seq)
+            model.write(b"tmp", b"%d" % number * 5 * MiB, synced=True)
+            model.rename(b"tmp", b"a")
+        await drain.progress.wait(model.last_seq)
     assert shown <= {b"old a", *(b"%d" % number * 5 * MiB for number in range(5))}
-    world.check_all_is_there()
+    model.check_all_is_there()
 
 
-async def test_a_file_removed_before_its_turn_is_never_drained(world: World, clock: Clock) -> None:
+async def test_a_file_removed_before_its_turn_is_never_drained(model: Model, clock: Clock) -> None:
     for number in range(10):
-        world.write(b"tmp", b"%d" % number)
-        world.unlink(b"tmp")
-    async with draining(world, world.kill()) as drain:
-        await drain.progress.wait(world.last_seq)
+        model.write(b"tmp", b"%d" % number)
+        model.unlink(b"tmp")
+    async with draining(model, model.kill()) as drain:
+        await drain.progress.wait(model.last_seq)
         assert drain.backlog().drained_files == 0
-    world.check_all_is_there()
+    model.check_all_is_there()
 
 
-async def test_a_file_open_for_writing_waits_for_its_close(world: World, clock: Clock) -> None:
-    node = world.begin(b"a")
-    world.store(node, b"whole")
-    world.content(node, synced=True)
-    world.store(node, b"ha")
-    async with draining(world) as drain:
-        drain.put(*world.recorded[0])
-        drain.put(world.last_seq, Op(kind="content", path=b"a", paths=(b"a",), object=1, size=5))
-        await drain.progress.wait(world.last_seq)
-        assert (world.source / "a").read_bytes() == b"old a"
-        world.write(b"another", b"is not held up")
-        await drain.progress.wait(world.last_seq)
-        world.store(node, b"half and half")
-        world.end(node)
-        await drain.progress.wait(world.last_seq)
-    world.check_all_is_there()
+async def test_a_file_open_for_writing_waits_for_its_close(model: Model, clock: Clock) -> None:
+    node = model.begin(b"a")
+    model.store(node, b"whole")
+    model.content(node, synced=True)
+    model.store(node, b"ha")
+    async with draining(model) as drain:
+        drain.put(*model.recorded[0])
+        drain.put(model.last_seq, Op(kind="content", path=b"a", paths=(b"a",), object=1, size=5))
+        await drain.progress.wait(model.last_seq)
+        assert (model.source / "a").read_bytes() == b"old a"
+        model.write(b"another", b"is not held up")
+        await drain.progress.wait(model.last_seq)
+        model.store(node, b"half and half")
+        model.end(node)
+        await drain.progress.wait(model.last_seq)
+    model.check_all_is_there()
 
 
 async def test_a_file_replaced_by_one_without_content_stays_and_is_published_under_no_other_name(
-    world: World, clock: Clock
+    model: Model, clock: Clock
 ) -> None:
-    node = world.create(b"tmp")
+    node = model.create(b"tmp")
     node.writers = 1
-    world.store(node, b"half")
-    replaced = world.rename(b"tmp", b"a")
-    world.store(node, b"two halves")
-    world.rename(b"a", b"e")
-    world.store(node, b"three halves")
-    async with draining(world) as drain:
-        for seq, op in world.recorded:
+    model.store(node, b"half")
+    replaced = model.rename(b"tmp", b"a")
+    model.store(node, b"two halves")
+    model.rename(b"a", b"e")
+    model.store(node, b"three halves")
+    async with draining(model) as drain:
+        for seq, op in model.recorded:
             if seq > replaced and not drain.progress.is_done(replaced):
                 await drain.progress.wait(replaced)
-                assert (world.source / "a").read_bytes() == b"old a"
+                assert (model.source / "a").read_bytes() == b"old a"
             drain.put(seq, op)
-        await drain.progress.wait(world.last_seq)
-        assert sorted(os.listdir(world.source)) == ["b", "c", "d"]
-        world.end(node)
-        await drain.progress.wait(world.last_seq)
-    world.check_all_is_there()
+        await drain.progress.wait(model.last_seq)
+        assert sorted(os.listdir(model.source)) == ["b", "c", "d"]
+        model.end(node)
+        await drain.progress.wait(model.last_seq)
+    model.check_all_is_there()
 
 
-async def test_a_close_without_another_write_drains_the_rest(world: World, clock: Clock) -> None:
-    async with draining(world) as drain:
-        node = world.begin(b"a")
-        world.store(node, b"whole")
-        world.content(node, synced=True)
+async def test_a_close_without_another_write_drains_the_rest(model: Model, clock: Clock) -> None:
+    async with draining(model) as drain:
+        node = model.begin(b"a")
+        model.store(node, b"whole")
+        model.content(node, synced=True)
         # Now its time is not the one that was recorded.
-        world.utime(b"a", 5)
+        model.utime(b"a", 5)
         node.lowest = 0
-        await drain.progress.wait(world.last_seq)
-        assert (world.source / "a").read_bytes() == b"old a"
-        world.end(node)
-        await drain.progress.wait(world.last_seq)
-    world.check_all_is_there()
+        await drain.progress.wait(model.last_seq)
+        assert (model.source / "a").read_bytes() == b"old a"
+        model.end(node)
+        await drain.progress.wait(model.last_seq)
+    model.check_all_is_there()
 
 
 async def test_a_file_that_is_written_again_is_staged_when_it_was_published(
-    world: World, clock: Clock
+    model: Model, clock: Clock
 ) -> None:
     for number in range(4):
-        world.write(b"a", b"%d" % number * 6 * MiB)
-        world.write(b"other", b"%d" % number * 6 * MiB)
-    async with draining(world, world.kill(), workers=4) as drain:
-        await drain.progress.wait(world.last_seq)
+        model.write(b"a", b"%d" % number * 6 * MiB)
+        model.write(b"other", b"%d" % number * 6 * MiB)
+    async with draining(model, model.kill(), workers=4) as drain:
+        await drain.progress.wait(model.last_seq)
         assert drain.backlog().failures == 0
-    world.check_all_is_there()
+    model.check_all_is_there()
 
 
 async def test_a_file_that_is_rewritten_while_it_is_copied_is_not_torn(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failpoints, "failpoint", lambda name: world.look())
-    world.write(b"a", b"1" * 12 * MiB)
-    async with draining(world, world.kill(), bandwidth=1024) as drain:
+    monkeypatch.setattr(failpoints, "failpoint", lambda name: model.look())
+    model.write(b"a", b"1" * 12 * MiB)
+    async with draining(model, model.kill(), bandwidth=1024) as drain:
         # Eight of it go at once, the rest an hour later.
-        await until(lambda: any(part.stat().st_size == 8 * MiB for part in parts(world.source)))
-        node = world.begin(b"a")
-        world.store(node, b"2" * 12 * MiB)
+        await until(lambda: any(part.stat().st_size == 8 * MiB for part in parts(model.source)))
+        node = model.begin(b"a")
+        model.store(node, b"2" * 12 * MiB)
         await trio.sleep(10_000)
-        world.end(node)
-        await drain.progress.wait(world.last_seq)
-    world.check_all_is_there()
+        model.end(node)
+        await drain.progress.wait(model.last_seq)
+    model.check_all_is_there()
 
 
 async def test_copies_are_made_at_once_and_published_in_order(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staged: list[int] = []
     names = [b"%d" % number for number in range(8)]
 
     def reached(name: str) -> None:
         if name == "drain-renamed":
-            staged.append(len(parts(world.source)))
-            there = [name for name in names if (world.source / os.fsdecode(name)).exists()]
+            staged.append(len(parts(model.source)))
+            there = [name for name in names if (model.source / os.fsdecode(name)).exists()]
             assert there == names[: len(there)]
 
     monkeypatch.setattr(failpoints, "failpoint", reached)
     for name in names:
-        world.write(name, name * 1000)
-    async with draining(world, world.kill(), workers=4) as drain:
-        await drain.progress.wait(world.last_seq)
+        model.write(name, name * 1000)
+    async with draining(model, model.kill(), workers=4) as drain:
+        await drain.progress.wait(model.last_seq)
     assert max(staged) > 1
-    world.check_all_is_there()
+    model.check_all_is_there()
 
 
 # -- a source that does not take it ------------------------------------------------------------
 
 
 async def test_a_full_source_keeps_the_order_and_is_tried_until_there_is_room(
-    world: World, small_disk: Path, clock: Clock
+    model: Model, small_disk: Path, clock: Clock
 ) -> None:
     (small_disk / "filler").write_bytes(bytes(MiB))
     (small_disk / "ckpt").write_bytes(b"old")
-    world.tree[b"ckpt"] = read_tree(small_disk)[b"ckpt"]
-    world.write(b"tmp", b"x" * (3 * MiB // 2), synced=True)
-    world.rename(b"tmp", b"ckpt")
-    world.mkdir(b"later")
-    async with draining(world, world.kill(), root=small_disk) as drain:
+    model.tree[b"ckpt"] = read_tree(small_disk)[b"ckpt"]
+    model.write(b"tmp", b"x" * (3 * MiB // 2), synced=True)
+    model.rename(b"tmp", b"ckpt")
+    model.mkdir(b"later")
+    async with draining(model, model.kill(), root=small_disk) as drain:
         await until(lambda: drain.backlog().failures >= 5)
         backlog = drain.backlog()
         assert backlog.trouble is not None and "No space left on device (ENOSPC)" in backlog.trouble
@@ -280,14 +280,14 @@ async def test_a_full_source_keeps_the_order_and_is_tried_until_there_is_room(
         assert sorted(os.listdir(small_disk))[-2:] == ["ckpt", "filler"]
         assert (small_disk / "ckpt").read_bytes() == b"old"
         (small_disk / "filler").unlink()
-        await drain.progress.wait(world.last_seq)
+        await drain.progress.wait(model.last_seq)
         assert drain.backlog().trouble is None
     assert (small_disk / "ckpt").stat().st_size == 3 * MiB // 2
     assert sorted(os.listdir(small_disk)) == ["ckpt", "later"]
 
 
 async def test_the_pauses_double_to_a_minute_and_a_wish_ends_them(
-    world: World, slow: SlowSource, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, slow: SlowSource, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[float] = []
     ten, token = trio.Event(), trio.lowlevel.current_trio_token()
@@ -300,100 +300,100 @@ async def test_the_pauses_double_to_a_minute_and_a_wish_ends_them(
 
     monkeypatch.setattr(failpoints, "failpoint", reached)
     slow.rules("err rename EACCES .*")
-    world.write(b"file", b"bytes")
-    async with draining(world, world.kill(), root=slow.path) as drain:
+    model.write(b"file", b"bytes")
+    async with draining(model, model.kill(), root=slow.path) as drain:
         await ten.wait()
         pauses = [later - earlier for earlier, later in pairwise(tries[:11])]
         assert [round(pause) for pause in pauses] == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
         slow.rules()
         began = trio.current_time()
-        await drain.progress.wait(world.last_seq)
+        await drain.progress.wait(model.last_seq)
         assert trio.current_time() - began < 10
-    assert (world.source / "file").read_bytes() == b"bytes"
+    assert (model.source / "file").read_bytes() == b"bytes"
 
 
 @pytest.mark.parametrize("call", ["create", "write", "fsync", "rename", "mkdir", "unlink"])
 async def test_an_error_of_any_call_is_outlived(
-    world: World, slow: SlowSource, clock: Clock, call: str
+    model: Model, slow: SlowSource, clock: Clock, call: str
 ) -> None:
-    world.mkdir(b"new")
-    world.write(b"new/file", b"bytes")
-    world.rename(b"new/file", b"a")
-    world.unlink(b"d/a")
+    model.mkdir(b"new")
+    model.write(b"new/file", b"bytes")
+    model.rename(b"new/file", b"a")
+    model.unlink(b"d/a")
     slow.rules(f"err {call} EIO .*")
-    async with draining(world, world.kill(), root=slow.path) as drain:
+    async with draining(model, model.kill(), root=slow.path) as drain:
         await until(lambda: drain.backlog().failures >= 2)
         slow.rules()
-        await drain.progress.wait(world.last_seq)
-    assert (world.source / "a").read_bytes() == b"bytes"
-    assert sorted(os.listdir(world.source)) == ["a", "b", "c", "d", "new"]
-    assert os.listdir(world.source / "d") == os.listdir(world.source / "new") == []
+        await drain.progress.wait(model.last_seq)
+    assert (model.source / "a").read_bytes() == b"bytes"
+    assert sorted(os.listdir(model.source)) == ["a", "b", "c", "d", "new"]
+    assert os.listdir(model.source / "d") == os.listdir(model.source / "new") == []
 
 
 async def test_bytes_that_arrive_as_others_are_found_and_never_shown(
-    world: World, slow: SlowSource, clock: Clock
+    model: Model, slow: SlowSource, clock: Clock
 ) -> None:
-    world.write(b"a", b"bytes")
+    model.write(b"a", b"bytes")
     slow.rules("flip write .*")
-    async with draining(world, world.kill(), root=slow.path) as drain:
+    async with draining(model, model.kill(), root=slow.path) as drain:
         await until(lambda: drain.backlog().failures >= 2)
-        assert (world.source / "a").read_bytes() == b"old a"
+        assert (model.source / "a").read_bytes() == b"old a"
         slow.rules()
-        await drain.progress.wait(world.last_seq)
-    assert (world.source / "a").read_bytes() == b"bytes"
+        await drain.progress.wait(model.last_seq)
+    assert (model.source / "a").read_bytes() == b"bytes"
 
 
 async def test_a_source_that_hangs_holds_up_neither_the_loop_nor_the_end(
-    world: World, slow: SlowSource, clock: Clock
+    model: Model, slow: SlowSource, clock: Clock
 ) -> None:
-    world.write(b"file", b"bytes")
-    world.mkdir(b"later")
+    model.write(b"file", b"bytes")
+    model.mkdir(b"later")
     slow.rules("hang fsync .*")
-    async with draining(world, world.kill(), root=slow.path) as drain:
+    async with draining(model, model.kill(), root=slow.path) as drain:
         with trio.move_on_after(1000):
-            await drain.progress.wait(world.last_seq)
+            await drain.progress.wait(model.last_seq)
         assert drain.backlog().ops == 2 or drain.backlog().ops == 3
-        assert not (world.source / "file").exists()
+        assert not (model.source / "file").exists()
     slow.rules()
-    async with draining(world, world.kill(), root=slow.path) as drain:
-        await drain.progress.wait(world.last_seq)
-    world.check_all_is_there()
+    async with draining(model, model.kill(), root=slow.path) as drain:
+        await drain.progress.wait(model.last_seq)
+    model.check_all_is_there()
 
 
 async def test_a_source_with_a_dead_client_is_used_again_when_it_is_mounted_again(
-    world: World, slow: SlowSource, clock: Clock
+    model: Model, slow: SlowSource, clock: Clock
 ) -> None:
-    async with draining(world, root=slow.path) as drain:
-        world.write(b"first", b"1")
-        await drain.progress.wait(world.last_seq)
+    async with draining(model, root=slow.path) as drain:
+        model.write(b"first", b"1")
+        await drain.progress.wait(model.last_seq)
         slow.kill()
-        world.write(b"second", b"2")
+        model.write(b"second", b"2")
         await until(lambda: drain.backlog().failures >= 2)
         slow.restart()
         # The descriptor of the root is tried by the machine's clock, not by the test's.
         while drain.backlog().ops:
             await trio.sleep(1)
-    world.check_all_is_there()
+    model.check_all_is_there()
 
 
 async def test_where_a_second_name_cannot_be_a_hard_link_it_is_a_copy(
-    world: World, small_disk: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+    model: Model, small_disk: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Another file system in the midst of the source, as an administrator may have it.
-    subprocess.run(["mount", "--bind", str(small_disk), str(world.source / "d")], check=True)
+    subprocess.run(["mount", "--bind", str(small_disk), str(model.source / "d")], check=True)
     try:
-        async with draining(world) as drain:
-            world.write(b"one", b"bytes")
-            world.link(b"one", b"d/two")
-            await drain.progress.wait(world.last_seq)
-            world.write(b"d/two", b"other bytes")
-            world.chmod(b"one", 0o600)
-            await drain.progress.wait(world.last_seq)
+        async with draining(model) as drain:
+            model.write(b"one", b"bytes")
+            model.link(b"one", b"d/two")
+            await drain.progress.wait(model.last_seq)
+            model.write(b"d/two", b"other bytes")
+            model.chmod(b"one", 0o600)
+            await drain.progress.wait(model.last_seq)
         assert os.listdir(small_disk) == ["two"]
         for name in ("one", "d/two"):
-            assert (world.source / name).read_bytes() == b"other bytes"
+            assert (model.source / name).read_bytes() == b"other bytes"
     finally:
-        subprocess.run(["umount", str(world.source / "d")], check=True)
+        subprocess.run(["umount", str(model.source / "d")], check=True)
     assert caplog.text.count("hard links") == 1
 
 
@@ -401,71 +401,71 @@ async def test_where_a_second_name_cannot_be_a_hard_link_it_is_a_copy(
 
 
 async def test_a_directory_that_others_removed_is_made_again(
-    world: World, clock: Clock, caplog: pytest.LogCaptureFixture
+    model: Model, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (world.source / "d").chmod(0o750)
-    async with draining(world) as drain:
-        world.mkdir(b"d/e")
-        await drain.progress.wait(world.last_seq)
-        shutil.rmtree(world.source / "d/e")
-        world.write(b"d/e/file", b"bytes")
-        await drain.progress.wait(world.last_seq)
-    assert (world.source / "d/e/file").read_bytes() == b"bytes"
-    assert (world.source / "d/e").stat().st_mode & 0o777 == 0o750
+    (model.source / "d").chmod(0o750)
+    async with draining(model) as drain:
+        model.mkdir(b"d/e")
+        await drain.progress.wait(model.last_seq)
+        shutil.rmtree(model.source / "d/e")
+        model.write(b"d/e/file", b"bytes")
+        await drain.progress.wait(model.last_seq)
+    assert (model.source / "d/e/file").read_bytes() == b"bytes"
+    assert (model.source / "d/e").stat().st_mode & 0o777 == 0o750
     assert "was removed by others" in caplog.text
 
 
 async def test_files_that_others_put_into_a_directory_stay_when_it_is_removed(
-    world: World, clock: Clock, caplog: pytest.LogCaptureFixture
+    model: Model, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (world.source / "d/theirs").write_bytes(b"theirs")
-    async with draining(world) as drain:
-        world.unlink(b"d/a")
-        world.rmdir(b"d")
-        world.write(b"later", b"bytes")
-        await drain.progress.wait(world.last_seq)
-    assert os.listdir(world.source / "d") == ["theirs"]
+    (model.source / "d/theirs").write_bytes(b"theirs")
+    async with draining(model) as drain:
+        model.unlink(b"d/a")
+        model.rmdir(b"d")
+        model.write(b"later", b"bytes")
+        await drain.progress.wait(model.last_seq)
+    assert os.listdir(model.source / "d") == ["theirs"]
     assert "others have put something there" in caplog.text
 
 
 async def test_a_link_in_the_place_of_a_directory_leads_nothing_out_of_the_source(
-    world: World, clock: Clock, tmp_path: Path
+    model: Model, clock: Clock, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "a").write_bytes(b"untouched")
-    shutil.rmtree(world.source / "d")
-    (world.source / "d").symlink_to(outside)
-    world.write(b"d/new", b"bytes")
-    world.unlink(b"d/a")
-    world.chmod(b"a", 0o600)
-    async with draining(world, world.kill()) as drain:
+    shutil.rmtree(model.source / "d")
+    (model.source / "d").symlink_to(outside)
+    model.write(b"d/new", b"bytes")
+    model.unlink(b"d/a")
+    model.chmod(b"a", 0o600)
+    async with draining(model, model.kill()) as drain:
         await until(lambda: drain.backlog().failures >= 2)
         assert "'d/new': Not a directory" in (drain.backlog().trouble or "")
         assert os.listdir(outside) == ["a"]
-        (world.source / "d").unlink()
-        await drain.progress.wait(world.last_seq)
-    assert (world.source / "d/new").read_bytes() == b"bytes"
+        (model.source / "d").unlink()
+        await drain.progress.wait(model.last_seq)
+    assert (model.source / "d/new").read_bytes() == b"bytes"
 
 
 async def test_a_link_in_the_place_of_a_file_is_not_followed(
-    world: World, clock: Clock, tmp_path: Path
+    model: Model, clock: Clock, tmp_path: Path
 ) -> None:
     (tmp_path / "outside").write_bytes(b"untouched")
     (tmp_path / "outside").chmod(0o600)
-    (world.source / "a").unlink()
-    (world.source / "a").symlink_to(tmp_path / "outside")
-    async with draining(world) as drain:
-        world.chmod(b"a", 0o777)
-        world.utime(b"a", 5)
-        await drain.progress.wait(world.last_seq)
-        world.write(b"a", b"bytes")
-        await drain.progress.wait(world.last_seq)
+    (model.source / "a").unlink()
+    (model.source / "a").symlink_to(tmp_path / "outside")
+    async with draining(model) as drain:
+        model.chmod(b"a", 0o777)
+        model.utime(b"a", 5)
+        await drain.progress.wait(model.last_seq)
+        model.write(b"a", b"bytes")
+        await drain.progress.wait(model.last_seq)
     assert (tmp_path / "outside").read_bytes() == b"untouched"
     assert (tmp_path / "outside").stat().st_mode & 0o777 == 0o600
     # The link is not what was known as a file, even if it has got its number.
-    assert (world.source / "a").readlink() == tmp_path / "outside"
-    [kept] = world.source.glob("a.monarch-conflict-*")
+    assert (model.source / "a").readlink() == tmp_path / "outside"
+    [kept] = model.source.glob("a.monarch-conflict-*")
     assert kept.read_bytes() == b"bytes"
 
 
@@ -473,69 +473,69 @@ async def test_a_link_in_the_place_of_a_file_is_not_followed(
 
 
 async def test_an_object_without_its_bytes_is_reported_and_later_records_are_drained(
-    world: World, clock: Clock, caplog: pytest.LogCaptureFixture
+    model: Model, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.write(b"whole", b"1" * 100, synced=True)
+    model.write(b"whole", b"1" * 100, synced=True)
     for name in (b"a", b"b"):
-        world.write(b"tmp", b"2" * 100, synced=True)
-        world.rename(b"tmp", name)
-    world.write(b"behind", b"3" * 100)
-    replay = world.kill()
+        model.write(b"tmp", b"2" * 100, synced=True)
+        model.rename(b"tmp", name)
+    model.write(b"behind", b"3" * 100)
+    replay = model.kill()
     for name, damage in ((b"a", os.unlink), (b"b", lambda path: os.truncate(path, 50))):
-        number = world.tree[name].object
-        path = world.directory / f"{number & 0xFF:02x}" / str(number)
+        number = model.tree[name].object
+        path = model.directory / f"{number & 0xFF:02x}" / str(number)
         status = path.stat()
         damage(path)  # type: ignore[operator]
         if path.exists():
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    async with draining(world, replay, catch_up=False) as drain:
-        await drain.progress.wait(world.last_seq)
+    async with draining(model, replay, catch_up=False) as drain:
+        await drain.progress.wait(model.last_seq)
         assert drain.backlog().lost == (b"tmp", b"tmp")
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2 and all("is lost" in record.message for record in errors)
-    assert (world.source / "a").read_bytes() == b"old a"
-    assert (world.source / "b").read_bytes() == b"old b"
-    assert (world.source / "behind").read_bytes() == b"3" * 100
-    world.journal.close()
-    replay = world.open()
+    assert (model.source / "a").read_bytes() == b"old a"
+    assert (model.source / "b").read_bytes() == b"old b"
+    assert (model.source / "behind").read_bytes() == b"3" * 100
+    model.journal.close()
+    replay = model.open()
     assert {op.object for _, op in replay.ops} == {1, 4}
 
 
 # -- power cuts of the tier ---------------------------------------------------------------------
 
 
-def history(world: World) -> None:
+def history(model: Model) -> None:
     """Names that come and go and come again, so that each mark that is lost could do harm."""
-    world.mkdir(b"run")
+    model.mkdir(b"run")
     for number in range(3):
-        world.write(b"run/tmp", b"checkpoint %d" % number, synced=True)
-        world.rename(b"run/tmp", b"run/last")
-        world.link(b"run/last", b"run/%d" % number)
-    world.rename(b"run", b"kept")
-    world.mkdir(b"run")
-    world.write(b"run/last", b"of another run", synced=True)
-    world.rename(b"a", b"d/b")
-    world.rename(b"b", b"a")
-    world.rename(b"d/b", b"b")
-    world.unlink(b"kept/0")
-    world.write(b"kept/0", b"again", synced=True)
-    world.rename(b"kept/0", b"kept/00")
-    world.symlink(b"kept/0", b"00")
-    world.unlink(b"kept/0")
-    world.mkdir(b"kept/0")
-    world.rename(b"kept/0", b"kept/folder")
-    world.rmdir(b"kept/folder")
-    world.mknod(b"kept/folder")
-    world.setxattr(b"a", b"user.x", b"1")
-    world.write(b"a", b"new a", synced=True)
-    world.chmod(b"a", 0o600)
-    world.unlink(b"c")
-    world.link(b"a", b"c")
+        model.write(b"run/tmp", b"checkpoint %d" % number, synced=True)
+        model.rename(b"run/tmp", b"run/last")
+        model.link(b"run/last", b"run/%d" % number)
+    model.rename(b"run", b"kept")
+    model.mkdir(b"run")
+    model.write(b"run/last", b"of another run", synced=True)
+    model.rename(b"a", b"d/b")
+    model.rename(b"b", b"a")
+    model.rename(b"d/b", b"b")
+    model.unlink(b"kept/0")
+    model.write(b"kept/0", b"again", synced=True)
+    model.rename(b"kept/0", b"kept/00")
+    model.symlink(b"kept/0", b"00")
+    model.unlink(b"kept/0")
+    model.mkdir(b"kept/0")
+    model.rename(b"kept/0", b"kept/folder")
+    model.rmdir(b"kept/folder")
+    model.mknod(b"kept/folder")
+    model.setxattr(b"a", b"user.x", b"1")
+    model.write(b"a", b"new a", synced=True)
+    model.chmod(b"a", 0o600)
+    model.unlink(b"c")
+    model.link(b"a", b"c")
 
 
-async def drained_but_cut_off(world: World, turn: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+async def drained_but_cut_off(model: Model, turn: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Drain until a step is passed for the turn-th time, then lose all marks that may be lost."""
-    replay, passed = world.kill(), 0
+    replay, passed = model.kill(), 0
 
     def reached(name: str) -> None:
         nonlocal passed
@@ -546,12 +546,12 @@ async def drained_but_cut_off(world: World, turn: int, monkeypatch: pytest.Monke
     try:
         with monkeypatch.context() as patched:
             patched.setattr(failpoints, "failpoint", reached)
-            async with draining(world, replay) as drain:
-                await drain.progress.wait(world.last_seq)
+            async with draining(model, replay) as drain:
+                await drain.progress.wait(model.last_seq)
     except BaseException as error:
         if not is_killed(error):
             raise
-    os.truncate(world.directory / "journal", world.journal.file.synced_bytes)
+    os.truncate(model.directory / "journal", model.journal.file.synced_bytes)
     return passed >= turn
 
 
@@ -570,17 +570,17 @@ async def test_marks_that_a_power_cut_takes_at_any_moment_do_no_harm(
         for name in ("a", "b"):
             (place / "source" / name).write_bytes(name.encode())
         (place / "source/c").hardlink_to(place / "source/b")
-        world = World(place / "source", place / "tier")
-        history(world)
-        world.journal.sync()
-        is_cut = await drained_but_cut_off(world, turn, monkeypatch)
+        model = Model(place / "source", place / "tier")
+        history(model)
+        model.journal.sync()
+        is_cut = await drained_but_cut_off(model, turn, monkeypatch)
         if turn % 2 == 0:
             # And once more on the way, from where that left it.
-            await drained_but_cut_off(world, 7, monkeypatch)
-        async with draining(world, world.kill()) as drain:
-            await drain.progress.wait(world.last_seq)
-        world.check_all_is_there()
-        world.journal.close()
+            await drained_but_cut_off(model, 7, monkeypatch)
+        async with draining(model, model.kill()) as drain:
+            await drain.progress.wait(model.last_seq)
+        model.check_all_is_there()
+        model.journal.close()
         shutil.rmtree(place)
     assert turn > 50
 
@@ -630,15 +630,15 @@ def test_an_ordinary_users_files_keep_their_owner_and_one_warning_is_logged() ->
 
 
 async def test_readers_of_the_source_have_priority_until_a_caller_waits_or_room_runs_out(
-    world: World, clock: Clock
+    model: Model, clock: Clock
 ) -> None:
     pressed = False
-    world.write(b"big", bytes(20 * MiB))
+    model.write(b"big", bytes(20 * MiB))
     async with draining(
-        world, world.kill(), busy=lambda now: True, is_urgent=lambda waiting: pressed
+        model, model.kill(), busy=lambda now: True, is_urgent=lambda waiting: pressed
     ) as drain:
         await trio.sleep(3)
-        assert not (world.source / "big").exists()
+        assert not (model.source / "big").exists()
         pressed = True
         began = trio.current_time()
         await until(lambda: drain.backlog().ops == 0)
@@ -646,11 +646,11 @@ async def test_readers_of_the_source_have_priority_until_a_caller_waits_or_room_
         assert trio.current_time() - began < 10
 
 
-async def test_the_drain_keeps_to_its_bandwidth(world: World, clock: Clock) -> None:
-    world.write(b"big", bytes(range(256)) * 4096 * 28)
-    async with draining(world, world.kill(), bandwidth=MiB) as drain:
+async def test_the_drain_keeps_to_its_bandwidth(model: Model, clock: Clock) -> None:
+    model.write(b"big", bytes(range(256)) * 4096 * 28)
+    async with draining(model, model.kill(), bandwidth=MiB) as drain:
         began = trio.current_time()
-        await drain.progress.wait(world.last_seq)
+        await drain.progress.wait(model.last_seq)
         # 28 MiB and a look for the end, of which 8 may go at once.
         assert 20 <= trio.current_time() - began <= 26
 

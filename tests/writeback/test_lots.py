@@ -13,7 +13,7 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.writeback import staging
 from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.stager import StageAhead
-from tests.writeback.rig import World, draining
+from tests.writeback.rig import Model, draining
 
 Clock = trio.testing.MockClock
 COUNT = 120
@@ -57,48 +57,48 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
-def write_all(world: World, *, synced: bool = False) -> None:
+def write_all(model: Model, *, synced: bool = False) -> None:
     for number in range(COUNT):
-        world.write(b"new%d" % number, b"%d" % number * 999, synced=synced)
+        model.write(b"new%d" % number, b"%d" % number * 999, synced=synced)
 
 
 @pytest.mark.finding("W24")
 @pytest.mark.fault("T12")
 @pytest.mark.parametrize("synced", [False, True])
 async def test_many_small_files_take_few_hops_and_all_of_them_come(
-    world: World, clock: Clock, calls: Calls, synced: bool
+    model: Model, clock: Clock, calls: Calls, synced: bool
 ) -> None:
-    write_all(world, synced=synced)
-    async with draining(world, world.kill()) as drain:
-        await drain.progress.wait(world.last_seq)
+    write_all(model, synced=synced)
+    async with draining(model, model.kill()) as drain:
+        await drain.progress.wait(model.last_seq)
         backlog = drain.backlog()
-    world.check_all_is_there()
+    model.check_all_is_there()
     assert (backlog.ops, backlog.drained_files, backlog.failures) == (0, COUNT, 0)
     assert calls.made.count("hop") < COUNT / 2, "not several for each file"
     assert calls.made.count("sync") == COUNT, "each is on the disk before it gets its name"
 
 
-def unpack(world: World, path: bytes, content: bytes, mtime_ns: int) -> None:
+def unpack(model: Model, path: bytes, content: bytes, mtime_ns: int) -> None:
     """Make a file as tar does, which sets its attributes before it closes the file."""
-    world.create(path, mode=0o600)
-    node = world.begin(path)
-    world.store(node, content)
-    world.utime(path, mtime_ns)
-    world.chmod(path, 0o640)
-    world.end(node)
+    model.create(path, mode=0o600)
+    node = model.begin(path)
+    model.store(node, content)
+    model.utime(path, mtime_ns)
+    model.chmod(path, 0o640)
+    model.end(node)
 
 
 @pytest.mark.parametrize("killed", [False, True])
 async def test_unpacked_files_are_drained_in_lots_too(
-    world: World, clock: Clock, calls: Calls, killed: bool
+    model: Model, clock: Clock, calls: Calls, killed: bool
 ) -> None:
     for number in range(COUNT):
-        unpack(world, b"new%d" % number, b"%d" % number * 99, 10**9 + number)
-    replay = world.kill()
+        unpack(model, b"new%d" % number, b"%d" % number * 99, 10**9 + number)
+    replay = model.kill()
     turns = 0
     if killed:
         # The records of an earlier mount are read again.
-        replay = world.kill()
+        replay = model.kill()
     carry_out = SourceWriter.carry_out
 
     def counted(writer: SourceWriter, steps: Any) -> Any:
@@ -108,19 +108,19 @@ async def test_unpacked_files_are_drained_in_lots_too(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SourceWriter, "carry_out", counted)
-        async with draining(world, replay) as drain:
-            await drain.progress.wait(world.last_seq)
-    world.check_all_is_there()
+        async with draining(model, replay) as drain:
+            await drain.progress.wait(model.last_seq)
+    model.check_all_is_there()
     assert calls.made.count("hop") < COUNT / 2, "not several for each file"
     assert turns < COUNT / 8, "one turn publishes many files"
 
 
 async def test_the_disk_has_the_bytes_of_many_files_before_it_is_waited_for(
-    world: World, clock: Clock, calls: Calls
+    model: Model, clock: Clock, calls: Calls
 ) -> None:
-    write_all(world, synced=True)
-    async with draining(world, world.kill(), workers=1) as drain:
-        await drain.progress.wait(world.last_seq)
+    write_all(model, synced=True)
+    async with draining(model, model.kill(), workers=1) as drain:
+        await drain.progress.wait(model.last_seq)
     # Of each thread: a file may be brought in its turn beside a lot.
     done = ["".join(what[0] for _, what in each) for each in calls.by_thread()]
     assert any("h" * 32 + "s" * 32 in what for what in done), "no wait in between"
@@ -128,58 +128,58 @@ async def test_the_disk_has_the_bytes_of_many_files_before_it_is_waited_for(
 
 @pytest.mark.fault("T12")
 async def test_a_lot_continues_without_contents_whose_object_is_gone_or_was_written_again(
-    world: World, clock: Clock, calls: Calls
+    model: Model, clock: Clock, calls: Calls
 ) -> None:
-    write_all(world, synced=True)
-    replay = world.kill()
-    gone, written = world.tree[b"new7"], world.tree[b"new9"]
-    world.objects.remove(gone.object)
-    world.store(written, b"newer, and not recorded")
-    async with draining(world, replay, catch_up=False) as drain:
+    write_all(model, synced=True)
+    replay = model.kill()
+    gone, written = model.tree[b"new7"], model.tree[b"new9"]
+    model.objects.remove(gone.object)
+    model.store(written, b"newer, and not recorded")
+    async with draining(model, replay, catch_up=False) as drain:
         await drain.progress.settle()
         backlog = drain.backlog()
     assert backlog.lost == (b"new7",)
-    names = {path.name for path in world.source.glob("new*")}
+    names = {path.name for path in model.source.glob("new*")}
     assert names == {f"new{number}" for number in range(COUNT)} - {"new7"}
-    assert (world.source / "new9").read_bytes() == written.content
+    assert (model.source / "new9").read_bytes() == written.content
 
 
 @pytest.mark.fault("T12")
 async def test_a_file_written_while_its_lot_is_staged_keeps_its_time(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_all(world, synced=True)
-    replay, written = world.kill(), world.tree[b"new9"]
+    write_all(model, synced=True)
+    replay, written = model.kill(), model.tree[b"new9"]
     apply = staging.Staging.apply_attributes
 
     def stored(it: staging.Staging, *args: Any, **more: Any) -> None:
         apply(it, *args, **more)
         if it._number == written.object and written.content != b"newer":
-            world.store(written, b"newer")
+            model.store(written, b"newer")
 
     monkeypatch.setattr(staging.Staging, "apply_attributes", stored)
-    async with draining(world, replay, catch_up=False) as drain:
+    async with draining(model, replay, catch_up=False) as drain:
         await drain.progress.settle()
-    there = (world.source / "new9").stat()
-    assert there.st_mtime_ns == world.objects.status(written.object).st_mtime_ns
-    assert (world.source / "new9").read_bytes() == b"newer"
+    there = (model.source / "new9").stat()
+    assert there.st_mtime_ns == model.objects.status(written.object).st_mtime_ns
+    assert (model.source / "new9").read_bytes() == b"newer"
 
 
 async def test_a_content_that_cannot_be_staged_in_advance_is_staged_in_its_turn(
-    world: World, clock: Clock, calls: Calls, caplog: pytest.LogCaptureFixture
+    model: Model, clock: Clock, calls: Calls, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_all(world)
+    write_all(model)
     # Not a directory: no file of it can be staged before the source is as before.
-    world.mkdir(b"later")
+    model.mkdir(b"later")
     for number in range(COUNT):
-        world.write(b"later/%d" % number, b"x" * number)
-    async with draining(world, world.kill()) as drain:
-        await drain.progress.wait(world.last_seq)
-    world.check_all_is_there()
+        model.write(b"later/%d" % number, b"x" * number)
+    async with draining(model, model.kill()) as drain:
+        await drain.progress.wait(model.last_seq)
+    model.check_all_is_there()
 
 
 async def test_a_writer_of_many_files_wakes_no_worker_while_the_drain_is_held(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = 0
     look = StageAhead.next_lots
@@ -190,21 +190,21 @@ async def test_a_writer_of_many_files_wakes_no_worker_while_the_drain_is_held(
         return look(ahead)
 
     monkeypatch.setattr(StageAhead, "next_lots", counted)
-    async with draining(world, workers=4, hold_s=1000) as drain:
-        world.write(b"first", b"1")
+    async with draining(model, workers=4, hold_s=1000) as drain:
+        model.write(b"first", b"1")
         await trio.testing.wait_all_tasks_blocked()
         before = looks
         for number in range(100):
-            world.write(b"new%d" % number, b"content")
+            model.write(b"new%d" % number, b"content")
             await trio.testing.wait_all_tasks_blocked()
         # As the queue begins.
         assert looks - before <= 4
         await drain.progress.settle()
-    assert len([*world.source.glob("new*")]) == 100
+    assert len([*model.source.glob("new*")]) == 100
 
 
 async def test_a_process_that_writes_many_files_does_not_cause_a_search_for_each(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searches = 0
     search = StageAhead.next_lots
@@ -215,12 +215,12 @@ async def test_a_process_that_writes_many_files_does_not_cause_a_search_for_each
         return search(ahead)
 
     monkeypatch.setattr(StageAhead, "next_lots", counted)
-    async with draining(world, workers=4) as drain:
+    async with draining(model, workers=4) as drain:
         await trio.testing.wait_all_tasks_blocked()
         before = searches
         for number in range(200):
-            world.write(b"new%d" % number, b"content")
+            model.write(b"new%d" % number, b"content")
             await trio.lowlevel.checkpoint()
         assert searches - before <= 5
         await drain.progress.settle()
-    assert len([*world.source.glob("new*")]) == 200
+    assert len([*model.source.glob("new*")]) == 200

@@ -13,7 +13,7 @@ import pytest
 import trio.testing
 
 from monarch.writeback.objects import Objects
-from tests.writeback.rig import World, draining
+from tests.writeback.rig import Model, draining
 
 _fdatasync = os.fdatasync
 
@@ -116,21 +116,21 @@ def test_syncs_of_one_object_at_once_fail_together(tmp_path: Path, disk: Disk) -
 
 @pytest.mark.promise(154)
 async def test_an_object_whose_sync_failed_is_drained_and_not_durable(
-    world: World, clock: trio.testing.MockClock, disk: Disk, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: trio.testing.MockClock, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     believed: list[int] = []
-    monkeypatch.setattr(world.journal, "mark_durable", believed.append)
-    async with draining(world) as drain:
-        world.create(b"new")
-        node = world.begin(b"new")
-        world.store(node, b"as it is read")
-        fd = world.objects.open(node.object)
+    monkeypatch.setattr(model.journal, "mark_durable", believed.append)
+    async with draining(model) as drain:
+        model.create(b"new")
+        node = model.begin(b"new")
+        model.store(node, b"as it is read")
+        fd = model.objects.open(node.object)
         disk.fails = True
-        failing(world.objects, node.object, fd)
+        failing(model.objects, node.object, fd)
         os.close(fd)
-        world.end(node)
-        await drain.progress.wait(world.last_seq)
-    assert (world.source / "new").read_bytes() == b"as it is read"
+        model.end(node)
+        await drain.progress.wait(model.last_seq)
+    assert (model.source / "new").read_bytes() == b"as it is read"
     assert believed == []
 
 

@@ -20,7 +20,7 @@ from monarch.posix.credentials import USER_BITS, Credentials
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Op
 from tests.conftest import let_others_in
-from tests.writeback.rig import World, draining
+from tests.writeback.rig import Model, draining
 
 Clock = trio.testing.MockClock
 ROOT = Credentials(0, 0)
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as 
 
 
 @pytest.fixture
-def shared(world: World) -> World:
-    """A world whose source every user may enter and write."""
-    let_others_in(world.source)
-    world.source.chmod(0o1777)
-    return world
+def shared(model: Model) -> Model:
+    """A model whose source every user may enter and write."""
+    let_others_in(model.source)
+    model.source.chmod(0o1777)
+    return model
 
 
 async def until(holds: object, *, virtual_s: float = 300.0) -> None:
@@ -46,7 +46,7 @@ async def until(holds: object, *, virtual_s: float = 300.0) -> None:
 
 
 @pytest.mark.finding("D1")
-async def test_a_directory_of_others_keeps_its_mode(shared: World, clock: Clock) -> None:
+async def test_a_directory_of_others_keeps_its_mode(shared: Model, clock: Clock) -> None:
     for name, owner in (("out", 0), ("own", 1001)):
         (shared.source / name).mkdir(mode=0o750)
         os.chown(shared.source / name, owner, owner)
@@ -66,7 +66,7 @@ async def test_a_directory_of_others_keeps_its_mode(shared: World, clock: Clock)
 @pytest.mark.promise(176)
 @pytest.mark.parametrize("recorded", [False, True])
 async def test_a_file_drained_whole_after_a_rename_is_readable_for_its_owner_alone(
-    shared: World, clock: Clock, recorded: bool
+    shared: Model, clock: Clock, recorded: bool
 ) -> None:
     (shared.source / "d/a").chmod(0o600)
     os.chown(shared.source / "d/a", 1001, 1001)
@@ -92,7 +92,7 @@ async def test_a_file_drained_whole_after_a_rename_is_readable_for_its_owner_alo
 
 
 @pytest.mark.finding("D8", "W15")
-async def test_a_file_that_changed_at_the_source_is_kept(shared: World, clock: Clock) -> None:
+async def test_a_file_that_changed_at_the_source_is_kept(shared: Model, clock: Clock) -> None:
     async with draining(shared) as drain:
         shared.begin(b"a")
         (shared.source / "a").write_bytes(b"theirs")
@@ -109,7 +109,7 @@ async def test_a_file_that_changed_at_the_source_is_kept(shared: World, clock: C
 @pytest.mark.promise(79)
 @pytest.mark.parametrize("is_ours", [True, False])
 async def test_the_same_bytes_are_kept_beside_a_changed_file_once(
-    shared: World, clock: Clock, is_ours: bool
+    shared: Model, clock: Clock, is_ours: bool
 ) -> None:
     async with draining(shared) as drain:
         shared.begin(b"a")
@@ -131,7 +131,7 @@ async def test_the_same_bytes_are_kept_beside_a_changed_file_once(
 
 @pytest.mark.finding("D9")
 async def test_a_refused_change_lets_other_users_pass_and_keeps_the_order_of_its_own(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     (shared.source / "x").write_bytes(b"blocks")
     async with draining(shared) as drain:
@@ -168,7 +168,7 @@ async def test_a_refused_change_lets_other_users_pass_and_keeps_the_order_of_its
 
 @pytest.mark.promise(153)
 async def test_a_caller_waiting_for_the_source_does_not_wait_for_refused_changes_of_others(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     (shared.source / "x").write_bytes(b"blocks")
     (shared.source / "d").chmod(0o777)
@@ -205,7 +205,7 @@ async def test_a_caller_waiting_for_the_source_does_not_wait_for_refused_changes
 
 
 @pytest.mark.finding("D1")
-async def test_a_journal_without_users_acts_as_the_owner(shared: World, clock: Clock) -> None:
+async def test_a_journal_without_users_acts_as_the_owner(shared: Model, clock: Clock) -> None:
     (shared.source / "old").mkdir()
     os.chown(shared.source / "old", 1001, 1001)
     (shared.source / "old/his").write_bytes(b"")
@@ -225,7 +225,7 @@ async def test_a_journal_without_users_acts_as_the_owner(shared: World, clock: C
 
 @pytest.mark.finding("D1")
 async def test_a_file_that_was_copied_up_and_not_written_is_not_drained_again(
-    shared: World, clock: Clock, tmp_path: Path
+    shared: Model, clock: Clock, tmp_path: Path
 ) -> None:
     # As a chmod of one's own file that is read-only does: the owner need not be able to write it.
     (shared.source / "a").chmod(0o444)
@@ -252,7 +252,7 @@ async def test_a_file_that_was_copied_up_and_not_written_is_not_drained_again(
 
 @pytest.mark.finding("D1")
 async def test_a_write_by_another_user_clears_the_set_id_bits_of_a_program(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     async with draining(shared) as drain:
         shared.by = ALICE
@@ -282,7 +282,7 @@ async def test_a_write_by_another_user_clears_the_set_id_bits_of_a_program(
 
 @pytest.mark.promise(77)
 async def test_a_new_file_that_root_gave_away_is_staged_as_such(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     shared.by, shared.owner = ALICE, 1002
     async with draining(shared) as drain:
@@ -292,20 +292,20 @@ async def test_a_new_file_that_root_gave_away_is_staged_as_such(
     assert (shared.source / "given").stat().st_uid == 1002
 
 
-async def replaced(world: World, drain: Drain, content: bytes) -> None:
+async def replaced(model: Model, drain: Drain, content: bytes) -> None:
     """A file that is renamed over another while it is written comes under its new name."""
-    world.create(b"beside")
-    node = world.begin(b"beside")
-    world.rename(b"beside", b"a")
-    world.store(node, content)
-    await drain.progress.wait(world.last_seq)
-    world.end(node)
+    model.create(b"beside")
+    node = model.begin(b"beside")
+    model.rename(b"beside", b"a")
+    model.store(node, content)
+    await drain.progress.wait(model.last_seq)
+    model.end(node)
 
 
 @pytest.mark.promise(66)
 @pytest.mark.parametrize(("user", "bits"), [(ROOT, 0o1777), (ALICE, 0o777), (ALICE, 0o1777)])
 async def test_a_file_replaced_by_one_of_another_user_is_never_missing(
-    shared: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, user: Credentials, bits: int
+    shared: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, user: Credentials, bits: int
 ) -> None:
     shared.source.chmod(bits)
     for name in ("a", "d/a"):
@@ -342,7 +342,7 @@ async def test_a_file_replaced_by_one_of_another_user_is_never_missing(
 @pytest.mark.promise(88)
 @pytest.mark.finding("D1")
 async def test_bytes_of_another_user_are_never_there_with_the_set_id_bit_of_the_owner(
-    shared: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    shared: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
 
@@ -371,7 +371,7 @@ async def test_bytes_of_another_user_are_never_there_with_the_set_id_bit_of_the_
 
 
 async def test_a_file_that_the_user_may_not_remove_is_not_replaced(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     shared.by, shared.owner = ALICE, 1002
     async with draining(shared) as drain:
@@ -383,7 +383,7 @@ async def test_a_file_that_the_user_may_not_remove_is_not_replaced(
 
 @pytest.mark.finding("D9")
 async def test_the_file_that_a_refused_rename_replaces_is_known_until_the_rename_is_done(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     async with draining(shared) as drain:
         shared.write(b"replaced", b"old")
@@ -402,18 +402,18 @@ async def test_the_file_that_a_refused_rename_replaces_is_known_until_the_rename
     assert (shared.source / "replaced").read_bytes() == b"new"
 
 
-def owned(world: World, name: str, mode: int) -> None:
+def owned(model: Model, name: str, mode: int) -> None:
     """Give what is at the source to Alice."""
-    os.chown(world.source / name, 1001, 1001, follow_symlinks=False)
-    if not (world.source / name).is_symlink():
-        (world.source / name).chmod(mode)
+    os.chown(model.source / name, 1001, 1001, follow_symlinks=False)
+    if not (model.source / name).is_symlink():
+        (model.source / name).chmod(mode)
 
 
 @pytest.mark.fault("U7")
 @pytest.mark.promise(159)
 @pytest.mark.parametrize("end", ["none", "killed", "compacted"])
 async def test_a_file_of_others_under_the_name_of_a_new_file_is_not_changed(
-    shared: World, clock: Clock, end: str
+    shared: Model, clock: Clock, end: str
 ) -> None:
     for name in ("file", "removed"):
         (shared.source / name).write_bytes(b"of alice")
@@ -459,7 +459,7 @@ async def test_a_file_of_others_under_the_name_of_a_new_file_is_not_changed(
 @pytest.mark.promise(159)
 @pytest.mark.parametrize("end", ["none", "killed", "compacted"])
 async def test_root_gives_no_right_in_the_directory_of_another_that_is_shared(
-    shared: World, clock: Clock, end: str
+    shared: Model, clock: Clock, end: str
 ) -> None:
     for name in ("mode", "list", "moved"):
         (shared.source / name).mkdir()
@@ -499,7 +499,7 @@ async def test_root_gives_no_right_in_the_directory_of_another_that_is_shared(
 @pytest.mark.fault("U7")
 @pytest.mark.promise(160)
 async def test_bytes_of_root_do_not_restore_a_program_that_its_owner_removed(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     async with draining(shared) as drain:
         shared.by, shared.owner = ALICE, 1001
@@ -547,7 +547,7 @@ async def test_bytes_of_root_do_not_restore_a_program_that_its_owner_removed(
 @pytest.mark.fault("U7")
 @pytest.mark.promise(160)
 async def test_a_program_that_its_owner_removed_is_staged_in_advance_without_set_id_bits(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     shared.by, shared.owner = ROOT, 1001
     names = (b"a", b"d/a")
@@ -570,7 +570,7 @@ async def test_a_program_that_its_owner_removed_is_staged_in_advance_without_set
 @pytest.mark.finding("S5")
 @pytest.mark.promise(157)
 async def test_attributes_that_the_source_refuses_are_reported_until_it_has_all(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setxattr = os.setxattr
 
@@ -580,29 +580,29 @@ async def test_attributes_that_the_source_refuses_are_reported_until_it_has_all(
         setxattr(path, name, value)
 
     monkeypatch.setattr(os, "setxattr", small)
-    async with draining(world) as drain:
-        world.write(b"new", b"1")
-        world.setxattr(b"new", b"user.large", b"x" * 101)
-        world.setxattr(b"new", b"user.small", b"x")
-        world.content(world.tree[b"new"])
-        await drain.progress.wait(world.last_seq)
+    async with draining(model) as drain:
+        model.write(b"new", b"1")
+        model.setxattr(b"new", b"user.large", b"x" * 101)
+        model.setxattr(b"new", b"user.small", b"x")
+        model.content(model.tree[b"new"])
+        await drain.progress.wait(model.last_seq)
         expected = {(b"new", b"user.large"): "Argument list too long (E2BIG)"}
         assert drain.writer.log.dropped_xattrs == expected
-        assert os.getxattr(world.source / "new", "user.small") == b"x"
-        world.setxattr(b"new", b"user.large", None)
-        world.content(world.tree[b"new"])
-        await drain.progress.wait(world.last_seq)
+        assert os.getxattr(model.source / "new", "user.small") == b"x"
+        model.setxattr(b"new", b"user.large", None)
+        model.content(model.tree[b"new"])
+        await drain.progress.wait(model.last_seq)
         assert not drain.writer.log.dropped_xattrs
-        world.setxattr(b"new", b"user.large", b"x" * 101)
-        await drain.progress.wait(world.last_seq)
+        model.setxattr(b"new", b"user.large", b"x" * 101)
+        await drain.progress.wait(model.last_seq)
         assert drain.writer.log.dropped_xattrs == expected
-        world.unlink(b"new")
-        await drain.progress.wait(world.last_seq)
+        model.unlink(b"new")
+        await drain.progress.wait(model.last_seq)
         assert not drain.writer.log.dropped_xattrs
 
 
 async def test_the_attributes_of_a_file_that_its_user_may_not_write_come_with_its_bytes(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     shared.by = ALICE
     shared.owner = ALICE.uid
@@ -618,7 +618,7 @@ async def test_the_attributes_of_a_file_that_its_user_may_not_write_come_with_it
 
 @pytest.mark.promise(77)
 async def test_the_file_of_another_user_is_linked_where_its_owner_alone_may_rename(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     os.chown(shared.source / "a", 1001, 1001)
     (shared.source / "a").chmod(0o666)

@@ -18,7 +18,7 @@ from monarch.writeback.op import Op
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_entries import SourceEntries
 from tests.conftest import require_root
-from tests.writeback.rig import World, draining
+from tests.writeback.rig import Model, draining
 
 Clock = trio.testing.MockClock
 
@@ -33,13 +33,13 @@ async def until(holds: Callable[[], bool]) -> None:
 @pytest.mark.finding("W11")
 @pytest.mark.promise(146)
 async def test_a_change_that_is_refused_for_long_does_not_block_other_changes_of_its_user(
-    world: World, clock: Clock, caplog: pytest.LogCaptureFixture
+    model: Model, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (world.source / "x").write_bytes(b"blocks")
-    async with draining(world) as drain:
-        refused = world.mkdir(b"x")
-        beneath = world.write(b"x/file", b"1")
-        later = world.write(b"weights", b"2")
+    (model.source / "x").write_bytes(b"blocks")
+    async with draining(model) as drain:
+        refused = model.mkdir(b"x")
+        beneath = model.write(b"x/file", b"1")
+        later = model.write(b"weights", b"2")
         await trio.sleep(300)
         assert not drain.progress.is_done(later)
         await until(lambda: drain.progress.is_done(later))
@@ -51,29 +51,29 @@ async def test_a_change_that_is_refused_for_long_does_not_block_other_changes_of
         assert "mkdir 'x'" in (drain.backlog().trouble or "")
         assert caplog.text.count("set aside") == 1
         # A change after that does not wait at all, unless it depends on one that is set aside.
-        after, again = world.write(b"latest", b"3"), world.write(b"x/again", b"4")
+        after, again = model.write(b"latest", b"3"), model.write(b"x/again", b"4")
         await until(lambda: drain.progress.is_done(after))
         assert not drain.progress.is_done(again)
-        assert (world.source / "x").read_bytes() == b"blocks"
+        assert (model.source / "x").read_bytes() == b"blocks"
         # It is tried again by itself.
-        (world.source / "x").unlink()
+        (model.source / "x").unlink()
         await until(lambda: drain.progress.has_all(again))
         assert drain.backlog().trouble is None
-    world.check_all_is_there()
+    model.check_all_is_there()
 
 
 @pytest.mark.promise(146)
 async def test_a_change_set_aside_is_never_marked_as_done_whatever_comes_later(
-    world: World, clock: Clock
+    model: Model, clock: Clock
 ) -> None:
     for name in ("x", "y"):
-        (world.source / name).write_bytes(b"blocks")
-    async with draining(world) as drain:
-        refused = [world.mkdir(b"x"), world.mkdir(b"y"), world.write(b"x/1", b"1")]
+        (model.source / name).write_bytes(b"blocks")
+    async with draining(model) as drain:
+        refused = [model.mkdir(b"x"), model.mkdir(b"y"), model.write(b"x/1", b"1")]
         await trio.sleep(900)
         for number in range(20):
-            last = world.write(b"file%d" % number, b"bytes")
-            refused.append(world.write(b"%s/%d" % (b"xy"[number % 2 :][:1], number), b"2"))
+            last = model.write(b"file%d" % number, b"bytes")
+            refused.append(model.write(b"%s/%d" % (b"xy"[number % 2 :][:1], number), b"2"))
             await trio.sleep(number * 7)
             held = [entry.seq for entry in drain.queue.held]
             assert held == sorted(held)
@@ -81,14 +81,14 @@ async def test_a_change_set_aside_is_never_marked_as_done_whatever_comes_later(
         await drain.progress.wait(last)
         assert not any(map(drain.progress.is_done, refused))
     # Another session knows exactly what was not made.
-    replay = world.kill()
+    replay = model.kill()
     undone = {seq for seq, op in replay.ops if seq not in replay.done and op.kind != "create"}
     assert undone == set(refused)
     for name in ("x", "y"):
-        os.unlink(world.source / name)
-    async with draining(world, replay) as drain:
+        os.unlink(model.source / name)
+    async with draining(model, replay) as drain:
         await drain.progress.settle()
-    world.check_all_is_there()
+    model.check_all_is_there()
 
 
 @pytest.mark.finding("W11")
@@ -99,7 +99,7 @@ async def test_a_change_set_aside_is_never_marked_as_done_whatever_comes_later(
     ids=errno.errorcode.get,
 )
 async def test_a_file_that_the_source_cannot_have_does_not_block_others_of_its_user(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, error: int
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     """ENOSPC: of a quota of a directory, for the file system has room."""
     # Whatever room there is where the tests are run.
@@ -112,20 +112,20 @@ async def test_a_file_that_the_source_cannot_have_does_not_block_others_of_its_u
         return open_place(self, op, *more, **others)
 
     monkeypatch.setattr(StagedContents, "open_place", refused)
-    async with draining(world) as drain:
-        first, later = world.write(b"x", b"1"), world.write(b"weights", b"2", synced=True)
+    async with draining(model) as drain:
+        first, later = model.write(b"x", b"1"), model.write(b"weights", b"2", synced=True)
         await until(lambda: drain.progress.is_done(later))
         assert not drain.progress.is_done(first)
         assert "content 'x'" in (drain.backlog().trouble or "")
         monkeypatch.undo()
         await until(lambda: drain.progress.has_all(later))
-    world.check_all_is_there()
+    model.check_all_is_there()
 
 
 @pytest.mark.promise(81)
 @pytest.mark.parametrize("error", [errno.EDQUOT, errno.ENOSPC], ids=errno.errorcode.get)
 async def test_a_directory_without_space_holds_up_no_other_user(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, error: int
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     monkeypatch.setattr(source_writer, "_FULL_BYTES", 0)
     mkdir = SourceEntries.mkdir
@@ -136,60 +136,60 @@ async def test_a_directory_without_space_holds_up_no_other_user(
         return mkdir(self, directories, op, expected)
 
     monkeypatch.setattr(SourceEntries, "mkdir", refused)
-    async with draining(world) as drain:
-        world.mkdir(b"x", 0o777)
-        world.by = Credentials(65534, 65534)
-        full = world.mkdir(b"x/y")
-        world.by = None
-        other = world.mkdir(b"z")
+    async with draining(model) as drain:
+        model.mkdir(b"x", 0o777)
+        model.by = Credentials(65534, 65534)
+        full = model.mkdir(b"x/y")
+        model.by = None
+        other = model.mkdir(b"z")
         await until(lambda: drain.progress.is_done(other))
         assert not drain.progress.is_done(full)
         monkeypatch.undo()
         await until(lambda: drain.progress.has_all(other))
-    world.check_all_is_there()
+    model.check_all_is_there()
 
 
 @pytest.mark.promise(81, 149)
 async def test_a_directory_that_its_user_may_not_make_again_holds_up_no_other_user(
-    world: World, clock: Clock
+    model: Model, clock: Clock
 ) -> None:
     require_root()
-    world.source.chmod(0o755)
-    async with draining(world) as drain:
-        world.mkdir(b"x", 0o777)
-        world.by = Credentials(65534, 65534)
-        await drain.progress.wait(world.mkdir(b"x/y", 0o777))
-        (world.source / "x").rename(world.source / "theirs")
-        missing = world.rename(b"x/y", b"x/z")
-        world.by = None
-        other = world.mkdir(b"other")
+    model.source.chmod(0o755)
+    async with draining(model) as drain:
+        model.mkdir(b"x", 0o777)
+        model.by = Credentials(65534, 65534)
+        await drain.progress.wait(model.mkdir(b"x/y", 0o777))
+        (model.source / "x").rename(model.source / "theirs")
+        missing = model.rename(b"x/y", b"x/z")
+        model.by = None
+        other = model.mkdir(b"other")
         await until(lambda: drain.progress.is_done(other))
         assert not drain.progress.is_done(missing)
         assert "rename 'x/y'" in (drain.backlog().trouble or "")
-        (world.source / "theirs").rename(world.source / "x")
+        (model.source / "theirs").rename(model.source / "x")
         await until(lambda: drain.progress.has_all(other))
-    world.check_all_is_there()
+    model.check_all_is_there()
 
 
 @pytest.mark.finding("W11")
 @pytest.mark.promise(79, 146, 149)
 @pytest.mark.parametrize("theirs", ["a directory for a file", "a link for a directory"])
 async def test_a_file_of_others_in_the_way_does_not_block_a_later_checkpoint(
-    world: World, clock: Clock, theirs: str
+    model: Model, clock: Clock, theirs: str
 ) -> None:
     if theirs == "a directory for a file":
-        (world.source / "x").mkdir()
-        world.write(b"x", b"1")
+        (model.source / "x").mkdir()
+        model.write(b"x", b"1")
     else:
-        world.write(b"d/x", b"1")
-        (world.source / "d").rename(world.source / "theirs")
-        (world.source / "d").symlink_to("theirs")
-    later = world.write(b"weights", b"2", synced=True)
-    async with draining(world, world.kill()) as drain:
+        model.write(b"d/x", b"1")
+        (model.source / "d").rename(model.source / "theirs")
+        (model.source / "d").symlink_to("theirs")
+    later = model.write(b"weights", b"2", synced=True)
+    async with draining(model, model.kill()) as drain:
         await until(lambda: drain.progress.is_done(later))
         backlog = drain.backlog()
         # The one is kept beside, the other is named as refused.
         assert backlog.conflicts == 1 or "'d/x'" in (backlog.trouble or "")
-    assert (world.source / "weights").read_bytes() == b"2"
-    assert (world.source / "x").is_dir() or (world.source / "d").is_symlink()
-    assert not (world.source / "theirs/x").exists()
+    assert (model.source / "weights").read_bytes() == b"2"
+    assert (model.source / "x").is_dir() or (model.source / "d").is_symlink()
+    assert not (model.source / "theirs/x").exists()

@@ -14,7 +14,7 @@ import trio.testing
 from monarch.posix.credentials import Credentials
 from monarch.writeback.journal import Op
 from tests.conftest import let_others_in
-from tests.writeback.rig import World, draining
+from tests.writeback.rig import Model, draining
 from tests.writeback.test_others import ALICE, MALLORY, ROOT, owned, until
 
 Clock = trio.testing.MockClock
@@ -27,21 +27,21 @@ pytestmark = [
 
 
 @pytest.fixture
-def shared(world: World) -> World:
-    """A world whose source every user may enter and write; ``a`` belongs to Alice."""
-    let_others_in(world.source)
-    world.source.chmod(0o1777)
-    owned(world, "a", 0o777)
-    world.tree[b"a"].mode = 0o777
-    return world
+def shared(model: Model) -> Model:
+    """A model whose source every user may enter and write; ``a`` belongs to Alice."""
+    let_others_in(model.source)
+    model.source.chmod(0o1777)
+    owned(model, "a", 0o777)
+    model.tree[b"a"].mode = 0o777
+    return model
 
 
-def mode_of(world: World, name: str) -> int:
-    return stat.S_IMODE((world.source / name).stat().st_mode)
+def mode_of(model: Model, name: str) -> int:
+    return stat.S_IMODE((model.source / name).stat().st_mode)
 
 
 @contextmanager
-def looks(monkeypatch: pytest.MonkeyPatch, world: World) -> Iterator[set[tuple[bytes, bool]]]:
+def looks(monkeypatch: pytest.MonkeyPatch, model: Model) -> Iterator[set[tuple[bytes, bool]]]:
     """The bytes of ``a`` at the source after each change, and whether the file has a set-ID bit."""
     seen: set[tuple[bytes, bool]] = set()
 
@@ -49,8 +49,8 @@ def looks(monkeypatch: pytest.MonkeyPatch, world: World) -> Iterator[set[tuple[b
         def changed(*args: Any, **kwargs: Any) -> None:
             change(*args, **kwargs)
             with suppress(FileNotFoundError):
-                has_bit = bool(mode_of(world, "a") & (stat.S_ISUID | stat.S_ISGID))
-                seen.add(((world.source / "a").read_bytes(), has_bit))
+                has_bit = bool(mode_of(model, "a") & (stat.S_ISUID | stat.S_ISGID))
+                seen.add(((model.source / "a").read_bytes(), has_bit))
 
         return changed
 
@@ -62,41 +62,41 @@ def looks(monkeypatch: pytest.MonkeyPatch, world: World) -> Iterator[set[tuple[b
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_program_whose_times_are_set_keeps_its_bits(
-    world: World, clock: Clock, times: int
+    model: Model, clock: Clock, times: int
 ) -> None:
-    async with draining(world) as drain:
-        world.create(b"program", mode=0o2755)
-        world.write(b"program", b"bytes")
+    async with draining(model) as drain:
+        model.create(b"program", mode=0o2755)
+        model.write(b"program", b"bytes")
         for turn in range(times):
-            world.utime(b"program", (turn + 1) * 10**18)
-        await drain.progress.wait(world.last_seq)
-    assert mode_of(world, "program") == 0o2755
-    assert (world.source / "program").stat().st_mtime_ns == times * 10**18
+            model.utime(b"program", (turn + 1) * 10**18)
+        await drain.progress.wait(model.last_seq)
+    assert mode_of(model, "program") == 0o2755
+    assert (model.source / "program").stat().st_mtime_ns == times * 10**18
 
 
 async def test_bytes_that_were_written_before_the_times_were_set_do_not_get_the_bits(
-    world: World, clock: Clock
+    model: Model, clock: Clock
 ) -> None:
-    async with draining(world) as drain:
-        world.create(b"program", mode=0o4755)
-        world.write(b"program", b"bytes")
-        node = world.begin(b"program")
-        world.store(node, b"newer")
+    async with draining(model) as drain:
+        model.create(b"program", mode=0o4755)
+        model.write(b"program", b"bytes")
+        node = model.begin(b"program")
+        model.store(node, b"newer")
         # They are not recorded yet, and their version is not known from this change.
-        seq = world.utime(b"program", 10**18)
+        seq = model.utime(b"program", 10**18)
         node.writers = 0
         await drain.progress.wait(seq)
-        assert mode_of(world, "program") == 0o755
-        world.content(node)
-        await drain.progress.wait(world.last_seq)
-    assert mode_of(world, "program") == 0o4755
+        assert mode_of(model, "program") == 0o755
+        model.content(node)
+        await drain.progress.wait(model.last_seq)
+    assert mode_of(model, "program") == 0o4755
 
 
 @pytest.mark.parametrize("writer", [ROOT, ALICE])
 @pytest.mark.parametrize("is_written", [False, True])
 @pytest.mark.parametrize("bits", [0o4000, 0o2000])
 async def test_bits_that_are_set_while_a_file_is_open_come_with_its_bytes(
-    shared: World,
+    shared: Model,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
     writer: Credentials,
@@ -124,7 +124,7 @@ async def test_bits_that_are_set_while_a_file_is_open_come_with_its_bytes(
 @pytest.mark.promise(160)
 @pytest.mark.parametrize("later", [False, True])
 async def test_bits_that_were_withheld_stay_away_when_the_owner_changes_the_mode_at_the_source(
-    shared: World, clock: Clock, later: bool
+    shared: Model, clock: Clock, later: bool
 ) -> None:
     shared.by = ROOT
     async with draining(shared) as drain:
@@ -146,7 +146,7 @@ async def test_bits_that_were_withheld_stay_away_when_the_owner_changes_the_mode
 
 @pytest.mark.fault("U7")
 async def test_bits_that_the_owner_has_removed_at_the_source_are_not_given_again(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     shared.by = ROOT
     async with draining(shared) as drain:
@@ -162,7 +162,7 @@ async def test_bits_that_the_owner_has_removed_at_the_source_are_not_given_again
 
 @pytest.mark.parametrize("writer", [ROOT, MALLORY])
 async def test_newer_bytes_of_another_user_come_without_the_bits_until_its_record(
-    shared: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, writer: Credentials
+    shared: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, writer: Credentials
 ) -> None:
     with looks(monkeypatch, shared) as seen:
         async with draining(shared) as drain:
@@ -183,7 +183,7 @@ async def test_newer_bytes_of_another_user_come_without_the_bits_until_its_recor
 
 @pytest.mark.fault("U7")
 async def test_newer_bytes_of_another_user_do_not_keep_the_bits_of_the_replaced_version(
-    shared: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    shared: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (shared.source / "a").chmod(0o4777)
     shared.tree[b"a"].mode = 0o4777
@@ -202,7 +202,7 @@ async def test_newer_bytes_of_another_user_do_not_keep_the_bits_of_the_replaced_
 
 @pytest.mark.fault("U7")
 async def test_bytes_of_several_users_do_not_keep_the_bits_if_root_wrote_last(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     (shared.source / "a").chmod(0o4777)
     async with draining(shared) as drain:
@@ -228,7 +228,7 @@ async def test_bytes_of_several_users_do_not_keep_the_bits_if_root_wrote_last(
 
 
 async def test_withheld_bits_come_although_a_name_is_removed_before(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     shared.by = ROOT
     async with draining(shared) as drain:
@@ -248,7 +248,7 @@ async def test_withheld_bits_come_although_a_name_is_removed_before(
 @pytest.mark.fault("U7")
 @pytest.mark.promise(67)
 async def test_bits_that_the_owner_has_removed_at_the_source_are_not_given_by_the_next_mount(
-    shared: World, clock: Clock
+    shared: Model, clock: Clock
 ) -> None:
     shared.by = ROOT
     async with draining(shared, abandon=False) as drain:
@@ -265,7 +265,7 @@ async def test_bits_that_the_owner_has_removed_at_the_source_are_not_given_by_th
 @pytest.mark.promise(67)
 @pytest.mark.parametrize("is_changed", [False, True])
 async def test_withheld_bits_come_after_a_kill(
-    shared: World, clock: Clock, is_changed: bool
+    shared: Model, clock: Clock, is_changed: bool
 ) -> None:
     shared.by = ROOT
     async with draining(shared, abandon=False) as drain:

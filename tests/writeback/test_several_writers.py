@@ -30,16 +30,16 @@ from monarch.writeback.op import above
 from tests.equipment.remounts import KINDS, tree_of
 from tests.writeback.remount_histories import how
 from tests.writeback.remounts import Rig
-from tests.writeback.rig import World, draining, read_tree
-from tests.writeback.test_histories import Walk, seeds
+from tests.writeback.rig import Model, draining, read_tree
+from tests.writeback.test_histories import RandomChanges, seeds
 from tests.writeback.test_others import until
 
 
-class Writer(Walk):
+class Writer(RandomChanges):
     """One of several, whose bytes are unique."""
 
-    def __init__(self, world: World, seed: int, number: int) -> None:
-        super().__init__(world, 1000 * seed + number)
+    def __init__(self, model: Model, seed: int, number: int) -> None:
+        super().__init__(model, 1000 * seed + number)
         self.number = number
         # Paths of the conflicts that its drains have reported.
         self.reported_conflicts: set[bytes] = set()
@@ -58,12 +58,12 @@ class Writer(Walk):
         super().setxattr()
 
     def _take_any(self) -> None:
-        for path, node in sorted(self._world.tree.items()):
+        for path, node in sorted(self._model.tree.items()):
             if node.kind == "file":
-                self._world.take(path)
+                self._model.take(path)
 
 
-def worlds(directory: Path, count: int) -> list[World]:
+def models(directory: Path, count: int) -> list[Model]:
     source = directory / "source"
     (source / "d").mkdir(parents=True)
     for name in ("a", "b", "d/a"):
@@ -71,36 +71,41 @@ def worlds(directory: Path, count: int) -> list[World]:
     found = []
     for number in range(count):
         (directory / f"{number}/tier").mkdir(parents=True)
-        found.append(World(source, directory / f"{number}/tier"))
+        found.append(Model(source, directory / f"{number}/tier"))
     return found
 
 
-def written(world: World) -> dict[bytes, bytes]:
-    """The files of a world that have bytes of its own, each by one of its names."""
+def written(model: Model) -> dict[bytes, bytes]:
+    """The files of a model that have bytes of its own, each by one of its names."""
     return {
         node.content: path
-        for path, node in world.tree.items()
+        for path, node in model.tree.items()
         if node.kind == "file" and b"of writer" in node.content
     }
 
 
 async def session(
-    walks: list[Writer], stack: AsyncExitStack, chance: random.Random, *, steps: int, is_last: bool
+    writers: list[Writer],
+    stack: AsyncExitStack,
+    chance: random.Random,
+    *,
+    steps: int,
+    is_last: bool,
 ) -> list[Drain]:
     """All of them at work at the same time; then each ends at a moment of its own, or has brought
     all that the source takes."""
     drains = []
-    for walk in walks:
-        world = walk._world
-        drains.append(await stack.enter_async_context(draining(world, world.kill(), abandon=False)))
+    for random_changes in writers:
+        model = random_changes._model
+        drains.append(await stack.enter_async_context(draining(model, model.kill(), abandon=False)))
     for _ in range(steps):
-        chance.choice(walks).step()
+        chance.choice(writers).step()
         await trio.sleep(0.0001 if chance.random() < 0.7 else 1)
     if is_last:
-        for walk, drain in zip(walks, drains, strict=True):
-            for path in walk._writers():
-                if path in walk._world.tree:
-                    walk._world.end(walk._world.tree[path])
+        for random_changes, drain in zip(writers, drains, strict=True):
+            for path in random_changes._writers():
+                if path in random_changes._model.tree:
+                    random_changes._model.end(random_changes._model.tree[path])
             await until(partial(is_at_rest, drain))
     return drains
 
@@ -111,34 +116,38 @@ def is_at_rest(drain: Drain) -> bool:
     return len(drain.queue) == 0
 
 
-def missing(world: World, drain: Drain, there: set[bytes]) -> list[str]:
+def missing(model: Model, drain: Drain, there: set[bytes]) -> list[str]:
     """The names of files whose bytes are nowhere, although no loss was reported."""
     entries = list(drain.queue.entries())
     waiting = {entry.op.object for entry in entries}
     # One that is tried again at this moment stands in the queue like any other.
     refused = any(entry.refusal for entry in entries)
     lost = []
-    for content, path in written(world).items():
-        if content not in there and not (refused and world.tree[path].object in waiting):
+    for content, path in written(model).items():
+        if content not in there and not (refused and model.tree[path].object in waiting):
             lost.append(f"{path!r}: {content[:30]!r}")
     return lost
 
 
-def torn_unheard(source: Path, walk: Writer, walks: list[Writer], drain: Drain) -> list[bytes]:
+def torn_unheard(
+    source: Path, random_changes: Writer, writers: list[Writer], drain: Drain
+) -> list[bytes]:
     """Directories that a writer has made, with files of its own in them, which are others at the
     source by now, though no conflict was reported to a writer and no other has made them."""
-    torn, theirs = [], set[bytes]().union(*(other.reported_conflicts for other in walks))
-    for other in walks:
-        for _, op in other._world.recorded:
-            if other is not walk and op.kind in ("mkdir", "rename"):
+    torn, theirs = [], set[bytes]().union(*(other.reported_conflicts for other in writers))
+    for other in writers:
+        for _, op in other._model.recorded:
+            if other is not random_changes and op.kind in ("mkdir", "rename"):
                 theirs.add(op.names()[-1])
-    for path, node in walk._world.tree.items():
+    for path, node in random_changes._model.tree.items():
         known = drain.state.entries.made.get(node.ino) if node.kind == "dir" else None
         there = source / os.fsdecode(path)
         if known is None or is_shared(known) or not there.is_dir():
             continue
         inside = [
-            name for name in read_tree(there).values() if b"writer %d" % walk.number in name.content
+            name
+            for name in read_tree(there).values()
+            if b"writer %d" % random_changes.number in name.content
         ]
         is_heard = any(each in (path, *above(path)) for each in theirs)
         if there.lstat().st_ino != known.source_ino and inside and not is_heard:
@@ -172,58 +181,58 @@ async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_nam
     for number in itertools.chain(range(seed, 200, 10), seeds(seed + 200, pytestconfig)):
         place = tempfile.mkdtemp(dir=in_memory() or tmp_path)
         directory, chance = Path(place), random.Random(number)
-        several = worlds(directory, chance.choice([2, 3]))
-        walks = [Writer(world, number, n) for n, world in enumerate(several)]
+        several = models(directory, chance.choice([2, 3]))
+        writers = [Writer(model, number, n) for n, model in enumerate(several)]
         for turn in range(4):
             async with AsyncExitStack() as stack:
-                drains = await session(walks, stack, chance, steps=25, is_last=turn == 3)
-                for walk, drain in zip(walks, drains, strict=True):
-                    walk.reported_conflicts |= {
+                drains = await session(writers, stack, chance, steps=25, is_last=turn == 3)
+                for random_changes, drain in zip(writers, drains, strict=True):
+                    random_changes.reported_conflicts |= {
                         conflict.path for conflict in drain.writer.log.conflicts
                     }
                 if turn < 3:
                     continue
                 there = {node.content for node in read_tree(directory / "source").values()}
-                for walk, drain in zip(walks, drains, strict=True):
-                    lost = missing(walk._world, drain, there)
-                    assert not lost, f"seed {number}, writer {walk.number}: {lost}"
-                    torn = torn_unheard(directory / "source", walk, walks, drain)
-                    assert not torn, f"seed {number}, writer {walk.number}: {torn}"
-        for walk in walks:
-            walk._world.kill()
-            walk._world.journal.close()
+                for random_changes, drain in zip(writers, drains, strict=True):
+                    lost = missing(random_changes._model, drain, there)
+                    assert not lost, f"seed {number}, writer {random_changes.number}: {lost}"
+                    torn = torn_unheard(directory / "source", random_changes, writers, drain)
+                    assert not torn, f"seed {number}, writer {random_changes.number}: {torn}"
+        for random_changes in writers:
+            random_changes._model.kill()
+            random_changes._model.journal.close()
         if number < 10:
-            for walk in walks:
-                await mounted_again(directory, walk, monkeypatch, chance)
+            for random_changes in writers:
+                await mounted_again(directory, random_changes, monkeypatch, chance)
         shutil.rmtree(directory)
 
 
 async def mounted_again(
-    directory: Path, walk: Writer, monkeypatch: pytest.MonkeyPatch, chance: random.Random
+    directory: Path, random_changes: Writer, monkeypatch: pytest.MonkeyPatch, chance: random.Random
 ) -> None:
     """Mounts what one of the writers has left, in two ways: none of its bytes are lost."""
-    world = walk._world
-    rig = Rig(directory, monkeypatch, directory / f"{walk.number}")
-    (rig.root / "boot").write_text(f"{world.boot}\n")
+    model = random_changes._model
+    rig = Rig(directory, monkeypatch, directory / f"{random_changes.number}")
+    (rig.root / "boot").write_text(f"{model.boot}\n")
     # Each writer has a state directory of its own.
-    rig.states = 100 * (1 + walk.number)
+    rig.states = 100 * (1 + random_changes.number)
     shared = {"writeback": {"shared": True}}
     for kind in chance.sample(sorted({*KINDS} - {"full"}), 2):
         async with rig.mount(**shared, **how(kind, rig)) as session:
             shown = {it.content for it in session.shown().values()}
             there = {it.content for it in tree_of(rig.source).values()}
-            lost = written(world).keys() - shown - there
-            assert not lost, f"writer {walk.number}, mounted as {kind}: {lost}"
+            lost = written(model).keys() - shown - there
+            assert not lost, f"writer {random_changes.number}, mounted as {kind}: {lost}"
             await session.at_rest()
             await session.end(abandoned=True)
     there = {it.content for it in tree_of(rig.source).values()}
     owed = rig.left.owed()
     lost = {
         content
-        for content, path in written(world).items()
-        if content not in there and world.tree[path].object not in owed
+        for content, path in written(model).items()
+        if content not in there and model.tree[path].object not in owed
     }
-    assert not lost, f"writer {walk.number}: {lost}"
+    assert not lost, f"writer {random_changes.number}: {lost}"
 
 
 @pytest.mark.finding("W8")
@@ -232,11 +241,11 @@ async def mounted_again(
 async def test_a_directory_of_two_writers_that_one_renames_is_named_by_the_other(
     tmp_path: Path, clock: trio.testing.MockClock
 ) -> None:
-    one, other = worlds(tmp_path, 2)
-    for world in (one, other):
-        async with draining(world) as drain:
-            world.mkdir(b"tmp")
-            world.write(b"tmp/%d" % id(world), b"before")
+    one, other = models(tmp_path, 2)
+    for model in (one, other):
+        async with draining(model) as drain:
+            model.mkdir(b"tmp")
+            model.write(b"tmp/%d" % id(model), b"before")
             await drain.progress.settle()
     one.rename(b"tmp", b"step")
     async with draining(one, one.kill()) as drain:
@@ -259,23 +268,23 @@ def kept(source: Path) -> list[bytes]:
 @pytest.mark.promise(79)
 @pytest.mark.fault("N1")
 async def test_a_second_name_that_others_took_is_kept_beside(
-    world: World, clock: trio.testing.MockClock
+    model: Model, clock: trio.testing.MockClock
 ) -> None:
-    async with draining(world) as drain:
-        world.write(b"x", b"first")
-        world.link(b"x", b"y")
-        await drain.progress.wait(world.last_seq)
-        (world.source / "y").unlink()
-        (world.source / "y").write_bytes(b"theirs")
-        world.write(b"x", b"second")
-        world.write(b"z", b"third")
+    async with draining(model) as drain:
+        model.write(b"x", b"first")
+        model.link(b"x", b"y")
+        await drain.progress.wait(model.last_seq)
+        (model.source / "y").unlink()
+        (model.source / "y").write_bytes(b"theirs")
+        model.write(b"x", b"second")
+        model.write(b"z", b"third")
         # On the mount the bytes have one name now, which is another's at the source.
-        world.rename(b"z", b"x")
-        await drain.progress.wait(world.last_seq)
+        model.rename(b"z", b"x")
+        await drain.progress.wait(model.last_seq)
         assert drain.backlog().conflicts == 1
-    assert (world.source / "y").read_bytes() == b"theirs"
-    assert (world.source / "x").read_bytes() == b"third"
-    assert kept(world.source) == [b"second"]
+    assert (model.source / "y").read_bytes() == b"theirs"
+    assert (model.source / "x").read_bytes() == b"third"
+    assert kept(model.source) == [b"second"]
 
 
 @pytest.mark.promise(79)
@@ -283,13 +292,13 @@ async def test_a_second_name_that_others_took_is_kept_beside(
 async def test_two_mounts_of_one_node_name_their_conflicts_differently(
     tmp_path: Path, clock: trio.testing.MockClock
 ) -> None:
-    one, other = worlds(tmp_path, 2)
-    for world, content in ((one, b"one"), (other, b"other")):
-        world.begin(b"a")
-        async with draining(world) as drain:
-            (world.source / "a").write_bytes(b"theirs " + content)
-            world.write(b"a", content)
-            await drain.progress.wait(world.last_seq)
+    one, other = models(tmp_path, 2)
+    for model, content in ((one, b"one"), (other, b"other")):
+        model.begin(b"a")
+        async with draining(model) as drain:
+            (model.source / "a").write_bytes(b"theirs " + content)
+            model.write(b"a", content)
+            await drain.progress.wait(model.last_seq)
     assert kept(tmp_path / "source") == [b"one", b"other"]
 
 
@@ -312,20 +321,20 @@ def test_a_file_of_others_with_a_reused_inode_number_is_not_taken_for_monarchs(
 @pytest.mark.promise(79)
 @pytest.mark.fault("N1")
 async def test_bytes_that_others_wrote_into_a_file_stay_where_they_are(
-    world: World, clock: trio.testing.MockClock
+    model: Model, clock: trio.testing.MockClock
 ) -> None:
-    async with draining(world) as drain:
-        world.write(b"x", b"first")
-        await drain.progress.wait(world.last_seq)
-        (world.source / "x").write_bytes(b"theirs")
-        world.chmod(b"x", 0o600)
-        world.rename(b"x", b"y")
-        await drain.progress.wait(world.last_seq)
+    async with draining(model) as drain:
+        model.write(b"x", b"first")
+        await drain.progress.wait(model.last_seq)
+        (model.source / "x").write_bytes(b"theirs")
+        model.chmod(b"x", 0o600)
+        model.rename(b"x", b"y")
+        await drain.progress.wait(model.last_seq)
         assert drain.backlog().conflicts == 1
-        world.write(b"y", b"second")
-        await drain.progress.wait(world.last_seq)
-    assert (world.source / "x").read_bytes() == b"theirs"
-    assert (world.source / "y").read_bytes() == b"second"
+        model.write(b"y", b"second")
+        await drain.progress.wait(model.last_seq)
+    assert (model.source / "x").read_bytes() == b"theirs"
+    assert (model.source / "y").read_bytes() == b"second"
 
 
 def in_place(path: Path) -> None:
@@ -352,29 +361,29 @@ def on_the_same_number(path: Path) -> None:
     "change", ["unlink", "rename", "append rename", "append unlink", "replace"]
 )
 async def test_files_that_others_wrote_meanwhile_are_neither_removed_nor_renamed(
-    world: World, clock: trio.testing.MockClock, theirs: Callable[[Path], None], change: str
+    model: Model, clock: trio.testing.MockClock, theirs: Callable[[Path], None], change: str
 ) -> None:
     for step in change.split():
         match step:
             case "unlink":
-                world.unlink(b"a")
+                model.unlink(b"a")
             case "rename":
-                world.rename(b"a", b"x")
+                model.rename(b"a", b"x")
             case "append":
-                world.append(world.begin(b"a"), b" and more")
-                world.end(world.tree[b"a"])
+                model.append(model.begin(b"a"), b" and more")
+                model.end(model.tree[b"a"])
             case "replace":
-                world.write(b"x", b"new")
-                world.rename(b"x", b"a")
-    theirs(world.source / "a")
-    replay = world.kill()
-    async with draining(world, replay) as drain:
+                model.write(b"x", b"new")
+                model.rename(b"x", b"a")
+    theirs(model.source / "a")
+    replay = model.kill()
+    async with draining(model, replay) as drain:
         await drain.progress.settle()
         conflicts = [conflict.path for conflict in drain.writer.log.conflicts]
-    assert (world.source / "a").read_bytes() == b"theirs"
+    assert (model.source / "a").read_bytes() == b"theirs"
     assert set(conflicts) == {b"a"}
     ours = {"append rename": b"old a and more", "replace": b"new"}.get(change)
-    found = [path.read_bytes() for path in world.source.iterdir() if path.is_file()]
+    found = [path.read_bytes() for path in model.source.iterdir() if path.is_file()]
     assert ours is None or ours in found
 
 
@@ -382,43 +391,43 @@ async def test_files_that_others_wrote_meanwhile_are_neither_removed_nor_renamed
 @pytest.mark.fault("N1")
 @pytest.mark.parametrize("change", ["append", "unlink", "rename"])
 async def test_a_fifo_of_others_is_not_taken_for_a_file(
-    world: World, clock: trio.testing.MockClock, change: str
+    model: Model, clock: trio.testing.MockClock, change: str
 ) -> None:
-    async with draining(world) as drain:
-        world.write(b"empty", b"")
-        await drain.progress.wait(world.last_seq)
+    async with draining(model) as drain:
+        model.write(b"empty", b"")
+        await drain.progress.wait(model.last_seq)
     for name in ("a", "empty"):
         path = os.fsencode(name)
         if change == "append":
-            world.append(world.begin(path), b" and more")
-            world.end(world.tree[path])
+            model.append(model.begin(path), b" and more")
+            model.end(model.tree[path])
         elif change == "unlink":
-            world.unlink(path)
+            model.unlink(path)
         else:
-            world.rename(path, path + b"-renamed")
-        (world.source / name).unlink()
-        os.mkfifo(world.source / name)
-    async with draining(world, world.kill()) as drain:
+            model.rename(path, path + b"-renamed")
+        (model.source / name).unlink()
+        os.mkfifo(model.source / name)
+    async with draining(model, model.kill()) as drain:
         await drain.progress.settle()
         assert {conflict.path for conflict in drain.writer.log.conflicts} == {b"a", b"empty"}
     for name in ("a", "empty"):
-        assert (world.source / name).is_fifo()
+        assert (model.source / name).is_fifo()
 
 
 @pytest.mark.promise(79)
 @pytest.mark.fault("N1")
 async def test_a_time_set_on_the_mount_does_not_claim_bytes_of_others(
-    world: World, clock: trio.testing.MockClock
+    model: Model, clock: trio.testing.MockClock
 ) -> None:
-    world.begin(b"a")
-    world.end(world.tree[b"a"])
-    world.utime(b"a", 10**18)
-    in_place(world.source / "a")
-    theirs = (world.source / "a").stat().st_mtime_ns
-    async with draining(world, world.kill()) as drain:
+    model.begin(b"a")
+    model.end(model.tree[b"a"])
+    model.utime(b"a", 10**18)
+    in_place(model.source / "a")
+    theirs = (model.source / "a").stat().st_mtime_ns
+    async with draining(model, model.kill()) as drain:
         await drain.progress.settle()
-        world.write(b"a", b"ours")
+        model.write(b"a", b"ours")
         await drain.progress.settle()
-    assert (world.source / "a").read_bytes() == b"theirs"
-    assert (world.source / "a").stat().st_mtime_ns == theirs
-    assert b"ours" in kept(world.source)
+    assert (model.source / "a").read_bytes() == b"theirs"
+    assert (model.source / "a").stat().st_mtime_ns == theirs
+    assert b"ours" in kept(model.source)

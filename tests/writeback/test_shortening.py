@@ -26,7 +26,7 @@ from monarch.writeback.history import Numbered, Summary, obsolete
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.op import Kind
 from tests.writeback.remounts import Rig
-from tests.writeback.rig import Killed, World, drain_of
+from tests.writeback.rig import Killed, Model, drain_of
 
 ID = Identity(5, 1, 2, 3)
 
@@ -90,16 +90,16 @@ def month(journal: Journal, lines: int, checkpoints: int, *, keep: int = 3) -> i
 @pytest.mark.finding("W21")
 @pytest.mark.promise(139)
 def test_a_month_of_lines_and_checkpoints_keeps_the_journal_and_its_tables_short(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journals, "_LONG_BYTES", 1 << 16)
-    most = month(world.journal, 20_000, 2_000)
-    assert most < 1000 and world.journal.file.position < 5 << 16
-    replay = world.kill()
+    most = month(model.journal, 20_000, 2_000)
+    assert most < 1000 and model.journal.file.position < 5 << 16
+    replay = model.kill()
     assert len(replay.ops) + len(replay.done) < 1000
     assert {op.path for _, op in replay.ops if op.kind == "content"} >= {b"log"}
-    with closing(Source(os.fsencode(world.source))) as source:
-        drain = drain_of(world, source, ThreadPool(1, "drain", abandon=False))
+    with closing(Source(os.fsencode(model.source))) as source:
+        drain = drain_of(model, source, ThreadPool(1, "drain", abandon=False))
         drain.load(replay)
         assert tables(drain) < 1000
 
