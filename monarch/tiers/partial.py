@@ -215,8 +215,10 @@ class PartialFile:
         for offset in range(0, len(data), GRANULE):
             granule = view[offset : offset + GRANULE]
             digests.append(xxhash.xxh3_128_digest(granule))
-            # A granule of zeros stays a hole.
-            if granule != _ZEROS[: len(granule)]:
+            # A granule of zeros stays a hole. A damaged granule that was removed is none.
+            if granule != _ZEROS[: len(granule)] or granule != self._granule(
+                start + offset // GRANULE
+            ):
                 _write(self.fd, granule, start * GRANULE + offset)
         _write(self.fd, b"".join(digests), self.layout.digests_at + _DIGEST_BYTES * start)
         _write(self.fd, bytes([PRESENT]) * len(digests), self.layout.map_at + start)

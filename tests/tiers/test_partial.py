@@ -165,6 +165,21 @@ def test_zeros_stay_holes(tier: Tier) -> None:
     part.close()
 
 
+def test_a_damaged_granule_is_replaced_by_zeros(tier: Tier, reopened: Opens) -> None:
+    part = PartialFile.create(tier, INO, VERSION_1, 1)
+    part.store(0, bytes(SIZE))
+    part.close()
+    places = {0: 5, COUNT - 1: SIZE - 1}
+    for place in places.values():
+        change(tier, place, b"rotten"[:1])
+    part = reopened(term=2)
+    for index, place in places.items():
+        assert part.verify(index, index + 1) == bytes([ABSENT])
+        part.store(index, bytes(part.layout.length(index, index + 1)))
+        assert os.pread(part.fd, 1, place) == b"\0"
+        assert part.verify(index, index + 1) == bytes([PRESENT])
+
+
 def test_a_complete_file_becomes_the_copy(tier: Tier) -> None:
     part = make(tier, 0, 1, 2, 3)
     assert not part.is_complete
