@@ -80,7 +80,8 @@ class Doubts:
         """A version has another identity by a change of its attributes: it is checked as that."""
         doubt = self._doubts.get(ino)
         if doubt is not None and doubt.identity == before:
-            self._doubts[ino] = Doubt(now, doubt.due_ns, doubt.by_bytes)
+            # With a time of its own: the earlier one may be in the hands of a caller of ``due``.
+            self._put(ino, Doubt(now, doubt.due_ns + 1, doubt.by_bytes))
 
     def postpone(self, ino: Ino, identity: Identity, *, until_ns: int) -> None:
         """A copy of a version is to be compared again at ``until_ns``, unless it is already."""

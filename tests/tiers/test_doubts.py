@@ -73,3 +73,15 @@ def test_a_clock_that_runs_faster_than_the_sources_is_allowed_for() -> None:
     # Ours has gained some seconds in ten days, so the source is not where it seems to be.
     doubts.fetched(INO, version(10 * day - 5 * S), since_ns=10 * day)
     assert len(doubts.due(10**20)) == 1
+
+
+def test_a_version_that_is_renewed_while_it_is_checked_is_checked_once_more() -> None:
+    doubts = Doubts(SourceClock(100 * S, 0))
+    doubts.fetched(INO, version(100 * S), since_ns=0)
+    ((_, doubt),) = doubts.due(10**20)
+    doubts.renew(INO, doubt.identity, version(101 * S, 100 * S))
+    doubts.settle(INO, doubt)
+    ((ino, renewed),) = doubts.due(10**20)
+    assert (ino, renewed.identity) == (INO, version(101 * S, 100 * S))
+    doubts.settle(ino, renewed)
+    assert doubts.is_empty()
