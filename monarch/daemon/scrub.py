@@ -149,6 +149,9 @@ class Scrub:
 
     async def _judge(self, tier: Tier, question: _Question, verdict: Verdict) -> None:
         ino, record = question.ino, question.record
+        if self.records.get(ino) != record:
+            self._done += 1
+            return  # the copy was evicted, replaced or renewed meanwhile
         if verdict.kind == SEAL and record is not None:
             try:
                 await self.threads.run(tier.verify, ino, record.identity, record.digest)

@@ -9,12 +9,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import xxhash
 
 from monarch.errors import LockedError, TierError
+from monarch.posix import failpoints
 from monarch.tiers.contents import BrokenSeal, copy_name, seal
 from monarch.tiers.ownership import Owner
 from monarch.tiers.tier import Tier
@@ -266,6 +268,26 @@ def test_a_copy_whose_bytes_are_right_is_sealed_again_and_another_is_not(tier: T
     assert refused.value.errno == errno.ESTALE
     with pytest.raises(BrokenSeal):
         tier.open(Ino(7), version(5))
+
+
+def test_a_copy_that_is_renewed_while_it_is_compared_is_good(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, now = put(tier, 7, b"seven"), version(5, 1)
+
+    def at_once(name: str) -> None:
+        if name == "verify-compared":
+            change()
+
+    monkeypatch.setattr(failpoints, "failpoint", at_once)
+    change = partial(tier.renew_seal, Ino(7), version(5), now)
+    tier.verify(Ino(7), now, digest)
+    assert read(tier.open(Ino(7), now)) == b"seven"
+    # Others can set the same time once more.
+    change = partial(os.utime, path_of(tier, 7), ns=(0, path_of(tier, 7).stat().st_mtime_ns))
+    with pytest.raises(OSError) as refused:
+        tier.verify(Ino(7), now, digest)
+    assert refused.value.errno == errno.ESTALE
 
 
 def test_an_entry_that_is_not_a_file_is_not_opened_and_blocks_no_thread(tier: Tier) -> None:
