@@ -130,7 +130,7 @@ class FreshnessWatch:
         for tier in self.hierarchy.tiers:
             for batch in batches(self.residency.resident_in(tier.number), _BATCH):
                 for ino, found in await self._differing(batch):
-                    if self._may_be_drained(ino, found):
+                    if self.revalidation.may_be_drained(ino, found):
                         until_ns = time.monotonic_ns() + round(_PATIENCE_S * 1e9)
                         identity = self.names.stored(ino).identity
                         self.doubts.postpone(ino, identity, until_ns=until_ns)
@@ -149,16 +149,6 @@ class FreshnessWatch:
         questions = [(ino, self.names.path(ino), self.names.stored(ino).identity) for ino in batch]
         self.checks += len(questions)
         return await self.source_threads.run(_differing, self.source, questions)
-
-    def _may_be_drained(self, ino: Ino, found: Identity | None) -> bool:
-        """Whether a file that is ``found`` at the source may differ only because the drain is
-        changing its attributes: the source has the change before the mount has it recorded."""
-        node = self.names.node(ino)
-        if found is None or node is None or not node.undrained:
-            return False
-        known = self.names.stored(ino).identity
-        is_same_file = (found.size, found.source_ino) == (known.size, known.source_ino)
-        return is_same_file and found.mtime_ns in (known.mtime_ns, node.mtime_ns)
 
     # -- files that changed just before they were fetched -----------------------------------------
 
@@ -188,7 +178,7 @@ class FreshnessWatch:
         for ino, doubt in batch:
             if (ino, doubt) not in asked:
                 self.doubts.settle(ino, doubt)
-            elif self._may_be_drained(ino, differing.get(ino)):
+            elif self.revalidation.may_be_drained(ino, differing.get(ino)):
                 self._put_off(ino, doubt, _PATIENCE_S)
             elif await self._is_settled(ino, doubt, ino in differing):
                 self.doubts.settle(ino, doubt)

@@ -48,7 +48,8 @@ class Copies:
     _limiter: Limiter = field(default_factory=lambda: Limiter(log), init=False)
 
     async def bind(self, attributes: Attributes) -> Binding | None:
-        """Binds a file to its copy; None if it has none that can be used. A bad copy is dropped."""
+        """Binds a file to its copy; None if it has none that can be used, or if the file has got
+        another version meanwhile. A bad copy is dropped."""
         ino = attributes.ino
         number = self._residency.tier_of(ino)
         if number == SOURCE or not self._tier_calls.is_read(number):
@@ -56,8 +57,11 @@ class Copies:
         try:
             copy = await self._open(self._tiers[number], attributes)
         except OSError as error:
-            # A copy that was evicted meanwhile is missing without a fault.
-            if error.errno not in _NOT_THE_COPY and self._residency.tier_of(ino) == number:
+            # A copy that was evicted meanwhile is missing without a fault. One that was renewed
+            # meanwhile, because the drain has changed attributes, has another version.
+            is_same = self._names.stored(ino).identity == attributes.identity
+            is_here = self._residency.tier_of(ino) == number
+            if error.errno not in _NOT_THE_COPY and is_here and is_same:
                 self.failed(ino, number, error)
                 self._kernel.drop_pages(ino)
             return None

@@ -164,13 +164,22 @@ class Readers:
             )
             if binding is not None:
                 return binding
+            if self._is_renewed(attributes):
+                continue
             try:
                 return await self._bind_source(attributes, store=store)
             except SourceChanged:
                 await self._revalidation.look_again(ino)
-                if not renew or attempts == _ATTEMPTS:
+                if not (renew or self._is_renewed(attributes)) or attempts >= _ATTEMPTS:
                     break
         raise self._revalidation.changed_while_read(ino)
+
+    def _is_renewed(self, known: Attributes) -> bool:
+        """Whether a file has another version than ``known`` only because the drain has changed its
+        attributes: its bytes are the same."""
+        ino, node = known.ino, self._names.node(known.ino)
+        is_ours = node is not None and node.has_source_bytes and not self._residency.is_changed(ino)
+        return is_ours and self._names.stored(ino).identity != known.identity
 
     async def _bind_flight(self, attributes: Attributes) -> Binding | None:
         """Binds to a copy that is being made, so that the source is not asked twice. Waits for one

@@ -13,6 +13,8 @@ import os
 import stat
 from dataclasses import dataclass, field, replace
 
+import trio
+
 from monarch.errors import SourceError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
@@ -22,12 +24,17 @@ from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.source import identity_of
 from monarch.transfer.source_calls import SourceCalls
-from monarch.types import ROOT_INO, Attributes, Ino, attributes_of, file_now_ns, kept_ns
+from monarch.types import ROOT_INO, Attributes, Identity, Ino, attributes_of, file_now_ns, kept_ns
 from monarch.vfs.binding import Bindings
 from monarch.vfs.kernel_view import KernelView
 from monarch.vfs.promotions import Promotions
 
 log = logging.getLogger(__name__)
+
+# How long a change that the drain may have made is awaited in the journal, and the interval of
+# checks, in seconds.
+_RECORDED_S = 1.0
+_RECORDED_STEP_S = 0.002
 
 
 @dataclass(eq=False, repr=False)
@@ -131,11 +138,7 @@ class Revalidation:
     async def _look_again_at_written(self, node: Node) -> None:
         """The same for a file that was written or changed here and is read from the source now."""
         ino, path = node.ino, self._names.visible_path(node.ino)
-        stored = None
-        while stored != self._names.stored(ino).identity:
-            # Again if the drain has changed attributes meanwhile.
-            stored = self._names.stored(ino).identity
-            status = await self._source_calls.status(ino, path)
+        status = await self._settled_status(ino, path)
         if len(node.names) > 1:
             await self._drop_names_of_others(node)
         if status is None and not await self._can_be_gone(node.attributes):
@@ -164,6 +167,33 @@ class Revalidation:
         self._kernel.invalidate_attributes(ino)
         if (known.mode, known.uid, known.gid) != (now.mode, now.uid, now.gid):
             raise SourceError(f"{os.fsdecode(path)!r}: access changed", errno=errno.ESTALE)
+
+    async def _settled_status(self, ino: Ino, path: bytes) -> os.stat_result | None:
+        """The status of a file at the source. A change by the drain that the mount has not recorded
+        yet is awaited, up to ``_RECORDED_S``. Raises SourceError."""
+        until = trio.current_time() + _RECORDED_S
+        while True:
+            stored = self._names.stored(ino).identity
+            status = await self._source_calls.status(ino, path)
+            if self._names.stored(ino).identity != stored:
+                # The status may be older than the change that the drain has made meanwhile.
+                until = trio.current_time() + _RECORDED_S
+                continue
+            found = None if status is None else identity_of(status)
+            is_settled = found == stored or not self.may_be_drained(ino, found)
+            if is_settled or trio.current_time() >= until:
+                return status
+            await trio.sleep(_RECORDED_STEP_S)
+
+    def may_be_drained(self, ino: Ino, found: Identity | None) -> bool:
+        """Whether a file that is ``found`` at the source is as known by now, or may differ only
+        because the drain is changing its attributes: the source has the change before the mount has
+        it recorded."""
+        node, known = self._names.node(ino), self._names.stored(ino).identity
+        if found is None or node is None or found == known or not node.undrained:
+            return found == known
+        is_same_file = (found.size, found.source_ino) == (known.size, known.source_ino)
+        return is_same_file and found.mtime_ns in (known.mtime_ns, node.mtime_ns)
 
     async def _look_again_at_changed(self, node: Node, status: os.stat_result) -> None:
         """The same if only attributes of a file of the snapshot were changed here: changes that the

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
+from monarch.daemon.scrub import Scrub
 from monarch.tiers.contents import seal
 from monarch.tiers.source import identity_of
 from monarch.types import Identity, Ino, attributes_of
@@ -37,6 +40,12 @@ def renewed(rig: Rig, path: str) -> Ino:
     return ino
 
 
+def check_quiet(rig: Rig, *, opens: int = 0) -> None:
+    """No copy was dropped, and no file counts as changed by others."""
+    assert rig.tier_calls.unreadable == [] and rig.metrics.changes == 0
+    assert sum(rig.metrics.source_opens) == opens
+
+
 async def sealed(rig: Rig) -> None:
     with trio.move_on_after(0.05):
         await rig.read_side.renewals.run()
@@ -57,6 +66,132 @@ async def test_a_copy_is_read_before_and_after_the_drain(rig: Rig, path: str) ->
     assert await rig.content(path) == FILES[path] and is_sealed(rig, ino)
     assert rig.residency.tier_of(ino) == 1 and sum(rig.metrics.source_opens) == 0
     assert rig.metrics.changes == 0 and rig.names.attributes(ino).mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("call", [1, 2, 3], ids=["open", "compare", "open again"])
+async def test_an_open_that_the_drain_overtakes_keeps_the_copy(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """The version is renewed between the moment at which an open knows it and its call of the
+    tier."""
+    ino, calls, ask = rig.copy("small"), 0, rig.tier_calls.ask
+    if call > 1:
+        # Its seal is broken, so it is compared with its digest.
+        os.utime(rig.copy_path(ino), ns=(0, 0))
+
+    async def overtaken(number: int, function: Any, *arguments: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            before = rig.names.stored(ino).identity
+            renewed(rig, "small")
+            rig.tier.renew_seal(ino, before, rig.names.stored(ino).identity)
+        return await ask(number, function, *arguments, **more)
+
+    monkeypatch.setattr(rig.tier_calls, "ask", overtaken)
+    assert await rig.content("small") == FILES["small"]
+    assert calls > call and is_sealed(rig, ino) and rig.residency.tier_of(ino) == 1
+    check_quiet(rig)
+
+
+async def test_a_read_without_an_open_that_the_drain_overtakes_keeps_the_copy(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rigs(sends_opens=False)
+    ino, ask = rig.copy("small"), rig.tier_calls.ask
+    assert await rig.read(ino) == FILES["small"]
+
+    async def overtaken(number: int, function: Any, *arguments: Any, **more: Any) -> Any:
+        monkeypatch.setattr(rig.tier_calls, "ask", ask)
+        before = rig.names.stored(ino).identity
+        renewed(rig, "small")
+        rig.tier.renew_seal(ino, before, rig.names.stored(ino).identity)
+        return await ask(number, function, *arguments, **more)
+
+    monkeypatch.setattr(rig.tier_calls, "ask", overtaken)
+    assert await rig.read(ino) == FILES["small"]
+    assert rig.names.attributes(ino).mode & 0o777 == 0o640 and rig.residency.tier_of(ino) == 1
+    check_quiet(rig)
+
+
+async def test_the_scrub_keeps_the_seal_of_a_copy_that_is_renewed_meanwhile(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ino, run = rig.copy("small"), rig.threads.run
+
+    async def overtaken(*arguments: Any) -> Any:
+        monkeypatch.setattr(rig.threads, "run", run)
+        before = rig.names.stored(ino).identity
+        renewed(rig, "small")
+        rig.tier.renew_seal(ino, before, rig.names.stored(ino).identity)
+        return await run(*arguments)
+
+    scrub = Scrub(
+        tiers=[rig.tier],
+        is_read=rig.tier_calls.is_read,
+        records=rig.records,
+        residency=rig.residency,
+        copies=rig.read_side.copies,
+        parts=rig.read_side.parts,
+        threads=rig.threads,
+        bandwidth=1 << 40,
+    )
+    monkeypatch.setattr(rig.threads, "run", overtaken)
+    await scrub.go_round(Ino(1))
+    assert scrub.report().rounds == 1 and is_sealed(rig, ino)
+    check_quiet(rig)
+
+
+async def test_an_open_that_a_change_by_others_overtakes_reads_the_new_bytes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ino, ask = rig.copy("small"), rig.tier_calls.ask
+    rig.names.change(ino, mode=0o640, now_ns=time.time_ns()).undrained = 1
+
+    async def overtaken(number: int, function: Any, *arguments: Any, **more: Any) -> Any:
+        monkeypatch.setattr(rig.tier_calls, "ask", ask)
+        rig.write("small", b"of others", in_place=True)
+        await rig.read_side.revalidation.look_again(ino)
+        return await ask(number, function, *arguments, **more)
+
+    monkeypatch.setattr(rig.tier_calls, "ask", overtaken)
+    assert await rig.content("small") == b"of others"
+    assert rig.metrics.changes == 1
+
+
+async def test_a_change_by_the_drain_is_awaited_before_a_file_is_taken_for_changed(
+    rig: Rig, autojump_clock: trio.testing.MockClock
+) -> None:
+    """An open without a copy finds the change at the source before the mount has it recorded."""
+    ino, before, now = changed(rig, "small")
+    node = rig.names.node(ino)
+    assert node is not None
+    node.undrained = 1
+    async with trio.open_nursery() as nursery:
+
+        async def opened() -> None:
+            assert await rig.content("small") == FILES["small"]
+
+        nursery.start_soon(opened)
+        await trio.sleep(0.5)
+        parent = rig.names.stored(ino).parent
+        status = (rig.source_path / "small").stat()
+        rig.names.refresh(ino, attributes_of(status, ino, parent, 0o100640))
+        rig.read_side.renewals.renewed(ino, before, now)
+        node.undrained = 0
+    check_quiet(rig, opens=2)
+
+
+async def test_a_change_of_mode_by_others_is_noticed_while_changes_wait(
+    rig: Rig, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The drain may be at rest for hours."""
+    ino, _, now = changed(rig, "small")
+    node = rig.names.node(ino)
+    assert node is not None
+    node.undrained = 1
+    assert await rig.content("small") == FILES["small"]
+    assert rig.metrics.changes == 1 and rig.names.stored(ino).identity == now
 
 
 async def test_the_seal_of_a_copy_is_renewed_once_for_several_changes(rig: Rig) -> None:
