@@ -56,7 +56,8 @@ class Node:
     attributes that the source may have, and that were removed by an earlier mount, or here from a
     file without an object. ``undrained`` is the number in the journal of the last change of
     attributes that the source may lack, if the file had no object then; 0 if there is none. Until
-    then ``xattrs`` of such a file are those that differ from the source's.
+    then ``xattrs`` of such a file are those that differ from the source's. ``undrained_mtimes`` are
+    the modification times that such changes set, by their number in the journal, if there are any.
     """
 
     ino: Ino
@@ -83,6 +84,7 @@ class Node:
     keeps_times: bool = False
     is_separate: bool = False
     undrained: int = 0
+    undrained_mtimes: dict[int, int] | None = None
     removed_xattrs: frozenset[bytes] = frozenset()
 
     @property

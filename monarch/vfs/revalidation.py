@@ -193,7 +193,8 @@ class Revalidation:
         if found is None or node is None or found == known or not node.undrained:
             return found == known
         is_same_file = (found.size, found.source_ino) == (known.size, known.source_ino)
-        return is_same_file and found.mtime_ns in (known.mtime_ns, node.mtime_ns)
+        mtimes = (known.mtime_ns, *(node.undrained_mtimes or {}).values())
+        return is_same_file and found.mtime_ns in map(kept_ns, mtimes)
 
     async def _look_again_at_changed(self, node: Node, status: os.stat_result) -> None:
         """The same if only attributes of a file of the snapshot were changed here: changes that the

@@ -149,6 +149,7 @@ class CopyUp:
             kept = {name: there[name] for name in there.keys() - node.removed_xattrs}
             self._names.have_xattrs(node, kept | node.xattrs)
             node.removed_xattrs, node.undrained = frozenset(), 0
+            node.undrained_mtimes = None
         elif not node.xattrs:
             self._names.have_xattrs(node, there)
 

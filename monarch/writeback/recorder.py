@@ -90,7 +90,7 @@ class Recorder:
         if op.object and op.kind != "gone":
             self._object_table.states.noted(op.object, seq)
         elif op.file:
-            self._object_table.attributes.noted(Ino(op.ino), seq)
+            self._object_table.attributes.noted(Ino(op.ino), seq, op)
         self._drain.put(seq, op)
         return seq
 

@@ -31,11 +31,15 @@ class UndrainedAttributes:
         # The inodes of changes of earlier mounts, by seq: a new snapshot has numbered them anew.
         self._inos: dict[int, Ino] = {}
 
-    def noted(self, ino: Ino, seq: int) -> None:
+    def noted(self, ino: Ino, seq: int, op: Op) -> None:
         """A change of a file is in the journal."""
         node = self._names.node(ino)
         if node is not None and node.has_source_bytes:
             node.undrained = seq
+            if op.mtime_ns is not None:
+                if node.undrained_mtimes is None:
+                    node.undrained_mtimes = {}
+                node.undrained_mtimes[seq] = op.mtime_ns
 
     def drained(
         self,
@@ -53,6 +57,8 @@ class UndrainedAttributes:
         node = self._names.node(ino)
         if node is None or node.object:
             return
+        if node.undrained_mtimes is not None:
+            node.undrained_mtimes.pop(seq, None)
         there = self._names.at_source(ino)
         if now is not None and there is not None and there.identity == before:
             # Otherwise the mount has noticed another change since.
@@ -60,7 +66,7 @@ class UndrainedAttributes:
             if ino < WRITTEN_INO:
                 self._renewed(ino, there.identity, now)
         if node.undrained == seq:
-            node.undrained = 0
+            node.undrained, node.undrained_mtimes = 0, None
             if node.has_source_bytes:
                 # The others are read from the source again.
                 paths = {op.path, *op.paths}
@@ -117,7 +123,7 @@ class UndrainedAttributes:
         for seq, op in changes:
             if seq not in done:
                 self._inos[seq] = node.ino
-                self.noted(node.ino, seq)
+                self.noted(node.ino, seq, op)
                 if node.has_source_bytes:
                     self.show_xattrs(node, op.xattrs)
                 continue

@@ -260,7 +260,7 @@ class Session:
             fast=None,
             read=Reading(
                 copied_up=lambda ino: None,
-                look_again=lambda ino: revalidation.look_again(ino),
+                look_again=lambda ino: self.revalidation.look_again(ino),
                 copies=residency.resident_in,
                 evict=lambda ino: 0,
                 evicted=_nothing,
@@ -277,7 +277,7 @@ class Session:
         kernel = KernelView(
             NoKernel(), self.names, residency, None, sends_opens=True, reads_copies=False
         )
-        revalidation = Revalidation(
+        self.revalidation = Revalidation(
             self.names,
             self.source_calls,
             bindings,

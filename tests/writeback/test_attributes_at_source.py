@@ -235,6 +235,32 @@ async def test_a_look_at_the_source_that_the_drain_overtakes_shows_no_older_attr
         assert stat.S_IMODE(session.front.attributes.of(session.ino(b"a")).mode) == 0o640
 
 
+async def test_each_version_that_the_drain_makes_is_taken_for_one_of_the_drain(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the change at the source and its record, also if later changes wait."""
+    make, found = SourceEntries.change_attributes, []
+
+    def made(*arguments: Any, **more: Any) -> Any:
+        identity = make(*arguments, **more)
+        found.append(identity_of(at(rig)))
+        expected.append(session.revalidation.may_be_drained(session.ino(b"a"), found[-1]))
+        return identity
+
+    expected: list[bool] = []
+    monkeypatch.setattr(SourceEntries, "change_attributes", made)
+    async with rig.mount() as session:
+        for number in range(3):
+            await session.utime(b"a", MTIME_NS + number)
+        await session.chmod(b"a", 0o640)
+        await session.drained()
+        assert len(set(found)) == 4 and all(expected)
+        node = session.names.node(session.ino(b"a"))
+        assert node is not None and not node.undrained and not node.undrained_mtimes
+        others = Identity(found[-1].size, MTIME_NS, found[-1].ctime_ns, found[-1].source_ino)
+        assert not session.revalidation.may_be_drained(node.ino, others)
+
+
 @pytest.mark.promise(99)
 @pytest.mark.parametrize("is_written", [False, True], ids=["of the source", "written"])
 @pytest.mark.parametrize("is_drained", [False, True], ids=["waiting", "drained"])
