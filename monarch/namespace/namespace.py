@@ -388,7 +388,7 @@ class Namespace(Tree):
             node.gid = node.gid if gid is None else gid
             node.keeps_owner = True
             if mode is None and not node.is_dir:
-                node.drop_privileges()
+                node.drop_privileges_of_owner()
         if size is not None:
             node.size = size
             node.touch(now_ns)

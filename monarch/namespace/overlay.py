@@ -135,15 +135,17 @@ class Node:
 
     @property
     def set_id_to_remove(self) -> int:
-        """The set-ID bits of the mode that a change of the bytes by a user removes."""
-        drop = stat.S_ISUID
-        if self.mode & stat.S_IXGRP:
-            drop |= stat.S_ISGID
-        return self.mode & drop
+        """The set-ID bits of the mode that a change of the bytes by a user removes.
 
-    def drop_privileges(self) -> None:
-        """Removes the set-user-ID and set-group-ID bits, as a change by another user does."""
-        self.drop_bits(self.set_id_to_remove)
+        Linux keeps the set-group-ID bit of a file without the execute bit of its group if the user
+        is a member of that group. The groups of the user are unknown here: the bit is removed.
+        """
+        return self.mode & (stat.S_ISUID | stat.S_ISGID)
+
+    def drop_privileges_of_owner(self) -> None:
+        """Removes the set-ID bits that a new owner removes."""
+        is_program = self.mode & stat.S_IXGRP
+        self.drop_bits(stat.S_ISUID | (stat.S_ISGID if is_program else 0))
 
     def drop_bits(self, bits: int) -> None:
         """Removes ``bits`` from the mode."""

@@ -242,7 +242,7 @@ class WrittenFiles:
         paths = tuple(self._names.visible_paths(node.ino)) if node.names else ()
         # Another write may have removed them meanwhile.
         has_set_id = bool(node.set_id_to_remove)
-        node.drop_privileges()
+        node.drop_bits(node.set_id_to_remove)
         if paths and has_set_id:
             self._recorder.note(
                 Op(

@@ -216,7 +216,7 @@ class StagedContents:
                 raise OSError(CHANGED_MEANWHILE, "what was to be replaced at the source is gone")
             mode = stat.S_IMODE(there.st_mode)
             if any(writer is not None and not writer.is_root for writer in (op.by, *op.also)):
-                mode &= ~stat.S_ISUID & (~stat.S_ISGID if mode & stat.S_IXGRP else ~0)
+                mode &= ~(stat.S_ISUID | stat.S_ISGID)
             mode = mode & ~expected.taken | due_bits(there, op, expected)
             xattrs: dict[bytes, bytes | None] = {}
             with suppress(OSError):
