@@ -252,3 +252,43 @@ def test_lmdb_hdf5_and_zip_read_what_they_need(monarch: MonarchCommand, source: 
     assert partial(report)[0] == 3
     whole = sum((source / name).stat().st_size for name in ("db", "array.h5", "files.zip"))
     assert report["source_totals"]["bytes"] < whole * 3 // 5
+
+
+@pytest.mark.promise(210)
+@pytest.mark.modes("relay", "passthrough")
+def test_an_lmdb_of_twice_the_tier_is_read_from_the_share_that_fits(
+    monarch: MonarchCommand, source: Path
+) -> None:
+    rng = np.random.default_rng(6)
+    values = [rng.bytes(100_000) for _ in range(400)]
+    with lmdb.open(str(source / "db"), map_size=64 * MIB, subdir=False, lock=False) as database:
+        with database.begin(write=True) as transaction:
+            for number, value in enumerate(values):
+                transaction.put(b"%06d" % number, value)
+    size = (source / "db").stat().st_size
+    tier = size // 2
+    mounted = monarch.mount(source, tiers={"fast": str(tier)}, options=OPTIONS)
+
+    def read_all(seed: int) -> int:
+        """Reads all values in a random order; returns the bytes read at the source."""
+        before = of_source(mounted)
+        order = random.Random(seed).sample(range(400), 400)
+        with lmdb.open(
+            str(mounted.path / "db"), readonly=True, subdir=False, lock=False, readahead=False
+        ) as database:
+            with database.begin() as transaction:
+                for number in order:
+                    assert transaction.get(b"%06d" % number) == values[number]
+        fd = os.open(mounted.path / "db", os.O_RDONLY)
+        forget_pages(fd)
+        os.close(fd)
+        wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "the file is released")
+        return of_source(mounted) - before
+
+    first, *later = (read_all(seed) for seed in range(3))
+    report = settled(mounted)
+    files, held = partial(report)
+    assert files == 1 and tier // 2 < held == report["tiers"][0]["used"] <= tier
+    assert first <= 1.02 * size
+    # Whole blocks of the file, always the same.
+    assert later == [size - (held - Layout(size).overhead)] * 2
