@@ -38,10 +38,14 @@ class Renewals:
 
     def renewed(self, ino: Ino, before: Identity, now: Identity) -> None:
         """The drain has changed the attributes of a file that was ``before`` at the source and is
-        ``now``. A copy of another version is dropped."""
+        ``now``. A copy of another version is dropped, and so is a partial copy."""
         self._doubts.renew(ino, before, now)
-        number = self._residency.tier_of(ino)
-        if number == SOURCE or before == now:
+        if before == now:
+            return
+        if self._residency.tier_of(ino) == SOURCE:
+            if self._promotions.has_copy(ino):
+                # The next open would take it for a damaged one.
+                self._promotions.forget_copy(ino)
             return
         record = self._records.get(ino)
         if record is not None and record.identity == now:

@@ -21,7 +21,7 @@ from monarch.placement.policy import FirstCome
 from monarch.text import MiB
 from monarch.tiers.contents import part_name
 from monarch.tiers.partial import GRANULE, PRESENT, Layout
-from monarch.types import Ino
+from monarch.types import Ino, attributes_of
 from monarch.vfs.binding import WATCHED_FROM
 from tests.vfs.rig import FakeFastPath, Rig
 
@@ -395,3 +395,37 @@ async def test_switched_off_the_whole_file_is_copied_at_its_open(make: Makes) ->
         assert rig.source_bytes() == 4096 and len(rig.controller.parts) == 0
         rig.engine.arrive(ino)
         rig.filesystem.release(ino)
+
+
+@pytest.mark.promise(172)
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+async def test_a_partial_copy_of_a_file_that_the_drain_changes_is_made_anew(
+    make: Makes, big: Path, is_open: bool
+) -> None:
+    """It counts as no damage. A process that has the file open continues at the source."""
+    rig = make()
+    async with rig.running():
+        ino = await rig.open("big")
+        await rig.at(ino, 12 * MiB)
+        await rig.stored()
+        if not is_open:
+            rig.filesystem.release(ino)
+            await rig.stored()
+        rig.names.change(ino, mode=0o640, now_ns=1)
+        before = rig.names.stored(ino)
+        (big / "big").chmod(0o640)
+        fresh = attributes_of((big / "big").stat(), ino, before.parent, 0o100640)
+        rig.names.refresh(ino, fresh)
+        rig.read_side.renewals.renewed(ino, before.identity, fresh.identity)
+        if is_open:
+            await rig.at(ino, 12 * MiB)
+            await rig.at(ino, 16 * MiB)
+            rig.filesystem.release(ino)
+            await rig.stored()
+        await rig.open("big")
+        await rig.at(ino, 12 * MiB)
+        await rig.stored()
+        assert rig.present(ino) and not rig.metrics.errors and rig.metrics.changes == 0
+        assert rig.tier_calls.unreadable == []
+        rig.filesystem.release(ino)
+        await rig.stored()
