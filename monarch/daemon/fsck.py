@@ -37,6 +37,7 @@ from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Identity, Ino
 from monarch.vfs.copies import Copies
 from monarch.vfs.parts import PartialCopies
+from monarch.vfs.renewals import Renewals
 from monarch.writeback.earlier import inspect
 from monarch.writeback.objects import object_path
 from monarch.writeback.setup import WriteBack
@@ -66,6 +67,7 @@ class OnlineFsck:
     engine: Engine
     copies: Copies
     parts: PartialCopies
+    renewals: Renewals
     writing: WriteBack | None
     threads: ThreadPool
     _one_at_a_time: trio.Lock = field(default_factory=trio.Lock, init=False)
@@ -272,7 +274,13 @@ class _FsckRun:
             return record is None or record.tier != tier.number
         if suspect.kind == verify.TORN:
             return self._records.is_torn(ino)
+        if suspect.kind == verify.SEAL:
+            # The drain may have changed attributes: the record is renewed before the seal.
+            await self._of.renewals.settled(ino)
+            record = self._records.get(ino)
         here = self._is_resident(tier, ino) and record == suspect.record
+        if suspect.kind == verify.SEAL and record is not None:
+            return here and not await self._of.threads.run(_is_sealed, tier, ino, record.identity)
         if suspect.kind == verify.MISSING:
             return here and not await self._of.threads.run(tier.has, ino)
         return here
@@ -390,6 +398,15 @@ def _is_in_use(directory: int, root: int, generation: str) -> bool:
     used = os.fstat(directory)
     there = os.stat(Contents.PREFIX + generation, dir_fd=root, follow_symlinks=False)
     return (there.st_dev, there.st_ino) == (used.st_dev, used.st_ino)
+
+
+def _is_sealed(tier: Tier, ino: Ino, identity: Identity) -> bool:
+    """In a thread: whether a copy can be opened and has the seal of a version."""
+    try:
+        os.close(tier.open(ino, identity))
+    except OSError:
+        return False
+    return True
 
 
 def _older(contents: Contents, own: Path, than_ns: int) -> list[Path]:

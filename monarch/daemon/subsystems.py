@@ -366,6 +366,7 @@ def build_upkeep(
         engine=transfer.engine,
         copies=read.copies,
         parts=read.parts,
+        renewals=read.renewals,
         writing=write_back,
         # More than one: a call at a hanging disk occupies its thread after its client has gone.
         threads=ThreadPool(4, "fsck", abandon=True),

@@ -20,6 +20,8 @@ from monarch.types import Identity, Ino
 from monarch.vfs.interfaces import TierCalls
 from monarch.vfs.promotions import Promotions
 
+_STEP_S = 0.005
+
 
 @dataclass(eq=False, repr=False)
 class Renewals:
@@ -35,6 +37,8 @@ class Renewals:
     # last identity.
     _unsealed: dict[Ino, tuple[int, Identity, Identity]] = field(default_factory=dict, init=False)
     _added: trio.Event = field(default_factory=trio.Event, init=False)
+    # The copy whose seal is being renewed.
+    _current: Ino | None = field(default=None, init=False)
 
     def renewed(self, ino: Ino, before: Identity, now: Identity) -> None:
         """The drain has changed the attributes of a file that was ``before`` at the source and is
@@ -73,7 +77,16 @@ class Renewals:
             while self._unsealed:
                 ino = next(iter(self._unsealed))
                 number, before, now = self._unsealed.pop(ino)
-                with suppress(OSError):
-                    await self._tier_calls.ask(
-                        number, self._tiers[number].renew_seal, ino, before, now
-                    )
+                self._current = ino
+                try:
+                    with suppress(OSError):
+                        await self._tier_calls.ask(
+                            number, self._tiers[number].renew_seal, ino, before, now
+                        )
+                finally:
+                    self._current = None
+
+    async def settled(self, ino: Ino) -> None:
+        """Waits until the seal of a copy has been renewed, or could not be."""
+        while ino in self._unsealed or ino == self._current:
+            await trio.sleep(_STEP_S)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import trio
 import trio.testing
 
+from monarch.daemon.fsck import OnlineFsck, _FsckRun
 from monarch.daemon.scrub import Scrub
-from monarch.tiers.contents import seal
+from monarch.tiers.contents import copy_name, seal
 from monarch.tiers.source import identity_of
+from monarch.tiers.verify import SEAL, Suspect
 from monarch.types import Identity, Ino, attributes_of
 from tests.vfs.conftest import FILES, Rigs
 from tests.vfs.rig import FakeFastPath, Rig
@@ -140,6 +143,38 @@ async def test_the_scrub_keeps_the_seal_of_a_copy_that_is_renewed_meanwhile(
     await scrub.go_round(Ino(1))
     assert scrub.report().rounds == 1 and is_sealed(rig, ino)
     check_quiet(rig)
+
+
+@pytest.mark.parametrize("is_touched", [False, True], ids=["renewed", "touched"])
+async def test_fsck_waits_for_the_seal_of_a_copy_that_is_renewed(
+    rig: Rig, is_touched: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    ino = rig.copy("small")
+    if is_touched:
+        os.utime(rig.copy_path(ino), ns=(0, 0))
+    renewed(rig, "small")
+    of = SimpleNamespace(
+        hierarchy=SimpleNamespace(records=rig.records),
+        names=rig.names,
+        residency=rig.residency,
+        renewals=rig.read_side.renewals,
+        threads=rig.threads,
+    )
+    check = _FsckRun(cast(OnlineFsck, of), False, False, _no_report)
+    suspect = Suspect(SEAL, copy_name(ino), "it was touched", ino, rig.records.get(ino))
+    async with trio.open_nursery() as nursery:
+
+        async def later() -> None:
+            await trio.sleep(1)
+            await rig.read_side.renewals.run()
+
+        nursery.start_soon(later)
+        assert await check._holds(rig.tier, suspect) is is_touched
+        nursery.cancel_scope.cancel()
+    assert is_sealed(rig, ino) is not is_touched
+
+
+async def _no_report(progress: object) -> None: ...
 
 
 async def test_an_open_that_a_change_by_others_overtakes_reads_the_new_bytes(
