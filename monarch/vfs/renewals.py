@@ -6,6 +6,7 @@ identity, so both are renewed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,8 +43,14 @@ class Renewals:
 
     def renewed(self, ino: Ino, before: Identity, now: Identity) -> None:
         """The drain has changed the attributes of a file that was ``before`` at the source and is
-        ``now``. A copy of another version is dropped, and so is a partial copy."""
+        ``now``. A copy of another version is dropped, and so is a partial copy.
+
+        If the drain has found a version that others have made, ``now`` is that of the bytes that
+        the mount knows, with the time of change before. The file is then compared with the source.
+        """
         self._doubts.renew(ino, before, now)
+        if now.ctime_ns == before.ctime_ns:
+            self._doubts.postpone(ino, now, until_ns=time.monotonic_ns())
         if before == now:
             return
         if self._residency.tier_of(ino) == SOURCE:

@@ -32,7 +32,8 @@ def rig(tree: Tree, tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
-async def compare(rig: Rig) -> None:
+async def compare(rig: Rig, *, of_doubts: bool = False) -> None:
+    """Compares all copies, or only those that are to be compared again."""
     hierarchy = cast(Hierarchy, SimpleNamespace(tiers=[rig.tier], records=rig.records))
     watch = FreshnessWatch(
         names=rig.names,
@@ -48,7 +49,8 @@ async def compare(rig: Rig) -> None:
         inline_max=4096,
         sends_opens=True,
     )
-    await watch.run()
+    if not of_doubts:
+        await watch.run()
     for ino, doubt in rig.doubts.due(1 << 62):
         await watch._look_twice([(ino, doubt)])
 
@@ -102,3 +104,17 @@ async def test_other_bytes_are_noticed_before_the_drain(rig: Rig) -> None:
     (rig.source_path / "f").write_bytes(b"of others")
     await compare(rig)
     assert rig.residency.tier_of(ino) == 0
+
+
+async def test_a_change_by_others_that_the_drain_finds_is_noticed(rig: Rig) -> None:
+    """The drain then returns the identity of the bytes that the mount knows."""
+    ino = rig.copy("f")
+    known = rig.names.stored(ino).identity
+    await compare(rig, of_doubts=True)
+    change(rig, ino)
+    (rig.source_path / "f").write_bytes(b"o" * 1000)
+    (rig.source_path / "f").chmod(0o640)
+    rig.read_side.renewals.renewed(ino, known, known)
+    await compare(rig, of_doubts=True)
+    assert rig.residency.tier_of(ino) == 0 and rig.metrics.changes == 1
+    assert await rig.content("f") == b"o" * 1000
