@@ -173,10 +173,10 @@ def ioctl(message: bytes, *, number: int | None = None, size: int | None = None)
 
 async def test_a_hint_reaches_its_handler_and_its_process_the_result(made: Rig) -> None:
     fakes = Fakes()
-    sent: list[tuple[Ino, bytes, Caller]] = []
+    sent: list[tuple[bytes, Caller]] = []
 
-    def hint(ino: Ino, message: bytes, caller: Caller) -> int:
-        sent.append((ino, message, caller))
+    def hint(message: bytes, caller: Caller) -> int:
+        sent.append((message, caller))
         if not message:
             raise Refused(errno.ENOSPC)
         return len(message)
@@ -190,7 +190,7 @@ async def test_a_hint_reaches_its_handler_and_its_process_the_result(made: Rig) 
             assert struct.unpack("<iIII", reply.body) == (len(message), 0, 0, 0)
         assert (await ask(made, Op.IOCTL, 1, ioctl(b""))).error == errno.ENOSPC
     caller = Caller(77, 0, 0)
-    assert sent == [(1, b"a\0b", caller), (1, long[:MOST_BYTES], caller), (1, b"", caller)]
+    assert sent == [(b"a\0b", caller), (long[:MOST_BYTES], caller), (b"", caller)]
     assert made.is_quiet(), "pyfuse3 has received none"
 
 
@@ -211,7 +211,7 @@ async def test_any_other_ioctl_is_refused_without_python(made: Rig) -> None:
 async def test_the_hints_that_wait_are_limited(made: Rig) -> None:
     """A hint takes much longer than any other request, and a user may have many threads."""
     fakes = Fakes()
-    cast(Any, fakes).hint = lambda ino, message, caller: 0
+    cast(Any, fakes).hint = lambda message, caller: 0
     async with serving(made, fakes):
         await trio.testing.wait_all_tasks_blocked()
         # None is taken out of the queue until the event loop runs.

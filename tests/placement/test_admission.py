@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 
 from monarch.foresight.announced import Announcer
-from monarch.foresight.messages import NO_DESCRIPTOR, UNKNOWN_UNIT, Begin
 from monarch.placement.frequency import MOST, Sketch
-from monarch.types import ROOT_INO, Ino
+from monarch.types import Ino
 from tests.foresight.streams import Tree, workers
 from tests.placement.readers import Readers, lru, zipf
 
@@ -245,7 +244,7 @@ def test_a_job_that_has_announced_an_order_is_no_scan() -> None:
     readers = Readers("lru", FILES, tree())
     of_a_job(readers)
     announcer = Announcer(0, 1, 1)
-    readers.foresight.announced.begin(announcer, ROOT_INO, Begin(1, NO_DESCRIPTOR, UNKNOWN_UNIT, 0))
+    readers.foresight.announced.begin(announcer, 1)
     readers.read(readers.tree.files[0], SCAN)
     assert readers.admission.spared == 0
 

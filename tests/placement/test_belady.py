@@ -11,7 +11,7 @@ import pytest
 from monarch.config.settings import ForesightSettings
 from monarch.foresight.announced import Announcer
 from monarch.foresight.foresight import Foresight
-from monarch.foresight.messages import NO_DESCRIPTOR, Begin, Piece
+from monarch.foresight.messages import Piece
 from monarch.foresight.uses import KnownUses
 from monarch.placement.belady import Belady
 from monarch.placement.policy import Item
@@ -66,7 +66,7 @@ class Job:
 
     def announce(self, order: Sequence[Ino]) -> None:
         if not self._announced:
-            self.foresight.announced.begin(self._by, ROOT_INO, Begin(1, NO_DESCRIPTOR, 1, 0))
+            self.foresight.announced.begin(self._by, 1)
         for start in range(0, len(order), 97):
             part = array("I", order[start : start + 97])
             self.foresight.announced.extend(self._by, Piece(1, self._announced, part))
