@@ -50,6 +50,7 @@ from monarch.tiers.contents import (
     keeps_seals,
     opened_in,
     part_name,
+    part_of,
     probe_file,
     put_seal,
     seal,
@@ -158,7 +159,8 @@ class Tier:
         for generation in contents.generations():
             name = Contents.PREFIX + generation
             if name != self._generation_name:
-                parts = (f"{name}/{PARTS}/{part}" for part in contents.parts(generation))
+                named = filter(part_of, contents.parts(generation))
+                parts = (f"{name}/{PARTS}/{part}" for part in named)
                 for path in chain(contents.copies(generation), parts):
                     with suppress(IsADirectoryError):
                         os.unlink(path, dir_fd=self._root)

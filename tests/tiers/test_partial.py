@@ -289,6 +289,15 @@ def test_a_new_snapshot_adopts_them_with_new_numbers(tier: Tier, tmp_path: Path)
     records.close(clean=True)
 
 
+def test_files_of_other_programs_stay_when_those_of_an_earlier_snapshot_leave(tier: Tier) -> None:
+    make(tier, 0).close()
+    stranger = path_of(tier).with_name("notes")
+    stranger.write_bytes(b"not a copy")
+    tier.use("h")
+    assert tier.remove_other_generations() == 1
+    assert stranger.exists() and not path_of(tier).exists()
+
+
 @pytest.mark.parametrize("why", ["version", "gone", "whole copy", "damaged"])
 def test_the_start_removes_what_must_not_be_used(tier: Tier, tmp_path: Path, why: str) -> None:
     make(tier, 0).close()
