@@ -288,9 +288,10 @@ class PartialCopies:
     async def _from_source(
         self, binding: Binding, part: OpenPart, offset: int, end: int
     ) -> bytes | None:
-        """Bytes from a missing granule on; None if the source has another version."""
+        """Bytes from a missing granule on; None if the source has another version. They are not
+        kept if the tier is so slow that as many bytes as allowed wait for it."""
         granule, stop = offset // GRANULE, -(-end // GRANULE)
-        if not part.admits(granule):
+        if not part.admits(granule) or self._held >= self._options.most_held:
             end = min(end, part.missing_until(granule, stop) * GRANULE)
             return await self._fetched(binding, part, offset, end - offset)
         unit = part.begin(granule, stop, room=self._options.most_held - self._held)
@@ -451,8 +452,9 @@ class PartialCopies:
         try:
             await self._monitor.call(tier, _become_copy, part, tier, self._records, record, young)
         except TierError as error:
-            self._monitor.failed(tier, error)
+            # Otherwise its file may have been removed at the same time.
             if not part.is_dropped:
+                self._monitor.failed(tier, error)
                 self._promotions.forget_copy(ino)
             return
         if part.is_dropped:

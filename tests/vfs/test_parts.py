@@ -219,6 +219,32 @@ async def test_a_complete_one_becomes_the_copy_at_its_last_release(make: Makes) 
         rig.filesystem.release(ino)
 
 
+async def test_one_that_is_evicted_while_it_is_completed_is_no_failure_of_the_tier(
+    make: Makes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make()
+    complete = rig.tier.complete_part
+
+    def evicted(ino: Ino) -> None:
+        rig.read_side.promotions.evict(ino)
+        complete(ino)
+
+    monkeypatch.setattr(rig.tier, "complete_part", evicted)
+    async with rig.running():
+        ino = await rig.open("big")
+        await rig.at(ino, 15 * MiB)
+        for offset in range(0, SIZE, MiB):
+            await rig.at(ino, offset, min(MiB, SIZE - offset))
+        rig.filesystem.release(ino)
+        await rig.stored()
+        assert rig.tier_calls.failures == [] and rig.residency.tier_of(ino) == 0
+        assert rig.ledger.used(1) == rig.ledger.reserved(1) == 0
+        await rig.open("big")
+        await rig.at(ino, 15 * MiB)
+        rig.filesystem.release(ino)
+        await rig.stored()
+
+
 async def test_a_file_twice_the_tier_has_the_same_hits_in_each_pass(make: Makes) -> None:
     overhead = Layout(SIZE).overhead
     rig = make(capacity=8 * MiB + overhead)
@@ -382,6 +408,29 @@ async def test_granules_that_may_not_be_stored_are_served_and_not_counted(
         await rig.stored()
         assert rig.present(ino) == set()
         assert rig.ledger.used(1) == Layout(SIZE).overhead and rig.ledger.reserved(1) == 0
+        rig.filesystem.release(ino)
+        await rig.stored()
+
+
+async def test_the_granules_that_wait_for_a_slow_tier_are_limited(make: Makes) -> None:
+    rig = make(buffer_max="8MiB")
+    parts = rig.read_side.parts
+    # Nothing is stored before ``run`` begins.
+    ino = await rig.open("big")
+    await rig.at(ino, 15 * MiB)
+    for offset in range(9 * MiB, SIZE, 2 * GRANULE):
+        await rig.at(ino, offset, min(GRANULE, SIZE - offset))
+    assert parts.pending <= 2 * MiB // GRANULE
+    before = rig.source_bytes()
+    await rig.at(ino, SIZE - 4096)
+    assert rig.source_bytes() == before + 4096
+    async with rig.running():
+        await rig.stored()
+        assert 0 < len(rig.present(ino)) <= 2 * MiB // GRANULE
+        # What was read meanwhile is fetched again, and kept.
+        await rig.at(ino, SIZE - 4096)
+        await rig.stored()
+        assert COUNT - 1 in rig.present(ino)
         rig.filesystem.release(ino)
         await rig.stored()
 
