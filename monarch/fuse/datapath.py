@@ -223,6 +223,11 @@ class Datapath:
         """
         return bool(self._native.bind(ino, fd, tier, size, backing_id))
 
+    def end_binding(self, ino: Ino) -> None:
+        """Ends ``bind`` after the last release. An open that was not answered yet is to be bound
+        anew, maybe to another version."""
+        self._native.end_binding(ino)
+
     def bind_part(self, ino: Ino, fd: int, *, tier: int, size: int) -> bool:
         """Answers reads of an inode that is being opened or is bound from a duplicate of ``fd``,
         the partial copy (tiers/partial.py) of a file of ``size`` bytes. A read with a granule that

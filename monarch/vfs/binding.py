@@ -169,6 +169,8 @@ class Bindings:
         del self._bound[ino]
         if binding.content is not None:
             self.held_bytes -= len(binding.content)
+        if self._fast is not None:
+            self._fast.end_binding(ino)
         binding.close()
         return binding.outdated
 

@@ -262,6 +262,8 @@ class Fuzz:
         self._rig.datapath.bind(
             Ino(ino), fd, tier=dice.choice((0, 1, 2, 16)), size=dice.choice((0, _SIZE, 2**63))
         )
+        if dice.random() < 0.2:
+            self._rig.datapath.end_binding(Ino(ino))
 
     def _bind_written(self, ino: Ino, dice: random.Random, *, create: bool) -> None:
         fd = dice.choice((-1, self._objects[0].fileno(), *(f.fileno() for f in self._objects)))

@@ -389,6 +389,36 @@ def test_a_descriptor_that_python_hands_over_is_read_without_it(made: Rig) -> No
     assert made.is_quiet()
 
 
+def test_an_open_that_the_last_release_overtakes_reads_what_it_is_bound_to(made: Rig) -> None:
+    ino, old, new = made.ino("a"), made.content("a"), made.content("b")
+    first = made.send_open(ino)
+    passed = made.passed()
+    with open(made.source / "a", "rb") as file:
+        assert made.datapath.bind(ino, file.fileno(), tier=0, size=SIZE)
+    made.reply_open(passed)
+    handle = wire.OPEN_OUT.unpack(made.answer(first).body)[0]
+    assert made.read(ino, handle, 0, 1000).body == old[:1000]
+    second = made.send_open(ino)
+    opening = made.passed()
+    closed = made.send_release(ino, handle)
+    releasing = made.passed()
+    # Python handles the release first, and binds the file to another version then.
+    made.datapath.end_binding(ino)
+    made.reply(releasing)
+    assert made.answer(closed).error == 0
+    with open(made.source / "b", "rb") as file:
+        assert made.datapath.bind(ino, file.fileno(), tier=0, size=SIZE)
+    made.reply_open(opening)
+    handle = wire.OPEN_OUT.unpack(made.answer(second).body)[0]
+    assert handle & wire.HANDLE_FAST and handle & wire.HANDLE_BOUND
+    assert made.read(ino, handle, 0, 1000).body == new[:1000] != old[:1000]
+    closed = made.send_release(ino, handle)
+    made.reply(made.passed())
+    assert made.answer(closed).error == 0 and made.datapath.open_files() == 0
+    # A file that Python does not have bound stays as it is.
+    made.datapath.end_binding(ino)
+
+
 def test_an_inode_that_is_open_with_python_cannot_be_handed_over(made: Rig) -> None:
     ino = made.ino("a")
     with open(made.source / "a", "rb") as file:

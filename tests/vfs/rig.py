@@ -288,6 +288,10 @@ class FakeFastPath:
         self.bound[ino] = (tier, size, backing_id)
         return True
 
+    def end_binding(self, ino: Ino) -> None:
+        self.bound.pop(ino, None)
+        self.parts.pop(ino, None)
+
     def bind_part(self, ino: Ino, fd: int, *, tier: int, size: int) -> bool:
         self.parts[ino] = (tier, size)
         return True

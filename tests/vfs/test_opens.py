@@ -38,6 +38,18 @@ async def test_a_small_file_is_fetched_once_for_all_that_open_it(rig: Rig) -> No
     assert not rig.read_side.bindings.is_open(ino) and rig.read_side.bindings.held_bytes == 0
 
 
+async def test_the_datapath_does_not_keep_what_the_last_release_has_closed(rigs: Rigs) -> None:
+    fast = FakeFastPath()
+    rig = rigs(fast=fast)
+    ino = await rig.open("large")
+    await rig.open("large")
+    rig.filesystem.release(ino)
+    assert ino in fast.bound
+    # Another open may wait in the datapath, which must not give it this descriptor.
+    rig.filesystem.release(ino)
+    assert ino not in fast.bound
+
+
 async def test_the_next_open_begins_when_the_first_one_fails(rig: Rig) -> None:
     rig.threads.gate = trio.Event()
     target = rig.source_path / "small"

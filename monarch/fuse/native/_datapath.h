@@ -299,6 +299,7 @@ void mark_answered(struct datapath *dp, struct pending *place);
 void mark_interrupted(struct datapath *dp, struct pending *place);
 void close_remains(struct datapath *dp, const struct open_remains *to_close);
 bool drop_open(struct datapath *dp, uint64_t ino, bool by_python);
+void end_binding(struct datapath *dp, uint64_t ino);
 void release_written(struct datapath *dp, uint64_t ino);
 void pass_on(struct thread *thread, struct in_header *request);
 void pass_open(struct thread *thread, struct in_header *request, struct open_inode *entry,

@@ -213,12 +213,11 @@ void opening_resume(struct thread *thread, struct in_header *request, struct ope
         refuse(thread, request, ENOMEM);
         return;
     }
-    uint8_t kind = LOAD(entry->kind);
-    if (writes || kind == OPEN_PYTHON || LOAD(entry->bound)) {
+    if (writes || opens_needs_python(&dp->opens, entry)) {
         pass_open(thread, request, entry, writes);
         return;
     }
-    uint8_t tier = LOAD(entry->tier);
+    uint8_t kind = LOAD(entry->kind), tier = LOAD(entry->tier);
     if ((!fresh || kind != OPEN_CONTENT) && !is_made(dp, request->nodeid))
         report_event(dp, request->nodeid, tier, NULL, request->pid);
     struct open_out out = opening_handle(entry, false, FOPEN_KEEP_CACHE);

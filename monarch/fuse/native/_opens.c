@@ -203,6 +203,32 @@ bool opens_resize(struct opens *opens, uint64_t ino, uint64_t size) {
     return bound;
 }
 
+bool opens_needs_python(struct opens *opens, struct open_inode *entry) {
+    lock(stripe_with(opens, entry));
+    bool needs = entry->kind == OPEN_PYTHON || entry->bound;
+    unlock(stripe_with(opens, entry));
+    return needs;
+}
+
+void opens_end_binding(struct opens *opens, uint64_t ino, struct open_remains *to_close) {
+    *to_close = (struct open_remains){.fd = -1};
+    struct open_inode *entry = locked(opens, ino);
+    if (entry && entry->bound && !entry->held &&
+        (entry->kind == OPEN_RELAY || entry->kind == OPEN_PASSTHROUGH)) {
+        to_close->fd = entry->fd;
+        to_close->part = entry->part;
+        to_close->tier = entry->tier;
+        to_close->backing_id = entry->backing_id;
+        __atomic_store_n(&entry->part_tier, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->part, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->watched_from, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->reached, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->bound, false, __ATOMIC_RELEASE);
+        settle(entry, OPEN_PYTHON, -1, 0, 0, 0);
+    }
+    unlock(stripe_of(opens, ino));
+}
+
 bool opens_bind_part(struct opens *opens, uint64_t ino, int fd, uint8_t tier, uint64_t size,
                      bool *spare) {
     struct open_inode *entry = locked(opens, ino);

@@ -130,6 +130,11 @@ bool opens_bind(struct opens *opens, uint64_t ino, enum open_kind kind, int fd, 
                 uint8_t tier, uint64_t size);
 /* Sets the ``size`` of the file of an inode that Python bound. False if it is not bound. */
 bool opens_resize(struct opens *opens, uint64_t ino, uint64_t size);
+/* Whether Python must answer an open that uses the entry. */
+bool opens_needs_python(struct opens *opens, struct open_inode *entry);
+/* Ends the binding of an inode that Python has bound for reading, after Python has closed its own.
+ * Its remaining opens are not answered yet, and are bound anew. */
+void opens_end_binding(struct opens *opens, uint64_t ino, struct open_remains *to_close);
 /* Lets reads of an inode that Python opens, or has bound, be answered from a partial copy of a file
  * of ``size`` bytes. If true, ``fd`` belongs to the entry, or ``*spare`` is set. */
 bool opens_bind_part(struct opens *opens, uint64_t ino, int fd, uint8_t tier, uint64_t size,

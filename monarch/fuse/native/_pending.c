@@ -204,6 +204,12 @@ bool drop_open(struct datapath *dp, uint64_t ino, bool by_python) {
     return known;
 }
 
+void end_binding(struct datapath *dp, uint64_t ino) {
+    struct open_remains to_close;
+    opens_end_binding(&dp->opens, ino, &to_close);
+    close_remains(dp, &to_close);
+}
+
 void release_written(struct datapath *dp, uint64_t ino) {
     struct open_remains to_close;
     opens_release_written(&dp->opens, ino, &to_close);

@@ -33,6 +33,7 @@ int to_attr(PyObject *given, void *attr);
         X(name_given, METH_VARARGS), X(name_taken, METH_VARARGS), X(serve_missing, METH_VARARGS),  \
         X(serve_attributes, METH_O), X(forget_attributes, METH_O), X(bind, METH_VARARGS),          \
         X(bind_part, METH_VARARGS), X(drop_part, METH_O), X(watch, METH_VARARGS),                  \
+        X(end_binding, METH_O),                                                                    \
         X(bind_written, METH_VARARGS), X(unbind, METH_VARARGS), X(rebind, METH_VARARGS),           \
         X(release_written, METH_VARARGS), X(written, METH_O), X(lowest, METH_VARARGS),             \
         X(is_open, METH_O), X(is_passed, METH_O), X(outdate, METH_O), X(answer, METH_VARARGS),     \

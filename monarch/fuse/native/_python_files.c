@@ -123,6 +123,14 @@ PyObject *datapath_drop_part(Datapath *self, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
+PyObject *datapath_end_binding(Datapath *self, PyObject *arg) {
+    unsigned long long ino = PyLong_AsUnsignedLongLong(arg);
+    if (PyErr_Occurred())
+        return NULL;
+    end_binding(self->dp, ino);
+    Py_RETURN_NONE;
+}
+
 PyObject *datapath_watch(Datapath *self, PyObject *args) {
     unsigned long long ino, offset;
     if (!PyArg_ParseTuple(args, "KK", &ino, &offset))
