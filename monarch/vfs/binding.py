@@ -55,7 +55,7 @@ class Binding:
     ``unread_bytes`` limits the reads for which the kernel sent no open. A file that is read from
     the source is offered for a copy again at ``offer_s`` of the loop's clock, then after
     ``pause_s``. ``copy`` is the origin of ``fd``. ``is_watched``: its first reads decide how it is
-    copied.
+    copied. ``has_old_pages``: at its first open the kernel may have had pages of another version.
     """
 
     ino: Ino
@@ -66,6 +66,7 @@ class Binding:
     content: bytes | memoryview | None = None
     part: OpenPart | None = None
     is_watched: bool = False
+    has_old_pages: bool = False
     users: int = 0
     outdated: bool = False
     offer_s: float = 0.0

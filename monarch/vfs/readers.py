@@ -101,9 +101,12 @@ class Readers:
         except BaseException:
             self._leave(ino)
             raise
-        keep_pages = self._kernel.opened(ino)
+        if not self._kernel.opened(ino):
+            # The kernel drops the pages in the process of each open, and another open of the same
+            # binding may be answered, and read pages, before.
+            binding.has_old_pages = True
         self._count(binding, started)
-        return keep_pages
+        return not binding.has_old_pages
 
     async def _enter(self, ino: Ino, *, renew: bool, store: bool) -> Binding:
         """The binding of an inode, with one more user. ``renew``: it may be of a newer version.
@@ -376,6 +379,10 @@ class Readers:
                 self._old_version_released(ino)
                 continue
             if what == ABANDONED:
+                binding = self._bindings.get(ino)
+                if binding is not None and binding.has_old_pages:
+                    # The answer by which the kernel drops them is lost.
+                    self._kernel.drop_pages(ino)
                 self.release(ino)
                 continue
             tier = what

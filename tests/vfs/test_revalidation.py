@@ -8,12 +8,13 @@ import time
 from collections.abc import Awaitable
 
 import pytest
+import trio
 
 from monarch.errors import SourceError
 from monarch.types import ROOT_INO
 from tests.conftest import Tree
 from tests.vfs.conftest import FILES, Rigs
-from tests.vfs.rig import FakeFastPath, Rig
+from tests.vfs.rig import READER, FakeFastPath, Rig
 
 
 async def number(call: Awaitable[object]) -> int | None:
@@ -94,6 +95,45 @@ async def test_a_file_that_is_read_at_the_source_changes_under_its_readers(rig: 
     assert await rig.read(ino, 0, 10) == b"n" * 10
     for _ in range(2):
         rig.filesystem.release(ino)
+
+
+async def test_no_open_of_a_changed_file_keeps_pages_before_another_has_dropped_them(
+    rig: Rig,
+) -> None:
+    ino = await rig.open("large")
+    rig.filesystem.release(ino)
+    rig.write("large", b"n" * 100_000)
+    # The answers may reach the callers in any order.
+    kept: list[bool] = []
+
+    async def open_it() -> None:
+        kept.append(await rig.filesystem.open(ino, os.O_RDONLY, READER))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(open_it)
+    assert kept == [False] * 3
+    for _ in range(3):
+        rig.filesystem.release(ino)
+    # All pages are those of this version now.
+    await open_it()
+    assert kept[3]
+    rig.filesystem.release(ino)
+
+
+async def test_an_open_that_was_given_up_has_not_dropped_the_pages_of_a_changed_file(
+    rigs: Rigs,
+) -> None:
+    rig = rigs(fast=FakeFastPath())
+    assert rig.fast is not None
+    ino = await rig.open("large")
+    rig.filesystem.release(ino)
+    rig.write("large", b"n" * 100_000)
+    await rig.open("large")
+    rig.fast.events.append((ino, 0xFD, None, 0))
+    rig.filesystem.readers.catch_up()
+    assert not await rig.filesystem.open(ino, os.O_RDONLY, READER)
+    rig.filesystem.release(ino)
 
 
 async def test_a_file_that_is_gone_is_forgotten_and_found_again(rig: Rig) -> None:
