@@ -148,8 +148,7 @@ class PartialFile:
         header, layout = Header(identity, term), Layout(identity.size)
         with suppress(FileExistsError):
             os.mkdir(PARTS, 0o700, dir_fd=tier.directory)
-        with suppress(FileNotFoundError):
-            os.unlink(part_name(ino), dir_fd=tier.directory)
+        remove(tier, ino)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(part_name(ino), flags, 0o600, dir_fd=tier.directory)
         try:
@@ -315,8 +314,8 @@ def look_at_in(root: int, generation: str, ino: Ino) -> Found:
 
 
 def remove(tier: Tier, ino: Ino) -> None:
-    """Removes a partial copy. Raises OSError."""
-    os.unlink(part_name(ino), dir_fd=tier.directory)
+    """Removes a partial copy, or what another program has put in its place. Raises OSError."""
+    tier.remove_stranger(part_name(ino), before_ns=1 << 63)
 
 
 def doubt(tier: Tier, ino: Ino) -> None:

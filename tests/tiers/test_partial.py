@@ -298,7 +298,7 @@ def test_files_of_other_programs_stay_when_those_of_an_earlier_snapshot_leave(ti
     assert stranger.exists() and not path_of(tier).exists()
 
 
-@pytest.mark.parametrize("why", ["version", "gone", "whole copy", "damaged"])
+@pytest.mark.parametrize("why", ["version", "gone", "whole copy", "damaged", "directory"])
 def test_the_start_removes_what_must_not_be_used(tier: Tier, tmp_path: Path, why: str) -> None:
     make(tier, 0).close()
     records = Records(tmp_path, "g", [tier.id])
@@ -306,11 +306,20 @@ def test_the_start_removes_what_must_not_be_used(tier: Tier, tmp_path: Path, why
         records.put(INO, Record(1, VERSION_1, bytes(16)))
     elif why == "damaged":
         os.truncate(path_of(tier), 10)
+    elif why == "directory":
+        path_of(tier).unlink()
+        (path_of(tier) / "below").mkdir(parents=True)
     start = PartsAtStart([tier], records, "g")
     version = VERSION_2 if why == "version" else VERSION_1
     assert start.usable(tier, 6 if why == "gone" else 100, lambda ino: version) == []
     assert not path_of(tier).exists()
     records.close(clean=True)
+
+
+def test_a_directory_in_the_place_of_a_new_one_is_removed(tier: Tier, reopened: Opens) -> None:
+    (path_of(tier) / "below").mkdir(parents=True)
+    make(tier, 0).close()
+    assert reopened().map[0] == PRESENT
 
 
 def test_lost_records_leave_them_doubted(tier: Tier, tmp_path: Path, reopened: Opens) -> None:
