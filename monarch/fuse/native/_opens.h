@@ -53,14 +53,14 @@ struct open_inode {
     uint32_t users; /* opens without a release, including unanswered ones, and Python if ``held`` */
     uint32_t python_handles; /* those of them with a plain handle of pyfuse3 */
     int32_t backing_id;
-    int fd;          /* atomic */
-    int part;        /* the descriptor of its partial copy plus 1, 0 if it has none; atomic */
+    int fd;                /* atomic */
+    int part;              /* the descriptor of its partial copy plus 1, 0 if it has none; atomic */
     uint64_t part_size;    /* the size of the whole file; atomic */
     uint64_t watched_from; /* Python decides on reads from this offset on; 0: not; atomic */
     uint8_t part_tier;     /* 0: the partial copy must not be used any more; atomic */
-    uint8_t kind;    /* atomic */
-    uint8_t tier;    /* 0: the source */
-    bool bound;      /* Python decided the open and gets the release; atomic */
+    uint8_t kind;          /* atomic */
+    uint8_t tier;          /* 0: the source */
+    bool bound;            /* Python decided the open and gets the release; atomic */
     bool outdated;   /* the source has another version: Python gets an event of the last release */
     bool held;       /* Python has not released the written file yet */
     bool has_set_id; /* the mode may have set-ID bits that a user's write removes; atomic */
