@@ -33,15 +33,14 @@ int to_attr(PyObject *given, void *attr);
         X(name_given, METH_VARARGS), X(name_taken, METH_VARARGS), X(serve_missing, METH_VARARGS),  \
         X(serve_attributes, METH_O), X(forget_attributes, METH_O), X(bind, METH_VARARGS),          \
         X(bind_part, METH_VARARGS), X(drop_part, METH_O), X(watch, METH_VARARGS),                  \
-        X(end_binding, METH_O),                                                                    \
-        X(bind_written, METH_VARARGS), X(unbind, METH_VARARGS), X(rebind, METH_VARARGS),           \
-        X(release_written, METH_VARARGS), X(written, METH_O), X(lowest, METH_VARARGS),             \
-        X(is_open, METH_O), X(is_passed, METH_O), X(outdate, METH_O), X(answer, METH_VARARGS),     \
-        X(store, METH_VARARGS), X(taken, METH_O), X(reached, METH_O), X(was_given, METH_O),        \
-        X(take_over, METH_NOARGS), X(requests, METH_NOARGS), X(requests_so_far, METH_NOARGS),      \
-        X(answer_error, METH_VARARGS), X(answer_ioctl, METH_VARARGS),                              \
-        X(answer_missing, METH_VARARGS), X(answer_attributes, METH_VARARGS),                       \
-        X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS)
+        X(end_binding, METH_O), X(bind_written, METH_VARARGS), X(unbind, METH_VARARGS),            \
+        X(rebind, METH_VARARGS), X(release_written, METH_VARARGS), X(written, METH_O),             \
+        X(lowest, METH_VARARGS), X(is_open, METH_O), X(is_passed, METH_O), X(outdate, METH_O),     \
+        X(answer, METH_VARARGS), X(store, METH_VARARGS), X(taken, METH_O), X(reached, METH_O),     \
+        X(was_given, METH_O), X(take_over, METH_NOARGS), X(requests, METH_NOARGS),                 \
+        X(requests_so_far, METH_NOARGS), X(answer_error, METH_VARARGS),                            \
+        X(answer_ioctl, METH_VARARGS), X(answer_missing, METH_VARARGS),                            \
+        X(answer_attributes, METH_VARARGS), X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS)
 
 #define DECLARED(name, how) *datapath_##name(Datapath *self, PyObject *args)
 PyObject OTHER_METHODS(DECLARED);
