@@ -109,7 +109,9 @@ def test_as_many_readers_are_at_the_source_as_configured_and_no_more(
     """A source that is far away needs many calls at once; one that hangs must not take threads."""
     names = [f"f{number}" for number in range(READERS)]
     tree(dict.fromkeys(names, 500))
-    mounted = monarch.mount(slow.path)
+    # A fetch ahead is a call of Python's threads, which are limited apart from the datapath's.
+    options = ["foresight.ahead=false", "foresight.fill=false"]
+    mounted = monarch.mount(slow.path, options=options)
     slow.rules("hang open ^/f")
     paths = [str(mounted.path / name) for name in names]
     with subprocess.Popen([sys.executable, "-c", _OPENERS, *paths]) as process:
