@@ -368,6 +368,8 @@ class SourceState:
                 if before is not None and is_shared(before):
                     identity = shared(identity)
                 self._renew(before, identity)
+                if op.ino < 0:
+                    self._renew_taken(before, identity)
                 if op.file:
                     self.entries.note_file(op.ino, before, identity, op.was)
                 else:
@@ -378,6 +380,13 @@ class SourceState:
         for number, over in self._over.items():
             if before in over:
                 self._over[number] = tuple(now if each == before else each for each in over)
+
+    def _renew_taken(self, before: Identity | None, now: Identity) -> None:
+        """Records a change of a file of an older snapshot, which objects of a newer snapshot may
+        have replaced meanwhile: the changes do not wait for each other, as their numbers differ."""
+        for number, known in self._known.items():
+            if known == before:
+                self._known[number] = now
 
     def forget(self, number: int) -> None:
         """Removes the state of an object: its file was removed, or will be staged anew."""

@@ -51,6 +51,16 @@ def test_a_taken_file_is_known_as_a_change_of_its_attributes_has_left_it(
     assert state.identity(1) == NEW
 
 
+def test_a_taken_file_is_known_as_a_change_under_an_older_number_leaves_it_later(
+    state: SourceState,
+) -> None:
+    """A mount over another snapshot knows the same file under another number."""
+    state.note(Op(kind="take", path=b"a", object=1, ino=70, was=OLD), None)
+    state.note(Op(kind="take", path=b"b", object=2, ino=71, was=OTHER), None)
+    state.note(Op(kind="attr", path=b"a", ino=-7, was=OLD, mtime_ns=50, file=True), NEW)
+    assert (state.identity(1), state.identity(2)) == (NEW, OTHER)
+
+
 def test_a_content_that_is_left_out_leaves_the_older_version_known(state: SourceState) -> None:
     state.note(content(1), OLD)
     state.note_version(1, OLD)
