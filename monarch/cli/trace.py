@@ -58,7 +58,7 @@ def trace(
     """Record the opens of a mount, in their order, until Ctrl-C.
 
     Each open has its time, file, epoch, the tier that served it, the time that it took, and its job
-    (the session of the process); what is not known is null. The file has one JSON object a line
+    (the session of the process); an unknown value is null. The file has one JSON object a line
     (docs/trace.md). A file that exists is replaced. Nothing is recorded while no trace runs. If
     FILE cannot be written fast enough, opens are lost, and the trace has their number. The exit
     code is 1 if opens were lost.

@@ -54,7 +54,7 @@ class Mode:
     @property
     def counts_opens(self) -> bool:
         """Whether the kernel sends every open to the daemon. Otherwise the daemon does not know
-        what has served an open, nor how long it took."""
+        which tier served an open, or the time that it took."""
         return self.open == "open"
 
     @property

@@ -348,7 +348,7 @@ class PartialCopies:
         self._added.set()
 
     async def run(self) -> None:
-        """Stores what was fetched, and completes and closes what is not used, until cancelled."""
+        """Stores fetched granules, and completes and closes unused copies, until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 await self._added.wait()
@@ -370,7 +370,7 @@ class PartialCopies:
         return len(self._jobs) + self._running
 
     async def finish(self) -> None:
-        """Waits until all that was fetched is stored."""
+        """Waits until all fetched granules are stored."""
         while self.pending:
             await trio.sleep(_STEP_S)
 

@@ -140,7 +140,7 @@ def test_the_second_epoch_of_a_fixed_order_is_foreseen() -> None:
     assert job.patterns == {"2": "same order"}
     job.copies |= set(order[::2])
     given = job.foresight.next(1000)
-    assert set(given) <= set(order[257::2]), "what has no copy is given again"
+    assert set(given) <= set(order[257::2]), "files without a copy are given again"
     assert set(order[301:340:2]) <= set(given)
     assert job.foresight.next(1000) == [], "once an epoch"
     assert all(map(job.foresight.is_recognised, given))

@@ -46,7 +46,7 @@ class PartRig(Rig):
         assert await self.read(ino, offset, size) == CONTENT[offset : offset + size]
 
     async def stored(self) -> None:
-        """Waits until all that was fetched is stored, and what is not used is closed."""
+        """Waits until all fetched granules are stored, and unused copies are closed."""
         await trio.testing.wait_all_tasks_blocked()
         await self.read_side.parts.finish()
 
