@@ -237,11 +237,14 @@ def test_a_file_that_was_recorded_before_the_tier_was_full_loses_no_byte(
     monarch.expects_log("goes to the source directly: the tier is full")
     mounted = monarch.mount(slow.path, tiers={"fast": "12MiB"}, options=OPTIONS)
     log = mounted.path / "log"
+    stopped = "draining to the source has stopped"
     if not is_drained:
         # The drain does not get beyond the first object.
         slow.rules(r"err write EIO .*-1\.part")
-        monarch.expects_log("draining to the source has stopped")
+        monarch.expects_log(stopped)
     put(mounted.path / "before", b"before")
+    if not is_drained:
+        wait_until(lambda: stopped in mounted.log_text, "the drain has not stopped")
     with log.open("wb") as file:
         file.write(b"first")
         # The drain does not bring this content before its turn.
