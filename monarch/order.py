@@ -1,5 +1,11 @@
 """The order of an epoch's samples, by the name under which trainers import it."""
 
+from monarch.frameworks.chunk_order import (
+    ChunkwiseSampler,
+    chunk_numbers,
+    chunkwise_order,
+    distinct_labels,
+)
 from monarch.frameworks.sampler import (
     ALGORITHM,
     MOST_SAMPLES,
@@ -14,8 +20,12 @@ __all__ = [
     "ALGORITHM",
     "MOST_SAMPLES",
     "VERSION",
+    "ChunkwiseSampler",
     "OrderState",
     "ResumableSampler",
+    "chunk_numbers",
+    "chunkwise_order",
+    "distinct_labels",
     "epoch_permutation",
     "fingerprint",
 ]

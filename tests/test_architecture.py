@@ -68,6 +68,7 @@ PURE = (
     "monarch.tiers.doubts",
     *("monarch.transfer.concurrency", "monarch.transfer.outages", "monarch.transfer.pace"),
     *("monarch.frameworks.sampler", "monarch.frameworks.interval", "monarch.frameworks.format"),
+    "monarch.frameworks.chunk_order",
     *("monarch.writeback.history", "monarch.writeback.op", "monarch.writeback.conflicts"),
     "monarch.writeback.journal_records",
 )

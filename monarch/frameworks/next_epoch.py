@@ -18,6 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from monarch.frameworks.chunk_order import ChunkwiseSampler
 from monarch.frameworks.sampler import ResumableSampler
 
 
@@ -48,7 +49,7 @@ class NextEpoch:
             return inner
         if type(inner) is RandomSampler and inner.generator is not None:
             return self._drawn(inner, inner.generator)
-        if type(inner) not in (DistributedSampler, ResumableSampler):
+        if type(inner) not in (DistributedSampler, ResumableSampler, ChunkwiseSampler):
             return None
         last, self._last_epoch = self._last_epoch, inner.epoch
         if last is None or inner.epoch != last + 1:

@@ -187,7 +187,7 @@ class ResumableSampler:
 
     def __iter__(self) -> Iterator[int]:
         at = self.state
-        order = epoch_permutation(at.seed, at.epoch, at.count, algorithm=at.algorithm)
+        order = self._order(at)
         count = len(self)
         first = at.consumed + self._rank
         share = order[first :: at.world_size][:count]
@@ -203,6 +203,10 @@ class ResumableSampler:
         del share
         order.resize(kept, refcheck=False)
         return chain(_numbers(order), more)
+
+    def _order(self, at: OrderState) -> npt.NDArray[np.int64]:
+        """All samples of the epoch of ``at``, an array that the caller may change."""
+        return epoch_permutation(at.seed, at.epoch, at.count, algorithm=at.algorithm)
 
     def __len__(self) -> int:
         """The number of indices that an iteration begun now yields, the same at every rank."""

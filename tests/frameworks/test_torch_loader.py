@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monarch.order import ResumableSampler
+from monarch.order import ChunkwiseSampler, ResumableSampler
 from tests.conftest import MonarchCommand
 from tests.frameworks.announcing import FakeMount, fake_mount
 from tests.mount.command import needs_fuse
@@ -121,6 +121,10 @@ LOADERS: dict[str, Make] = {
         "batch_size": 8,
         "sampler": ResumableSampler(COUNT, seed=3, rank=1, world_size=2),
     },
+    "chunk-wise": lambda it: {
+        "batch_size": 8,
+        "sampler": ChunkwiseSampler(np.arange(COUNT) // 5, group=4, seed=3, rank=1, world_size=2),
+    },
     "own batches": lambda it: {"batch_sampler": OwnBatches()},
 }
 # The orders that are begun for three whole epochs, where the next epoch is known in advance. It is
@@ -133,6 +137,7 @@ ORDERS = {
     "several times, generator": 1,
     "distributed": 2,
     "resumable": 2,
+    "chunk-wise": 2,
 }
 WORKERS: dict[str, dict[str, Any]] = {
     "no workers": {},
