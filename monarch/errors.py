@@ -15,11 +15,12 @@
       NotMountedError       9  ENOTCONN  no Monarch daemon answers there
       BusyError            10  EBUSY   files are open; nothing was done
       NotDrainedError      13  EBUSY   not all written files are at the source
+      PackError            14  EIO     a pack cannot be used, or cannot be written
       CheckpointError       1  EIO     a checkpoint, or a data order, that cannot be used
 
 Exit code 0 is success. 1 is also the answer "they differ" of ``snapshot verify`` and ``diff``, and
-"something is wrong" of ``fsck`` and ``ckpt verify``. 11 and 12 are the answers "degraded" and
-"failing" of ``status --check``; 130 is an interrupt from the keyboard.
+"something is wrong" of ``fsck``, ``ckpt verify`` and ``pack verify``. 11 and 12 are the answers
+"degraded" and "failing" of ``status --check``; 130 is an interrupt from the keyboard.
 """
 
 from __future__ import annotations
@@ -146,6 +147,12 @@ class NotDrainedError(MonarchError):
 
     exit_code = 13
     errno = errno_.EBUSY
+
+
+class PackError(MonarchError):
+    """A pack is damaged, incomplete or hostile, or it cannot be written."""
+
+    exit_code = 14
 
 
 class CheckpointError(MonarchError):

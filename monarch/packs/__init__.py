@@ -1,0 +1,1 @@
+"""Packs: many small files in large immutable chunks, their index, and the commands on them."""

@@ -1,0 +1,428 @@
+"""The index of a pack: every entry of its tree as a record, in one mapped file (docs/packs.md).
+
+The index is computed from the tables of the chunks alone, so that it can be made again, byte for
+byte. A record has a number: its position, from 1, the root. An entry's record stands behind that of
+its directory. Nothing here opens a file.
+"""
+
+from __future__ import annotations
+
+import stat
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from monarch.errors import PackError
+from monarch.packs.format import (
+    EMPTY_DIGEST,
+    KINDS,
+    LARGE,
+    MOST,
+    MOST_SIZE,
+    NONE,
+    VERSION,
+    Entry,
+    path_key,
+    require_name,
+)
+
+INDEX_MAGIC: Final = b"MONINDEX"
+
+# magic, version, bytes of a record, records, chunks, placed records, heap bytes, files, file bytes.
+_HEADER = struct.Struct("<8sIIQQQQQQ")
+_DIGEST = struct.Struct("<Q")
+HEADER_BYTES: Final = _HEADER.size + _DIGEST.size
+
+RECORD_DTYPE: Final = np.dtype(
+    [
+        ("name_offset", "<u8"),
+        ("extra_offset", "<u8"),
+        ("size", "<u8"),
+        ("offset", "<u8"),
+        ("digest", "<u8"),
+        ("mtime_ns", "<i8"),
+        ("parent", "<u4"),
+        ("chunk", "<u4"),
+        ("mode", "<u4"),
+        ("uid", "<u4"),
+        ("gid", "<u4"),
+        ("nlink", "<u4"),
+        ("link", "<u4"),
+        ("first_child", "<u4"),
+        ("children", "<u4"),
+        ("name_length", "<u4"),
+        ("target_length", "<u4"),
+        ("xattr_length", "<u4"),
+    ]
+)
+CHUNK_DTYPE: Final = np.dtype(
+    [("file_bytes", "<u8"), ("table_digest", "<u8"), ("first", "<u4"), ("count", "<u4")]
+)
+_NUMBER: Final = np.dtype("<u4")
+
+# The mode of a directory whose own entry is lost with its chunk.
+_LOST_MODE: Final = stat.S_IFDIR | 0o755
+
+
+class ChunkFile(NamedTuple):
+    """One chunk as the index knows it: the size of its file and the digest of its table. Both are
+    0 if its table is lost."""
+
+    file_bytes: int
+    table_digest: int
+
+
+def encode_index(entries: Iterable[Entry], chunks: Sequence[ChunkFile]) -> bytes:
+    """The whole index. Raises PackError if the entries contradict each other.
+
+    A directory without an entry gets one: its entry may be lost with a damaged chunk. A further
+    name of a file whose bytes are lost is left out.
+    """
+    ordered = _complete(entries)
+    links = _links(ordered)
+    ordered = [entry for entry in ordered if not _is_lost(entry, links)]
+    if len(ordered) > MOST or len(chunks) > MOST:
+        raise PackError("the pack has too many entries")
+    records, heap = _records(ordered, links)
+    children = _children(records)
+    placed = _placed(records, ordered, len(chunks))
+    table = np.zeros(len(chunks), CHUNK_DTYPE)
+    counts = np.bincount(records["chunk"][placed], minlength=len(chunks)) if placed.size else 0
+    table["file_bytes"] = [chunk.file_bytes for chunk in chunks]
+    table["table_digest"] = [chunk.table_digest for chunk in chunks]
+    table["count"] = counts
+    table["first"][1:] = np.cumsum(table["count"][:-1])
+    files = records["mode"] & 0o170000 == stat.S_IFREG
+    first_names = files & (records["link"] == np.arange(len(records)))
+    plain = _HEADER.pack(
+        *(INDEX_MAGIC, VERSION, RECORD_DTYPE.itemsize, len(records) - 1, len(chunks), placed.size),
+        *(len(heap), int(files.sum()), int(records["size"][first_names].sum())),
+    )
+    head = plain + _DIGEST.pack(xxhash.xxh3_64_intdigest(plain))
+    arrays = (records, table, children, placed)
+    return head + b"".join(array.tobytes() for array in arrays) + heap
+
+
+def _complete(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries in the order of the index, with a directory above each. Raises PackError."""
+    by_path: dict[bytes, Entry] = {}
+    for entry in entries:
+        if entry.path in by_path:
+            raise PackError("two entries have the same path")
+        by_path[entry.path] = entry
+    for path in list(by_path):
+        while path:
+            path = path.rpartition(b"/")[0]
+            above = by_path.get(path)
+            if above is None:
+                by_path[path] = Entry(path, _LOST_MODE)
+            elif stat.S_ISDIR(above.mode):
+                break
+            else:
+                raise PackError("an entry lies beneath one that is no directory")
+    by_path.setdefault(b"", Entry(b"", _LOST_MODE))
+    return sorted(by_path.values(), key=lambda entry: path_key(entry.path))
+
+
+def _links(ordered: Sequence[Entry]) -> Mapping[int, Entry]:
+    """The name of each group of hard links whose entry has the bytes. Raises PackError."""
+    first: dict[int, Entry] = {}
+    for entry in ordered:
+        if not entry.group:
+            continue
+        known = first.get(entry.group)
+        if known is None or (known.chunk == NONE and entry.chunk != NONE):
+            first[entry.group] = entry
+        elif entry.chunk != NONE:
+            raise PackError("two names of one file have bytes")
+    return first
+
+
+def _is_lost(entry: Entry, links: Mapping[int, Entry]) -> bool:
+    """Whether the bytes of a further name are in a chunk that is lost."""
+    return bool(entry.group and entry.size and links[entry.group].chunk == NONE)
+
+
+def _records(
+    ordered: Sequence[Entry], links: Mapping[int, Entry]
+) -> tuple[npt.NDArray[Any], bytes]:
+    """The array of records, with an empty one at 0, and the heap."""
+    number = {entry.path: position for position, entry in enumerate(ordered, 1)}
+    names: dict[int, int] = {}
+    folders: dict[int, int] = {}
+    rows: list[tuple[int, ...]] = [(0,) * len(RECORD_DTYPE.names or ())]
+    heap: list[bytes] = []
+    position = 0
+    for entry in ordered:
+        above, _, name = entry.path.rpartition(b"/")
+        parent = number[above] if entry.path else 0
+        bytes_of = links[entry.group] if entry.group else entry
+        if stat.S_ISDIR(entry.mode):
+            folders[parent] = folders.get(parent, 0) + 1
+        if entry.group:
+            names[entry.group] = names.get(entry.group, 0) + 1
+        is_file = stat.S_ISREG(entry.mode)
+        size = len(entry.target) if entry.target else bytes_of.size
+        digest = EMPTY_DIGEST if is_file and not size else bytes_of.digest
+        rows.append(
+            (
+                *(position, position + len(name), size, bytes_of.offset, digest),
+                *(bytes_of.mtime_ns, parent, bytes_of.chunk, bytes_of.mode),
+                *(bytes_of.uid, bytes_of.gid, entry.group),
+                *(number[bytes_of.path] if is_file else 0, 0, 0),
+                *(len(name), len(entry.target), len(bytes_of.xattrs)),
+            )
+        )
+        heap += (name, entry.target, bytes_of.xattrs)
+        position += len(name) + len(entry.target) + len(bytes_of.xattrs)
+    records = np.array(rows, RECORD_DTYPE)
+    records["nlink"][1:] = [
+        2 + folders.get(at, 0) if stat.S_ISDIR(entry.mode) else names.get(entry.group, 1)
+        for at, entry in enumerate(ordered, 1)
+    ]
+    counts = np.bincount(records["parent"], minlength=len(records))
+    counts[0] = 0
+    records["children"] = counts
+    records["first_child"][1:] = np.cumsum(counts)[:-1]
+    return records, b"".join(heap)
+
+
+def _children(records: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+    """The numbers of all entries but the root, directory by directory."""
+    by_parent = np.argsort(records["parent"][2:], kind="stable") + 2
+    return by_parent.astype(_NUMBER)
+
+
+def _placed(
+    records: npt.NDArray[Any], ordered: Sequence[Entry], chunks: int
+) -> npt.NDArray[np.uint32]:
+    """The numbers of the records with bytes in a chunk, chunk by chunk, in the order of the bytes.
+    Raises PackError."""
+    is_placed = (records["chunk"] < LARGE) & (records["link"] == np.arange(len(records)))
+    is_placed[0] = False
+    numbers = np.flatnonzero(is_placed)
+    if numbers.size and int(records["chunk"][numbers].max()) >= chunks:
+        raise PackError("an entry names a chunk that the pack does not have")
+    order = np.lexsort((numbers, records["offset"][numbers], records["chunk"][numbers]))
+    return numbers[order].astype(_NUMBER)
+
+
+class Index:
+    """The arrays of an index in memory or in a mapped file. Opening reads only the header.
+
+    Raises PackError if the sizes do not fit. ``require_sound`` checks all records; an index that
+    was not checked may give wrong numbers, but none outside of its arrays raises more than
+    IndexError. Element 0 of ``records`` belongs to no entry.
+    """
+
+    def __init__(self, raw: bytes | memoryview) -> None:
+        if len(raw) < HEADER_BYTES:
+            raise PackError("the index ends within its header")
+        magic, version, record_bytes, entries, chunks, placed, heap, files, file_bytes = (
+            _HEADER.unpack_from(raw)
+        )
+        if magic != INDEX_MAGIC:
+            raise PackError("it is no index of a pack")
+        (digest,) = _DIGEST.unpack_from(raw, _HEADER.size)
+        if digest != xxhash.xxh3_64_intdigest(raw[: _HEADER.size]):
+            raise PackError("the header of the index is damaged")
+        if version != VERSION or record_bytes != RECORD_DTYPE.itemsize:
+            raise PackError(
+                f"the index has format version {version}, and this Monarch reads {VERSION}",
+                hint="use the Monarch that wrote it, or a newer one",
+            )
+        if not 0 < entries <= MOST or chunks > MOST or placed > entries:
+            raise PackError("the header of the index has impossible numbers")
+        begins = HEADER_BYTES
+        arrays: list[npt.NDArray[Any]] = []
+        for dtype, count in (
+            (RECORD_DTYPE, entries + 1),
+            (CHUNK_DTYPE, chunks),
+            (_NUMBER, entries - 1),
+            (_NUMBER, placed),
+        ):
+            ends = begins + dtype.itemsize * count
+            if ends > len(raw):
+                raise PackError("the index is cut off")
+            arrays.append(np.frombuffer(raw, dtype, count, begins))
+            begins = ends
+        if begins + heap != len(raw):
+            raise PackError("the index is cut off, or longer than it should be")
+        self.records, self.chunks, self.children, self.placed = arrays
+        self.entries: int = entries
+        self.files: int = files
+        self.file_bytes: int = file_bytes
+        self._heap = raw[begins:] if isinstance(raw, memoryview) else memoryview(raw)[begins:]
+
+    def text(self, offset: int, length: int) -> bytes:
+        """Bytes of the heap. Raises PackError."""
+        found = bytes(self._heap[offset : offset + length])
+        if len(found) != length:
+            raise PackError("a text lies outside of the index")
+        return found
+
+    def names(self, directory: int) -> npt.NDArray[np.uint32]:
+        """The numbers of the entries of a directory, in the order of their names."""
+        first, count = self.records[["first_child", "children"]][directory].tolist()
+        return self.children[first : first + count]
+
+    def name(self, number: int) -> bytes:
+        """The last component of the path of a record. Raises PackError."""
+        record = self.records[number]
+        return self.text(int(record["name_offset"]), int(record["name_length"]))
+
+    def path(self, number: int) -> bytes:
+        """The path of a record relative to the root. Raises PackError."""
+        names: list[bytes] = []
+        while number > 1:
+            names.append(self.name(number))
+            above = int(self.records["parent"][number])
+            if above >= number:
+                raise PackError("a directory of the index stands behind its entry")
+            number = above
+        return b"/".join(reversed(names))
+
+    def number(self, path: bytes) -> int:
+        """The number of the record with ``path``, 0 if there is none. Raises PackError."""
+        number = 1
+        for name in path.split(b"/") if path else ():
+            names = self.names(number)
+            low, high = 0, len(names)
+            while low < high:
+                middle = (low + high) // 2
+                if self.name(int(names[middle])) < name:
+                    low = middle + 1
+                else:
+                    high = middle
+            if low == len(names) or self.name(int(names[low])) != name:
+                return 0
+            number = int(names[low])
+        return number
+
+    def require_sound(self) -> None:
+        """Checks all records, in about a second for each million. Raises PackError.
+
+        Names are unique and plain, directories are above their entries, extents are inside their
+        chunks and do not overlap.
+        """
+        self._require_sound_tree()
+        self._require_sound_texts()
+        self._require_sound_places()
+        self._require_sound_names()
+
+    def _require_sound_tree(self) -> None:
+        records = self.records
+        numbers = np.arange(len(records))
+        parent = records["parent"].astype(np.int64)
+        is_folder = records["mode"] & 0o170000 == stat.S_IFDIR
+        is_sound = (
+            parent[1] == 0
+            and bool(is_folder[1])
+            and not int(records["name_length"][1])
+            and bool(((parent[2:] > 0) & (parent[2:] < numbers[2:])).all())
+            and bool(is_folder[parent[2:]].all())
+        )
+        counts = records["children"].astype(np.int64)
+        counts[0] = 0
+        first = np.cumsum(counts) - counts
+        is_sound = (
+            is_sound
+            and int(counts.sum()) == len(self.children)
+            and np.array_equal(first[1:], records["first_child"][1:])
+            and int(self.children.max(initial=2)) < len(records)
+            and np.array_equal(np.repeat(numbers, counts), parent[self.children])
+        )
+        if not is_sound:
+            raise PackError("the tree of the index contradicts itself")
+
+    def _require_sound_texts(self) -> None:
+        records = self.records[1:]
+        heap = len(self._heap)
+        for begin, lengths in (
+            ("name_offset", ("name_length",)),
+            ("extra_offset", ("target_length", "xattr_length")),
+        ):
+            length = sum(records[name].astype(np.uint64) for name in lengths)
+            if bool(((records[begin] > heap) | (records[begin] + length > heap)).any()):
+                raise PackError("a text lies outside of the index")
+        is_link = records["mode"] & 0o170000 == stat.S_IFLNK
+        if not np.array_equal(is_link, records["target_length"] > 0):
+            raise PackError("a symbolic link has no target, or another entry has one")
+
+    def _require_sound_places(self) -> None:
+        records = self.records
+        kind = records["mode"][1:] & 0o170000
+        if not bool(np.isin(kind, list(KINDS)).all()) or bool((records["mode"] > 0xFFFF).any()):
+            raise PackError("an entry of the index has an unknown type")
+        is_file = kind == stat.S_IFREG
+        chunk, size = records["chunk"][1:], records["size"][1:]
+        has_bytes = chunk != NONE
+        is_sound = (
+            not bool((size > MOST_SIZE).any())
+            and not bool((has_bytes & ~is_file).any())
+            and not bool((is_file & ~has_bytes & (size > 0)).any())
+            and bool(((chunk >= LARGE) | (chunk < len(self.chunks))).all())
+        )
+        if not is_sound:
+            raise PackError("an entry of the index has its bytes in an impossible place")
+        self._require_sound_links(is_file)
+        self._require_sound_extents()
+
+    def _require_sound_links(self, is_file: npt.NDArray[np.bool_]) -> None:
+        link = self.records["link"].astype(np.int64)
+        if bool((link[1:][~is_file] != 0).any()) or bool((link >= len(link)).any()):
+            raise PackError("a hard link of the index has no file")
+        here = np.flatnonzero(is_file) + 1
+        first = link[here]
+        same = all(
+            np.array_equal(self.records[name][here], self.records[name][first])
+            for name in ("chunk", "offset", "size", "digest", "link", "mode")
+        )
+        if not same or bool((first == 0).any()):
+            raise PackError("the names of a file in the index contradict each other")
+
+    def _require_sound_extents(self) -> None:
+        counts = self.chunks["count"].astype(np.int64)
+        first = np.cumsum(counts) - counts
+        numbers = np.arange(len(self.records))
+        is_placed = (self.records["chunk"] < LARGE) & (self.records["link"] == numbers)
+        is_placed[0] = False
+        is_sound = (
+            int(counts.sum()) == len(self.placed) == int(is_placed.sum())
+            and np.array_equal(first, self.chunks["first"])
+            and int(self.placed.max(initial=0)) < len(self.records)
+            and bool(is_placed[self.placed].all())
+        )
+        if is_sound:
+            chunk = self.records["chunk"][self.placed]
+            begin, size = self.records["offset"][self.placed], self.records["size"][self.placed]
+            end = begin + size
+            limit = self.chunks["file_bytes"][chunk]
+            together = chunk[1:] == chunk[:-1]
+            is_sound = (
+                np.array_equal(chunk, np.repeat(np.arange(len(counts)), counts))
+                and len(np.unique(self.placed)) == len(self.placed)
+                and bool(((begin <= limit) & (size <= limit) & (end <= limit)).all())
+                and bool((begin[1:] >= end[:-1])[together].all())
+            )
+        if not is_sound:
+            raise PackError("the extents of the index contradict each other")
+
+    def _require_sound_names(self) -> None:
+        heap = bytes(self._heap)
+        begins = self.records["name_offset"].tolist()
+        lengths = self.records["name_length"].tolist()
+        parents = self.records["parent"].tolist()
+        for parent, group in groupby(self.children.tolist(), parents.__getitem__):
+            before = b""
+            for number in group:
+                name = heap[begins[number] : begins[number] + lengths[number]]
+                require_name(name)
+                if name <= before:
+                    raise PackError(f"the names in directory {parent} of the index are not sorted")
+                before = name

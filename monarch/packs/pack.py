@@ -1,0 +1,390 @@
+"""Reads a pack: its description, its records, and the files with its bytes (docs/packs.md).
+
+A pack never changes once it is written, so nothing here is cached, locked or read twice. Every
+file of a pack is opened beneath its directory, and never through a symbolic link.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import stat
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from monarch.errors import PackError
+from monarch.packs.format import (
+    FORMAT,
+    LARGE,
+    MOST,
+    MOST_SIZE,
+    NONE,
+    ORDERS,
+    VERSION,
+    decode_xattrs,
+)
+from monarch.packs.index import Index
+from monarch.posix.files import closing_fd
+from monarch.posix.openat2 import open_beneath
+from monarch.text import escape_text
+
+DESCRIPTION: Final = b"pack.json"
+INDEX: Final = b"index"
+TREE: Final = b"chunks/tree.chunk"
+
+# The description is a few hundred bytes.
+_MOST_DESCRIPTION = 64 * 1024
+_READ = os.O_RDONLY | os.O_NONBLOCK
+
+
+def chunk_name(chunk: int) -> bytes:
+    """The path of a chunk in its pack."""
+    return b"chunks/%06d.chunk" % chunk
+
+
+def large_name(large: int) -> bytes:
+    """The path of a large file in its pack."""
+    return b"large/%06d.data" % large
+
+
+@dataclass(frozen=True, slots=True)
+class PackSummary:
+    """The description of a pack. ``bytes``: of all files, hard links once. ``chunks`` and ``large``
+    are numbers of files. ``identity``: the digest of the index, and so of all contents."""
+
+    files: int
+    entries: int
+    bytes: int
+    chunks: int
+    large: int
+    chunk_bytes: int
+    seed: int
+    order: str
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One entry of the tree.
+
+    ``mode`` has the type, ``size`` is in bytes. ``chunk`` is -1 if the entry has no bytes in a
+    chunk, and -2 for a large file; ``offset`` is then the number of the large file, or the number
+    of a device. ``link`` is the number of the first name of the file, ``nlink`` counts its names.
+    """
+
+    number: int
+    parent: int
+    path: bytes
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    mtime_ns: int
+    nlink: int
+    link: int
+    target: bytes
+    chunk: int
+    offset: int
+    digest: int
+    xattrs: tuple[tuple[bytes, bytes], ...]
+
+
+def is_pack(path: bytes) -> bool:
+    """Whether the directory ``path`` has the description of a pack, of any version."""
+    try:
+        with closing_fd(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
+            return isinstance(_description(root), dict)
+    except (OSError, PackError):
+        return False
+
+
+class Pack:
+    """An open pack. Safe to use in several threads; immutable.
+
+    Raises PackError for anything damaged or hostile. ``open`` reads the description and the header
+    of the index, and maps the rest; ``require_sound`` checks all of it. Use as a context manager.
+    """
+
+    def __init__(self, path: bytes, root: int, info: PackSummary, index: Index) -> None:
+        self.path = path
+        self.info = info
+        self._root = root
+        self._index = index
+
+    @classmethod
+    def open(cls, path: bytes, *, in_memory: bool = False) -> Pack:
+        """The pack in the directory ``path``. Raises PackError.
+
+        With ``in_memory`` the index is read instead of mapped: the process then survives that the
+        file is cut off by another program.
+        """
+        try:
+            with ExitStack() as on_failure:
+                root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                on_failure.callback(os.close, root)
+                raw = _description(root)
+                info = _summary(raw)
+                index = Index(_read(root, INDEX, in_memory=in_memory))
+                _require_fits(info, index)
+                on_failure.pop_all()
+                return cls(path, root, info, index)
+        except OSError as error:
+            raise PackError(
+                f"{escape_text(os.fsdecode(path))}: {error.strerror}",
+                hint="name the directory of a complete pack",
+            ) from error
+        except PackError as error:
+            raise PackError(
+                f"{escape_text(os.fsdecode(path))}: {error.args[0]}", hint=error.hint
+            ) from error
+
+    def close(self) -> None:
+        """May be called twice. Arrays of the pack remain valid."""
+        if self._root >= 0:
+            os.close(self._root)
+            self._root = -1
+
+    def __enter__(self) -> Pack:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def require_sound(self) -> None:
+        """Reads the whole index, and compares it with its digest and with itself. Raises PackError.
+        Takes about a second for each million entries."""
+        raw = _read(self._root, INDEX, in_memory=True)
+        if xxhash.xxh3_128_hexdigest(raw) != self.info.identity:
+            raise self._error("the index is damaged", _REBUILD)
+        try:
+            self._index.require_sound()
+        except PackError as error:
+            raise self._error(str(error.args[0]), _REBUILD) from error
+
+    def number(self, path: bytes) -> int:
+        """The number of the entry ``path``, relative to the root ``b""``; 0 if there is none."""
+        try:
+            return self._index.number(path)
+        except IndexError as error:
+            raise self._error("the index is damaged", _REBUILD) from error
+
+    def record(self, number: int) -> Record:
+        """The record ``number``, from 1. Raises PackError if there is none."""
+        if not 0 < number <= self.info.entries:
+            raise self._error(f"there is no record {number}")
+        raw = dict(
+            zip(
+                self._index.records.dtype.names or (),
+                self._index.records[number].tolist(),
+                strict=True,
+            )
+        )
+        try:
+            path = self._index.path(number)
+            texts = self._index.text(
+                raw["extra_offset"], raw["target_length"] + raw["xattr_length"]
+            )
+            xattrs = decode_xattrs(texts[raw["target_length"] :])
+        except (PackError, IndexError) as error:
+            raise self._error("the index is damaged", _REBUILD) from error
+        return Record(
+            number=number,
+            parent=raw["parent"],
+            path=path,
+            mode=raw["mode"],
+            uid=raw["uid"],
+            gid=raw["gid"],
+            size=raw["size"],
+            mtime_ns=raw["mtime_ns"],
+            nlink=raw["nlink"],
+            link=raw["link"],
+            target=texts[: raw["target_length"]],
+            chunk={NONE: -1, LARGE: -2}.get(raw["chunk"], raw["chunk"]),
+            offset=raw["offset"],
+            digest=raw["digest"],
+            xattrs=xattrs,
+        )
+
+    def name(self, number: int) -> bytes:
+        """The last component of the path of a record."""
+        try:
+            return self._index.name(number)
+        except IndexError as error:
+            raise self._error(f"there is no record {number}") from error
+
+    def names(self, directory: int) -> npt.NDArray[np.uint32]:
+        """The numbers of the entries of a directory, in the order of their names."""
+        if not 0 < directory <= self.info.entries:
+            raise self._error(f"there is no record {directory}")
+        return self._index.names(directory)
+
+    @property
+    def records(self) -> npt.NDArray[Any]:
+        """The array of all records (index.RECORD_DTYPE); element 0 belongs to no entry."""
+        return self._index.records
+
+    @property
+    def chunk_of(self) -> npt.NDArray[np.uint32]:
+        """The chunk of each record by its number; format.NONE without bytes, format.LARGE."""
+        chunks: npt.NDArray[np.uint32] = self.records["chunk"]
+        return chunks
+
+    @property
+    def offset_of(self) -> npt.NDArray[np.uint64]:
+        """The position of the first byte of each record in the file of its chunk."""
+        offsets: npt.NDArray[np.uint64] = self.records["offset"]
+        return offsets
+
+    @property
+    def size_of(self) -> npt.NDArray[np.uint64]:
+        """The size of each record by its number, in bytes."""
+        sizes: npt.NDArray[np.uint64] = self.records["size"]
+        return sizes
+
+    @property
+    def digest_of(self) -> npt.NDArray[np.uint64]:
+        """The XXH3 (64 bits) of the bytes of each record."""
+        digests: npt.NDArray[np.uint64] = self.records["digest"]
+        return digests
+
+    def chunk_file_bytes(self, chunk: int) -> int:
+        """The size of the file of a chunk, in bytes; 0 if the chunk is lost."""
+        self._require_chunk(chunk)
+        return int(self._index.chunks["file_bytes"][chunk])
+
+    def table_digest(self, chunk: int) -> int:
+        """The digest of the table of a chunk, which its header must have."""
+        self._require_chunk(chunk)
+        return int(self._index.chunks["table_digest"][chunk])
+
+    def chunk_numbers(self, chunk: int) -> npt.NDArray[np.uint32]:
+        """The records whose bytes are in a chunk, in the order of their offsets. Of a file with
+        several names, the first name only."""
+        self._require_chunk(chunk)
+        first, count = self._index.chunks[["first", "count"]][chunk].tolist()
+        return self._index.placed[first : first + count]
+
+    def open_chunk(self, chunk: int) -> int:
+        """A descriptor of the file of a chunk, to read. Raises PackError."""
+        self._require_chunk(chunk)
+        return self._open(chunk_name(chunk), self.chunk_file_bytes(chunk))
+
+    def open_large(self, number: int) -> int:
+        """A descriptor of the file with the bytes of a large record, to read. Raises PackError."""
+        record = self.record(number)
+        if record.chunk != -2:
+            raise self._error(f"record {number} is not a large file")
+        return self._open(large_name(record.offset), record.size)
+
+    def open_tree(self) -> int:
+        """A descriptor of the tree chunk, to read. Raises PackError."""
+        return self._open(TREE, None)
+
+    def _require_chunk(self, chunk: int) -> None:
+        if not 0 <= chunk < self.info.chunks:
+            raise self._error(f"there is no chunk {chunk}")
+
+    def _open(self, name: bytes, size: int | None) -> int:
+        """A descriptor of a file of the pack, a regular one of ``size`` bytes."""
+        try:
+            fd = open_beneath(self._root, name, _READ)
+        except OSError as error:
+            raise self._error(f"{name.decode()}: {error.strerror}", _VERIFY) from error
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or size not in (None, status.st_size):
+            os.close(fd)
+            raise self._error(f"{name.decode()} is cut off or damaged", _VERIFY)
+        return fd
+
+    def _error(self, what: str, hint: str = "") -> PackError:
+        path = escape_text(os.fsdecode(self.path))
+        return PackError(f"{path}: {what}", hint=hint.format(path) if hint else "")
+
+
+_REBUILD = "`monarch pack index --rebuild {}` makes the index again from the chunks"
+_VERIFY = "`monarch pack verify {}` lists all damage"
+
+
+def _read(root: int, name: bytes, *, in_memory: bool) -> bytes | memoryview:
+    """A file of a pack, mapped or in memory. Raises OSError, PackError."""
+    with closing_fd(open_beneath(root, name, _READ)) as fd:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise PackError(f"{name.decode()} is not a regular file")
+        if not status.st_size:
+            return b""
+        if not in_memory:
+            return memoryview(mmap.mmap(fd, status.st_size, mmap.MAP_PRIVATE, mmap.PROT_READ))
+        with os.fdopen(os.dup(fd), "rb") as file:
+            return file.read(status.st_size)
+
+
+def _description(root: int) -> dict[str, Any]:
+    """The description as it stands. Raises OSError, PackError."""
+    with closing_fd(open_beneath(root, DESCRIPTION, _READ)) as fd:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise PackError("pack.json is not a regular file")
+        text = os.read(fd, _MOST_DESCRIPTION + 1)
+    try:
+        raw = json.loads(text) if len(text) <= _MOST_DESCRIPTION else None
+    except (ValueError, RecursionError):
+        raw = None
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise PackError("pack.json does not describe a pack")
+    return raw
+
+
+def summary_of(index: bytes, *, large: int, chunk_bytes: int, seed: int, order: str) -> PackSummary:
+    """The description of the pack with this index."""
+    found = Index(index)
+    return PackSummary(
+        files=found.files,
+        entries=found.entries,
+        bytes=found.file_bytes,
+        chunks=len(found.chunks),
+        large=large,
+        chunk_bytes=chunk_bytes,
+        seed=seed,
+        order=order,
+        identity=xxhash.xxh3_128_hexdigest(index),
+    )
+
+
+def encode_description(info: PackSummary) -> bytes:
+    """The bytes of pack.json."""
+    fields = {name: getattr(info, name) for name in PackSummary.__slots__}
+    return (json.dumps({"format": FORMAT, "version": VERSION, **fields}, indent=1) + "\n").encode()
+
+
+def _summary(raw: dict[str, Any]) -> PackSummary:
+    """Raises PackError."""
+    if raw.get("version") != VERSION:
+        raise PackError(
+            f"it has format version {str(raw.get('version'))[:20]}; this Monarch reads {VERSION}",
+            hint="use the Monarch that wrote it, or a newer one",
+        )
+    limits = {
+        **{"files": MOST, "entries": MOST, "bytes": MOST_SIZE, "chunks": MOST, "large": MOST},
+        **{"chunk_bytes": MOST_SIZE, "seed": (1 << 64) - 1},
+    }
+    for name, limit in limits.items():
+        value = raw.get(name)
+        if type(value) is not int or not 0 <= value <= limit:
+            raise PackError(f"pack.json has no usable {name!r}")
+    if raw.get("order") not in ORDERS or not isinstance(raw.get("identity"), str):
+        raise PackError("pack.json has no usable order or identity")
+    return PackSummary(**{name: raw[name] for name in PackSummary.__slots__})
+
+
+def _require_fits(info: PackSummary, index: Index) -> None:
+    """Raises PackError if the description and the index are not of one pack."""
+    if (info.entries, info.files, info.bytes, info.chunks) != (
+        *(index.entries, index.files, index.file_bytes, len(index.chunks)),
+    ):
+        raise PackError("pack.json and the index are of two packs")

@@ -1,0 +1,251 @@
+"""The encoding of tables, attributes and the index: round trips, and bytes that are refused."""
+
+from __future__ import annotations
+
+import random
+import stat
+from collections.abc import Sequence
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monarch.errors import PackError
+from monarch.packs.format import (
+    LARGE,
+    NONE,
+    PAYLOAD,
+    TREE,
+    Entry,
+    Header,
+    decode_header,
+    decode_table,
+    decode_xattrs,
+    encode_header,
+    encode_table,
+    encode_xattrs,
+    table_size,
+)
+from monarch.packs.index import ChunkFile, Index, encode_index
+
+FILE = stat.S_IFREG | 0o644
+FOLDER = stat.S_IFDIR | 0o755
+NAMES = st.binary(min_size=1, max_size=8).filter(
+    lambda name: name not in (b".", b"..") and b"/" not in name and b"\0" not in name
+)
+
+
+def header_of(entries: Sequence[Entry], *, kind: int = TREE, **fields: int) -> Header:
+    table = encode_table(entries)
+    raw = {
+        **{"kind": kind, "seed": 1, "sequence": 0, "entries": len(entries), "order": 0},
+        **{"table_bytes": len(table), "chunk_bytes": 1 << 20, "large": 0},
+        "payload_bytes": sum(entry.size for entry in entries) if kind == PAYLOAD else 0,
+        "table_digest": xxhash.xxh3_64_intdigest(table),
+    }
+    return Header(**{**raw, **fields})
+
+
+def extents(sizes: Sequence[int], *, chunk: int = 0) -> list[Entry]:
+    """Files of these sizes, one behind the other in a payload chunk."""
+    entries = [Entry(b"f%03d" % at, FILE, size=size, chunk=chunk) for at, size in enumerate(sizes)]
+    offset = header_of(entries, kind=PAYLOAD, sequence=chunk).payload_offset
+    placed = []
+    for entry in entries:
+        placed.append(entry._replace(offset=offset))
+        offset += entry.size
+    return placed
+
+
+ENTRIES = st.tuples(
+    st.lists(NAMES, min_size=1, max_size=4).map(b"/".join),
+    st.integers(0, (1 << 32) - 1),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.dictionaries(NAMES.map(b"user.".__add__), st.binary(max_size=20)),
+).map(
+    lambda drawn: Entry(
+        *(drawn[0], FOLDER, drawn[1]), mtime_ns=drawn[2], xattrs=encode_xattrs(drawn[3].items())
+    )
+)
+
+
+@given(st.lists(ENTRIES, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_a_table_returns_the_entries_that_were_put_into_it(entries: list[Entry]) -> None:
+    header = header_of(entries)
+    assert decode_header(encode_header(header)) == header
+    assert table_size(entries) == header.table_bytes
+    assert decode_table(header, encode_table(entries)) == entries
+
+
+def test_extents_of_a_payload_chunk_are_accepted_in_their_order() -> None:
+    entries = extents([10, 0, 5])
+    header = header_of(entries, kind=PAYLOAD)
+    assert decode_table(header, encode_table(entries)) == entries
+
+
+BAD = [
+    Entry(b"../up", FOLDER),
+    Entry(b"a/../b", FOLDER),
+    Entry(b"/absolute", FOLDER),
+    Entry(b"a//b", FOLDER),
+    Entry(b"a/", FOLDER),
+    Entry(b".", FOLDER),
+    Entry(b"nul\0", FOLDER),
+    Entry(b"n" * 256, FOLDER),
+    Entry(b"a/" * 40_000 + b"b", FOLDER),
+    Entry(b"", FILE),
+    Entry(b"a", 0),
+    Entry(b"a", FILE | 1 << 20),
+    Entry(b"a", FOLDER, size=1),
+    Entry(b"a", FOLDER, chunk=LARGE),
+    Entry(b"a", FILE, size=1),
+    Entry(b"a", FILE, size=1 << 63, chunk=LARGE),
+    Entry(b"a", FILE, size=1, chunk=LARGE, offset=3),
+    Entry(b"a", FILE, size=1, chunk=0),
+    Entry(b"a", stat.S_IFLNK | 0o777),
+    Entry(b"a", FILE, target=b"b"),
+    Entry(b"a", stat.S_IFLNK | 0o777, target=b"nul\0"),
+    Entry(b"a", FOLDER, xattrs=b"\1"),
+    Entry(b"a", FOLDER, xattrs=encode_xattrs([(b"user.a", b"")]) * 2),
+    Entry(b"a", FOLDER, xattrs=encode_xattrs([(b"security.capability", b"x")])),
+]
+
+
+@pytest.mark.parametrize("entry", BAD, ids=range(len(BAD)))
+def test_an_entry_that_no_pack_has_is_refused(entry: Entry) -> None:
+    entries = [entry]
+    with pytest.raises(PackError):
+        decode_table(header_of(entries, large=1), encode_table(entries))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda first, second: (first, second._replace(offset=first.offset)),
+        lambda first, second: (first, second._replace(offset=second.offset + 1)),
+        lambda first, second: (first._replace(offset=0), second),
+        lambda first, second: (second, first),
+        lambda first, second: (first, second._replace(chunk=NONE)),
+        lambda first, second: (first, second._replace(chunk=5)),
+    ],
+    ids=range(6),
+)
+def test_extents_that_overlap_or_lie_outside_are_refused(change: object) -> None:
+    assert callable(change)
+    first, second = extents([10, 5])
+    entries = change(first, second)
+    with pytest.raises(PackError):
+        decode_table(header_of(entries, kind=PAYLOAD), encode_table(entries))
+
+
+def test_every_flipped_bit_of_a_header_or_a_table_is_found() -> None:
+    entries = extents([10, 5])
+    raw = encode_header(header_of(entries, kind=PAYLOAD)) + encode_table(entries)
+    size = len(encode_header(header_of(entries)))
+
+    def decoded(raw: bytes) -> list[Entry]:
+        return decode_table(decode_header(raw), raw[size:])
+
+    assert decoded(raw) == entries
+    for bit in range(8 * len(raw)):
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(PackError):
+            decoded(bytes(flipped))
+    for length in range(len(raw)):
+        with pytest.raises(PackError):
+            decoded(raw[:length])
+
+
+def test_a_newer_format_is_refused_by_its_version() -> None:
+    raw = bytearray(encode_header(header_of([])))
+    raw[8] = 2
+    raw[72:] = xxhash.xxh3_64_intdigest(bytes(raw[:72])).to_bytes(8, "little")
+    with pytest.raises(PackError, match="version 2"):
+        decode_header(bytes(raw))
+
+
+def test_extended_attributes_do_not_depend_on_their_order() -> None:
+    pairs = [(b"user.b", b"1"), (b"user.a", b"\0" * 10)]
+    assert encode_xattrs(pairs) == encode_xattrs(pairs[::-1])
+    assert decode_xattrs(encode_xattrs(pairs)) == tuple(sorted(pairs))
+
+
+# -- the index -------------------------------------------------------------------------------------
+
+SMALL = [
+    Entry(b"", FOLDER),
+    Entry(b"a", FOLDER),
+    Entry(b"a-b", FOLDER),
+    Entry(b"a/x", FILE, size=3, chunk=0, offset=200, group=1),
+    Entry(b"a/y", FILE, size=3, group=1),
+    Entry(b"b", FILE, size=9, chunk=LARGE, offset=0),
+    Entry(b"l", stat.S_IFLNK | 0o777, target=b"a/x"),
+]
+CHUNKS = [ChunkFile(203, 1)]
+
+
+def test_the_index_is_in_the_order_of_the_tree_whatever_the_order_of_the_entries() -> None:
+    entries = list(SMALL)
+    expected = encode_index(entries, CHUNKS)
+    for seed in range(5):
+        random.Random(seed).shuffle(entries)
+        assert encode_index(entries, CHUNKS) == expected
+    index = Index(expected)
+    index.require_sound()
+    paths = [index.path(number) for number in range(1, index.entries + 1)]
+    assert paths == [b"", b"a", b"a/x", b"a/y", b"a-b", b"b", b"l"]
+    assert [index.number(path) for path in paths] == list(range(1, 8))
+    assert index.number(b"a/z") == index.number(b"A") == index.number(b"b/x") == 0
+    assert [index.name(int(at)) for at in index.names(1)] == [b"a", b"a-b", b"b", b"l"]
+    assert index.records["nlink"][1:].tolist() == [4, 2, 2, 2, 2, 1, 1]
+    assert index.records["link"][1:].tolist() == [0, 0, 3, 3, 0, 6, 0]
+    assert index.placed.tolist() == [3]
+    assert (index.files, index.file_bytes) == (3, 12)
+
+
+def test_directories_and_links_that_are_lost_with_a_chunk_leave_a_sound_index() -> None:
+    index = Index(encode_index([Entry(b"d/e/f", FILE), SMALL[4]], []))
+    index.require_sound()
+    assert index.number(b"d/e/f")
+    assert not index.number(b"a/y")
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [*SMALL, Entry(b"a/x", FILE)],
+        [*SMALL, Entry(b"b/below a file", FILE)],
+        [*SMALL, Entry(b"c", FILE, size=1, chunk=1, offset=9)],
+        [*SMALL, Entry(b"c", FILE, size=3, chunk=0, offset=300, group=1)],
+    ],
+    ids=range(4),
+)
+def test_entries_that_contradict_each_other_make_no_index(entries: list[Entry]) -> None:
+    with pytest.raises(PackError):
+        encode_index(entries, CHUNKS)
+
+
+def test_no_flipped_bit_of_an_index_gives_more_than_an_error() -> None:
+    raw = encode_index(SMALL, CHUNKS)
+    draw = random.Random(3)
+    found = 0
+    for bit in draw.sample(range(8 * len(raw)), 1500):
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            index = Index(bytes(flipped))
+            for number in range(1, index.entries + 1):
+                index.number(index.path(number))
+            index.require_sound()
+        except (PackError, IndexError):
+            found += 1
+    # Flips in attributes and digests leave a sound index.
+    assert found > 500
+    for length in range(len(raw)):
+        with pytest.raises(PackError):
+            Index(raw[:length])
+    with pytest.raises(PackError):
+        Index(raw + b"\0")
