@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kernel", ("posix",)),
     ("settings", ("config",)),
     ("telemetry", ("telemetry",)),
-    ("pillars", ("namespace", "placement", "foresight", "tiers", "control")),
+    ("pillars", ("namespace", "placement", "foresight", "tiers", "packs", "control")),
     ("movement", ("transfer",)),
     ("write-back", ("writeback",)),
     ("file system", ("vfs",)),
@@ -50,7 +50,9 @@ CONFINED = {
     "lmdb": ("namespace",),
     "sqlite3": ("namespace",),
     "yaml": ("config.document",),
-    "numpy": ("posix.buckets", "namespace", "placement", "foresight", "tiers", "frameworks"),
+    "numpy": (
+        *("posix.buckets", "namespace", "placement", "foresight", "tiers", "packs", "frameworks"),
+    ),
     "torch": ("frameworks",),
     "click": ("cli",),
     "rich": ("cli",),
@@ -71,6 +73,7 @@ PURE = (
     "monarch.frameworks.chunk_order",
     *("monarch.writeback.history", "monarch.writeback.op", "monarch.writeback.conflicts"),
     "monarch.writeback.journal_records",
+    *("monarch.packs.format", "monarch.packs.index", "monarch.packs.plan"),
 )
 IMPURE = frozenset(
     (

@@ -34,6 +34,7 @@ VERBS = {
     "ckpt": Verb("monarch.cli.ckpt:ckpt", "List, await, verify or prune all files written."),
     "fsck": Verb("monarch.cli.fsck:fsck", "Check all that a mount keeps, and repair it."),
     "snapshot": Verb("monarch.cli.snapshot:snapshot", "Build, show, verify or diff snapshots."),
+    "pack": Verb("monarch.cli.pack:pack", "Put small files into large chunks; check and unpack."),
     "doctor": Verb("monarch.cli.doctor:doctor", "Check whether this node can mount, and how well."),
     "completion": Verb(
         "monarch.cli.complete:completion", "Print the completion script of a shell."
@@ -42,8 +43,8 @@ VERBS = {
 
 EXIT_CODES = {
     0: "success",
-    1: "the answer is no (snapshot verify, diff, fsck, ckpt verify), or a failure without a code of"
-    " its own",
+    1: "the answer is no (snapshot verify, diff, fsck, ckpt verify, pack verify), or a failure"
+    " without a code of its own",
     2: "mistake on the command line or in the configuration",
     3: "the mount point cannot be used",
     4: "the source failed, or differs from the snapshot",
@@ -56,6 +57,7 @@ EXIT_CODES = {
     11: "degraded, says status --check: all is served, but something is wrong",
     12: "failing, says status --check: some reads or writes fail or wait now",
     13: "not all written files are at the source yet (umount, ckpt wait); nothing was undone",
+    14: "the pack cannot be used, or cannot be written",
     130: "interrupted from the keyboard",
 }
 
