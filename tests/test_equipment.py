@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
+from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import JsonFormatter, TextFormatter
 from tests.conftest import MonarchCommand, Tree, contents, mounts, processes, trouble
 from tests.equipment import slowfs, throttled
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.throttled import CappedDisk
+from tests.equipment.virtual_clock import virtual_clock
 from tests.mount.observe import wait_until
 
 
@@ -369,3 +372,35 @@ def test_a_stage_left_in_a_tier_fails_its_test(tmp_path: Path, tree: Tree) -> No
     (mounted.tiers["fast"] / "7.part").touch()
     with pytest.raises(pytest.fail.Exception, match="a stage was left"):
         monarch.close()
+
+
+def test_the_virtual_clock_gives_a_thread_time_to_answer() -> None:
+    order: list[str] = []
+
+    async def go() -> None:
+        pool = ThreadPool(1, "test", abandon=False)
+
+        async def in_a_thread() -> None:
+            await pool.run(time.sleep, 0.05)
+            order.append("thread")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(in_a_thread)
+            await trio.sleep(3600)
+            order.append("hour")
+
+    with virtual_clock(patience_s=60) as clock:
+        trio.run(go, clock=clock)
+    assert order == ["thread", "hour"]
+
+
+def test_the_virtual_clock_jumps_while_a_thread_waits_for_a_task() -> None:
+    async def go() -> None:
+        pool, is_due = ThreadPool(1, "test", abandon=False), threading.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pool.run, is_due.wait)
+            await trio.sleep(3600)
+            is_due.set()
+
+    with virtual_clock() as clock:
+        trio.run(go, clock=clock)

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,7 @@ from monarch.transfer.tier_monitor import TierMonitor
 from monarch.transfer.window import Window
 from monarch.types import Attributes, Ino
 from tests.conftest import contents
+from tests.equipment.virtual_clock import virtual_clock
 
 SIZE = 10_000
 COUNT = 12
@@ -118,9 +119,9 @@ async def until(holds: Callable[[], bool], *, virtual_s: float = 300.0) -> None:
 
 
 @pytest.fixture
-def clock() -> trio.testing.MockClock:
-    # Not at once: a worker thread that is at work is no reason to jump.
-    return trio.testing.MockClock(autojump_threshold=0.004)
+def clock() -> Iterator[trio.testing.MockClock]:
+    with virtual_clock() as clock:
+        yield clock
 
 
 async def _never(tier: Tier) -> None:

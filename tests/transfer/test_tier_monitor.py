@@ -27,6 +27,7 @@ from monarch.tiers.tier import Tier
 from monarch.transfer.source_load import CallTotals, NoDatapath
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Ino
+from tests.equipment.virtual_clock import virtual_clock
 
 _INO = Ino(5)
 
@@ -66,9 +67,9 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def clock() -> trio.testing.MockClock:
-    # Not at once: a worker thread that is at work is no reason to jump.
-    return trio.testing.MockClock(autojump_threshold=0.05)
+def clock() -> Iterator[trio.testing.MockClock]:
+    with virtual_clock(patience_s=0.05) as clock:
+        yield clock
 
 
 @asynccontextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import trio.testing
+from trio.testing import MockClock
 
+from tests.equipment.virtual_clock import virtual_clock
 from tests.mount.conftest import slow
 from tests.writeback.rig import Model
 
@@ -14,9 +16,9 @@ __all__ = ["slow"]
 
 
 @pytest.fixture
-def clock() -> trio.testing.MockClock:
-    # Not at once: a worker thread that is at work is no reason to jump.
-    return trio.testing.MockClock(autojump_threshold=0.004)
+def clock() -> Iterator[MockClock]:
+    with virtual_clock() as clock:
+        yield clock
 
 
 @pytest.fixture

@@ -39,11 +39,6 @@ Clock = trio.testing.MockClock
 ALICE, BOB = Credentials(1001, 1001), Credentials(1002, 1002)
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock(autojump_threshold=0.01)
-
-
 class Names:
     """Nodes with one name each, or none."""
 
