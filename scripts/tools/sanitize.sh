@@ -58,7 +58,7 @@ done
 
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
-mkdir "$work/checkout" "$work/reports"
+mkdir "$work/checkout" "$work/objects" "$work/reports"
 cd "$ROOT" || exit 1
 git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
     [ -e "$file" ] && printf '%s\0' "$file"
@@ -67,9 +67,12 @@ cd "$work/checkout" || exit 1
 
 suffix=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
-"$compiler" -std=c11 -D_GNU_SOURCE -O1 -g -fno-omit-frame-pointer "${flags[@]}" \
-    -Wall -Wextra -fPIC -shared -pthread -isystem "$include" monarch/fuse/native/*.c \
-    -o "monarch/fuse/_datapath$suffix" || fail "the datapath does not compile"
+base=$("$PYTHON" -c 'import sys; print(sys.base_prefix)')
+(cd "$work/objects" && printf '%s\0' "$work"/checkout/monarch/fuse/native/*.c |
+    xargs -0 -n 2 -P "$(nproc)" "$compiler" -std=c11 -D_GNU_SOURCE -O1 -g -fno-omit-frame-pointer \
+        "${flags[@]}" -Wall -Wextra -fPIC -pthread -isystem "$include" -c) &&
+    "$compiler" "${flags[@]}" -shared -pthread "$work"/objects/*.o \
+        -o "monarch/fuse/_datapath$suffix" || fail "the datapath does not compile"
 
 # Only Python loads the libraries: they would slow down, or confuse, other programs that tests start.
 # A wrapper sets LD_PRELOAD for Python alone, and Python removes the variable when it starts.
@@ -91,6 +94,17 @@ export ASAN_OPTIONS="$common:detect_leaks=0:abort_on_error=0:halt_on_error=1:det
 export UBSAN_OPTIONS="$common:print_stacktrace=1:halt_on_error=1"
 export TSAN_OPTIONS="$common:halt_on_error=0:report_signal_unsafe=0:ignore_noninstrumented_modules=1"
 export PYTHONMALLOC=malloc PYTHONPATH=$work/startup:$work/checkout
+# Bytecode is kept by the path of its source. What there is of the originals is valid for the copies.
+cache=${PYTHONPYCACHEPREFIX:-$ROOT/.cache/pycache}
+own=$work/pycache
+mkdir -p "$own$work/venv" "$own$work/checkout"
+if [ -d "$cache$ROOT/monarch" ]; then
+    cp -r "$cache$ROOT/monarch" "$cache$ROOT/tests" "$own$work/checkout"
+    ln -s "$cache$(readlink -f "$VENV")/lib" "$own$work/venv/lib"
+    mkdir -p "$(dirname "$own$base")" && ln -s "$cache$base" "$own$base"
+fi
+export PYTHONPYCACHEPREFIX=$own
+unset PYTHONDONTWRITEBYTECODE
 "$work/venv/bin/python" -m pytest -p no:cacheprovider --timeout 300 "$@"
 status=$?
 
