@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MonarchCommand, Mounted, mounts, processes
+from tests.conftest import MonarchCommand, Mounted, below, mounts, processes
 from tests.equipment.mounts import mount_table
 from tests.equipment.waiting import wait_until
 
@@ -94,7 +94,7 @@ def registered(
 
 
 def stages(directory: Path) -> list[Path]:
-    return list(directory.rglob("*.part"))
+    return below(directory, "*.part")
 
 
 def locked(directory: Path) -> list[Path]:

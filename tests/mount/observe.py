@@ -16,7 +16,7 @@ import pytest
 from monarch.control.client import call
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import own_directory
-from tests.conftest import Mounted, contents, trouble
+from tests.conftest import Mounted, below, contents, trouble
 from tests.equipment.waiting import wait_until
 
 PATIENCE_S = 20.0
@@ -166,7 +166,7 @@ def accounts_agree(mounted: Mounted) -> None:
 def objects_in(tier: Path) -> list[Path]:
     """Files that a tier has absorbed. Empty ones may have been made ahead of theirs."""
     found = []
-    for path in tier.rglob("absorbed-*/??/*"):
+    for path in below(tier, "absorbed-*/??/*"):
         with suppress(FileNotFoundError):
             if path.stat().st_size > 0:
                 found.append(path)
