@@ -296,7 +296,8 @@ def test_a_tier_full_of_what_is_not_drained_ends_and_mounts_and_drains(
     small_tier: CuttableDisk, monarch: MonarchCommand, slow: SlowSource
 ) -> None:
     monarch.expects_log("is full: what it has in reserve is given up")
-    monarch.expects_log("draining to the source has stopped")
+    stopped = "draining to the source has stopped"
+    monarch.expects_log(stopped)
     monarch.allows_log("goes to the source directly|No space left|extended attributes")
     (slow.path / "a").write_bytes(b"a")
     options = [*OPTIONS, "writeback.reserve=0"]
@@ -305,6 +306,7 @@ def test_a_tier_full_of_what_is_not_drained_ends_and_mounts_and_drains(
     wait_until((directory / "reserve").exists, "there is no reserve")
     slow.rules("err create EIO .*", "err write EIO .*")
     put(mounted.path / "ckpt", contents("ckpt", 2 * _MB))
+    wait_until(lambda: stopped in mounted.log_text, "the drain has not stopped")
     put(mounted.path / "removed", b"1")
     (mounted.path / "dir").mkdir()
     with (small_tier.path / "somebody-else's").open("wb", buffering=0) as file:
@@ -351,11 +353,11 @@ def test_a_tier_full_of_what_is_not_drained_ends_and_mounts_and_drains(
 def test_a_source_that_fails_loses_nothing_and_blocks_no_writer(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, rule: str
 ) -> None:
-    if "EIO" in rule:
-        monarch.expects_log("the source has stopped")
-    if "ENOSPC" in rule:
-        # The file system of the source has room: as with a quota of a directory.
-        monarch.expects_log("the source refuses content")
+    # The file system of the source has room: ENOSPC is that of a quota of a directory.
+    failures = {"EIO": "the source has stopped", "ENOSPC": "the source refuses content"}
+    expected = [line for number, line in failures.items() if number in rule]
+    for line in expected:
+        monarch.expects_log(line)
     tree({"a": 10})
     mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
     slow.rules(rule)
@@ -365,6 +367,10 @@ def test_a_source_that_fails_loses_nothing_and_blocks_no_writer(
         (mounted.path / f"ckpt/{step}.tmp").rename(mounted.path / f"ckpt/{step}")
         assert durable(mounted.path / f"ckpt/{step}") == "local"
         assert (mounted.path / f"ckpt/{step}").read_bytes() == contents(str(step), 300_000)
+    for line in expected:
+        wait_until(lambda line=line: line in mounted.log_text, "the drain has not failed")
+    if "hang" in rule:
+        wait_until(lambda: slow.counters()["hanging"] > 0, "the drain does not hang")
     time.sleep(1.5)
     slow.rules()
     drained(mounted, *(f"ckpt/{step}" for step in range(4)), timeout_s=60)
@@ -449,13 +455,17 @@ def test_a_name_is_at_the_source_never_before_its_content(
     tree({"ckpt/latest": 1000})
     mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
     old, new = contents("ckpt/latest", 1000), contents("new", 5 * _MB)
-    slow.rules("bw write 5000000 .*", "lat rename 500 .*")
+    slow.rules("write_MBps 5", "hang rename .*")
     put(mounted.path / "ckpt/tmp", new)
     (mounted.path / "ckpt/tmp").rename(mounted.path / "ckpt/latest")
     seen = set()
+    while not slow.counters()["hanging"]:
+        seen.add((slow.root / "ckpt/latest").read_bytes())
+    assert seen | {(slow.root / "ckpt/latest").read_bytes()} == {old}
+    slow.rules("lat rename 500 .*")
     while durable(mounted.path / "ckpt/latest") != "source":
         seen.add((slow.root / "ckpt/latest").read_bytes())
-    assert seen <= {old, new} and old in seen
+    assert seen <= {old, new}
     assert (slow.root / "ckpt/latest").read_bytes() == new
 
 

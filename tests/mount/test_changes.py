@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import time
@@ -247,6 +248,8 @@ def test_with_a_ttl_a_change_is_noticed_while_mounted(monarch: MonarchCommand, t
     monarch.expects_log(CHANGED)
     monarch.expects_log(DIRECTORIES)
     replaced(source / "file")
+    # The directory may be compared before the change, and the file after it.
+    wait_until(lambda: re.search(DIRECTORIES, mounted.log_text) is not None, "both are noticed")
     wait_for_change(mounted)
     assert (mounted.path / "file").read_bytes() == (source / "file").read_bytes()
 
@@ -408,7 +411,7 @@ def test_a_file_rewritten_while_it_is_copied_is_not_mixed(
     )
     with open(mounted.path / "large", "rb", buffering=0) as first:
         first.read(2_000_000)
-    assert account(mounted)["copies"]["running"] == 1
+    wait_until(lambda: account(mounted)["copies"]["running"] == 1, "the copy is under way")
     rewritten(source / "large")
     monarch.expects_log(CHANGED)
     assert (mounted.path / "large").read_bytes() == (source / "large").read_bytes()
