@@ -282,7 +282,8 @@ def test_a_tier_that_becomes_read_only_is_reported_and_comes_back(
 def test_a_tier_on_a_disk_that_others_filled_is_reported_and_accepts_copies_again(
     small_disk: Path, monarch: MonarchCommand, tree: Tree
 ) -> None:
-    monarch.expects_log("copy to tier fast given up")
+    # A copy notices it, or the probe of the tier before any copy does, which logs nothing.
+    monarch.allows_log("copy to tier fast given up")
     content = files()
     tier_on(small_disk, monarch)
     mounted = monarch.mount(

@@ -106,8 +106,8 @@ def test_a_copy_that_runs_out_of_space_half_way_leaves_nothing_behind(
 def test_a_full_tier_takes_copies_again_when_there_is_room(
     small_disk: Path, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
-    # A copy notices it, or the probe of the tier before any copy does.
-    monarch.expects_log("copy to tier fast given up|tier fast is out of service")
+    # A copy notices it, or the probe of the tier before any copy does, which logs nothing.
+    monarch.allows_log("copy to tier fast given up")
     content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=["limits.tier_probe=1s"])
