@@ -298,12 +298,17 @@ def test_the_log_names_the_calls_that_the_end_waits_for(
 ) -> None:
     content = files(1, 20_000, step=1)
     tree(content)
-    mounted = monarch.mount(source, tiers={"fast": "100MB"})
-    with ruled(slow_tier, "lat write 2500 /stage/[0-9]"):
+    # The tier is not to be taken for one that hangs.
+    options = ["limits.tier_timeout=60s"]
+    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=options)
+    name = Path(f"/proc/{mounted.pid}/comm")
+    with ruled(slow_tier, "hang write /stage/[0-9]"):
         epoch(mounted, content)
+        wait_until(lambda: slow_tier.counters()["hanging"] > 0, "the copy is written")
         os.kill(mounted.pid, signal.SIGTERM)
-        message = "the end has waited"
-        wait_until(lambda: message in mounted.log_text, "the end is logged")
+        wait_until(lambda: name.read_text() == "end: copies\n", "the end waits for copies")
+        time.sleep(1.2)  # longer steps are logged
+    wait_until(lambda: "the end has waited" in mounted.log_text, "the end is logged")
     assert re.search(r"waited \d+\.\d s for copies whose bytes were fetched", mounted.log_text)
 
 

@@ -130,7 +130,7 @@ def hung(mounted: Mounted, slow: SlowSource) -> list[Waiting]:
     """More readers of one hung file than the source is given calls at once."""
     slow.rules("hang open ^/hang")
     readers = [Waiting(mounted.path / f"hang{number}") for number in range(4)]
-    wait_until(lambda: slow.counters()["open"] >= 1, "the source was asked")
+    wait_until(lambda: slow.counters()["hanging"] >= 1, "the source was asked")
     return readers
 
 
