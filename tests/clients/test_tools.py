@@ -88,6 +88,7 @@ def test_copying_a_file_does_not_copy_the_attributes_of_monarch(
 ) -> None:
     mounted = monarch.mount(images, tiers={"fast": "100MiB"})
     run("cp", "-a", f"{mounted.path}/", tmp_path / "copy")
+    settle(mounted, len(copied_files(mounted)))
     name = next(iter(digests(images)))
     assert mounted.xattr(name) == "fast"
     assert os.listxattr(mounted.path / name) == []

@@ -15,7 +15,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
-from tests.mount.observe import accounts_agree, epoch, files, resident, settled
+from tests.mount.observe import (
+    account,
+    accounts_agree,
+    epoch,
+    files,
+    resident,
+    settled,
+    wait_until,
+)
 
 NOT_COUNTED_WITHOUT_OPENS = (
     *("monarch_hit_ratio", "monarch_open_files", "monarch_open_seconds_count"),
@@ -44,6 +52,8 @@ def free_port() -> int:
 
 def settled_status(mounted: Mounted) -> dict[str, Any]:
     settled(mounted)
+    # The kernel sends a release after the close.
+    wait_until(lambda: not account(mounted)["handles"]["open_files"], "the releases arrived")
     return mounted.status()
 
 
@@ -204,6 +214,8 @@ def test_status_is_the_same_in_words_and_over_the_socket(
     tree({"file": 1000})
     mounted = monarch.mount(source)
     epoch(mounted, {"file": contents("file", 1000)})
+    # The kernel sends the release after the close.
+    wait_until(lambda: not account(mounted)["handles"]["open_files"], "the release arrived")
     over_the_socket = settled(mounted)
     command_line = json.loads(monarch("status", str(mounted.path), "--json").stdout)
     for volatile in ("memory", "snapshot", "log", "trouble"):

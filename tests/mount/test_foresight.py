@@ -144,6 +144,9 @@ def test_an_order_of_the_names_is_fetched_ahead_of_the_reader(
         epoch(mounted, content, order[:256])
         wait_until(lambda: resident_files(mounted) > 256, "files are fetched ahead")
         assert resident_files(mounted) <= 256 + 1024
+        wait_until(
+            lambda: resident_files(mounted) == len(resident(mounted, order)), "no more is fetched"
+        )
         there = resident(mounted, order)
         epoch(mounted, content, order[256:])
         assert counter.count() == 600

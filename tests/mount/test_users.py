@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import MODES, MonarchCommand
 from tests.equipment.waiting import wait_until
-from tests.mount.command import needs_fuse, ordinary_user
+from tests.mount.command import OrdinaryUser, needs_fuse, ordinary_user
 
 pytestmark = needs_fuse
 
@@ -34,7 +34,7 @@ def test_an_ordinary_user_mounts_reads_twice_and_unmounts(monarch: MonarchComman
             read = "import os, sys; fd = os.open(sys.argv[1], 0); print(os.read(fd, 99).decode());"
             read += "os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)"
             assert user.run(user.python, "-c", read, f"{mnt}/a").stdout == "content\n"
-            _wait_for_the_copy(tier)
+            wait_until(lambda: _is_copied(user, mnt), "it is not promoted")
         assert user.run("cat", f"{mnt}/secret").returncode != 0
         status = json.loads(user("status", str(mnt), "--json").stdout)
         (fast,) = status["tiers"]
@@ -120,8 +120,7 @@ def _copies(tier: Path) -> list[Path]:
     return [path for path in tier.glob("monarch/*/copies-*/*/*") if path.suffix != ".part"]
 
 
-def _wait_for_the_copy(tier: Path) -> None:
-    deadline = time.monotonic() + 10
-    while not _copies(tier):
-        assert time.monotonic() < deadline, "it is not promoted"
-        time.sleep(0.02)
+def _is_copied(user: OrdinaryUser, mnt: Path) -> bool:
+    """Whether the only file has a copy, which the next open reads."""
+    status = json.loads(user("status", str(mnt), "--json").stdout)
+    return status["tiers"][0]["files"] == 1 and not status["handles"]["open_files"]

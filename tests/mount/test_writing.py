@@ -675,8 +675,7 @@ def test_a_reader_of_a_released_file_reads_on_when_the_file_is_changed_by_its_pa
     # Nothing that would end their bytes at the source, or their descriptors, is left.
     wait_until(lambda: not objects_in(mounted.tiers["fast"]), "they are kept again")
     wait_until(lambda: not _kept_descriptors(mounted), "descriptors are kept")
-    handles = account(mounted)["handles"]
-    assert not any(handles.values()), handles
+    wait_until(lambda: not any(account(mounted)["handles"].values()), "handles are kept")
     assert account(mounted)["health"]["problems"] == []
     mounted.umount()
     there = {name: (mounted.source / name).read_bytes() for name in names_in(mounted.source)}
@@ -754,7 +753,9 @@ def test_absorbed_files_are_closed_to_other_users(absorbing: Mounted) -> None:
     kept = list(absorbing.tiers["fast"].rglob("absorbed-*/**/*"))
     assert kept
     for path in kept:
-        assert path.stat().st_mode & 0o077 == 0, path
+        # The daemon may remove an object meanwhile.
+        with suppress(FileNotFoundError):
+            assert path.stat().st_mode & 0o077 == 0, path
     for path in absorbing.tiers["fast"].glob("monarch"):
         assert path.stat().st_mode & 0o077 == 0
 
@@ -929,7 +930,10 @@ def test_a_drained_file_that_others_change_is_read_whole(
 
     written("f", b"A" * 8000)
     for content in (b"B" * 10_000, b"C" * 3000, b"D" * 3000):
-        (source / "f").write_bytes(content)
+        before = (source / "f").stat().st_mtime_ns
+        # The kernel's clock of such times has ticks of some milliseconds.
+        while (source / "f").stat().st_mtime_ns == before:
+            (source / "f").write_bytes(content)
         assert (path / "f").read_bytes() == content
         assert (path / "f").stat().st_size == len(content)
     written("latest", b"999")
