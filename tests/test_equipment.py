@@ -58,9 +58,14 @@ def test_slowfs_delays_each_call_by_its_rule(slow: SlowSource) -> None:
     (slow.path / "a").read_bytes()
     assert time.monotonic() - started >= 0.04
     slow.rules()
-    started = time.monotonic()
-    (slow.path / "a").read_bytes()
-    assert time.monotonic() - started < 0.04
+
+    def is_quick() -> bool:
+        started = time.monotonic()
+        (slow.path / "a").read_bytes()
+        return time.monotonic() - started < 0.04
+
+    # One of many: with the rule none is.
+    wait_until(is_quick, "the rule is gone")
 
 
 def test_slowfs_fails_only_the_paths_of_its_rule(slow: SlowSource) -> None:
@@ -275,8 +280,9 @@ def test_a_capped_disk_reads_at_its_cap_inside_the_group_only(tmp_path: Path) ->
             disk.forget_cached_pages()
             return float(subprocess.run(command, check=True, capture_output=True).stdout)
 
-        assert 0.3 < seconds(disk.command(command)) < 1.5
-        assert seconds(command) < 0.3
+        # One of many: other programs may need the processors.
+        wait_until(lambda: 0.3 < seconds(disk.command(command)) < 1.5, "it reads at its cap")
+        wait_until(lambda: seconds(command) < 0.3, "it reads without a cap")
     assert not os.path.ismount(tmp_path / "disk")
     assert not (tmp_path / "disk.img").exists()
 

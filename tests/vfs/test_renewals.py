@@ -50,8 +50,10 @@ def check_quiet(rig: Rig, *, opens: int = 0) -> None:
 
 
 async def sealed(rig: Rig) -> None:
-    with trio.move_on_after(0.05):
-        await rig.read_side.renewals.run()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rig.read_side.renewals.run)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
 
 
 def is_sealed(rig: Rig, ino: Ino) -> bool:
