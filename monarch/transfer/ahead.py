@@ -27,7 +27,7 @@ from monarch.placement.policy import Item
 from monarch.transfer.concurrency import Call, Concurrency
 from monarch.transfer.engine import Engine
 from monarch.transfer.queue import Arrival, Flight
-from monarch.transfer.source_load import SourceLoad
+from monarch.transfer.source_load import ReaderTotals, SourceLoad
 from monarch.transfer.source_reader import Names, SourceReader
 from monarch.transfer.window import Held
 from monarch.types import Attributes, Ino
@@ -45,13 +45,15 @@ _STEP_S = 0.01
 # that is not announced leaves, too, if for so long no file of the window was read.
 _SWEEP_S = 1.0
 _IDLE_S = 60.0
-# The daemon takes up to this time to open a file from the window, one after the other. So readers
-# that call the source at the same time may be faster.
-_ANSWER_S = 0.0005
-# The latency of calls is a mean over so many of them, and the number of readers at the source is
-# their highest number, which fades by this factor each ``_SWEEP_S``.
-_CALLS = 32
+# The daemon takes up to this time to fetch a file ahead and to store it, or to open it from the
+# window, one after the other. So readers that call the source at the same time may be faster.
+_FILE_S = 0.0005
+# The latency of the reads of readers is a mean over so many of them. The number of readers at the
+# source is their highest number, which fades by this factor each ``_SWEEP_S``.
+_READS = 32
 _FADING = 0.95
+# Readers that have not called the source for so long do not, in seconds.
+_PAUSED_S = 1.0
 
 
 class Foreseen(Protocol):
@@ -117,7 +119,11 @@ class FetchAhead:
         self._window.on_room = self.wake
         self._swept_s = self._served_s = -math.inf
         self._served_files = 0
-        self._call_s = self._readers = 0.0
+        # The readers at the source, the latency of their reads, and their totals with the time at
+        # which these changed.
+        self._readers = self._read_s = 0.0
+        self._seen = ReaderTotals(0, 0.0, 0)
+        self._seen_s = -math.inf
         self._copying: list[Flight] = []
         # Set when a fetch has ended, or more files are foreseen.
         self._woken = trio.Event()
@@ -230,9 +236,10 @@ class FetchAhead:
     def _begin_all(self, nursery: trio.Nursery) -> None:
         """Begins the fetches that may begin now."""
         now, load = trio.current_time(), self._load.totals()
-        self._readers = max(self._readers, load.running)
+        self._look(load, now)
         self._concurrency.look(load.reads, load.waited_s, load.running, now)
-        while self._concurrency.may_begin(now) and self._may_read(0):
+        is_gain = not self._are_faster(now)
+        while is_gain and self._concurrency.may_begin(now) and self._may_read(0):
             line = self._next_line()
             if line is None or not self._may_read(self._names.attributes(line[0]).size):
                 break
@@ -244,6 +251,23 @@ class FetchAhead:
             flight = self._begin(self._large.popleft(), nursery)
             if flight is not None:
                 self._copying.append(flight)
+
+    def _look(self, load: ReaderTotals, now: float) -> None:
+        """Takes the totals of the readers so far."""
+        self._readers = max(self._readers, load.running)
+        reads = load.reads - self._seen.reads
+        if reads or load.running:
+            self._seen_s = now
+        if reads:
+            latency_s = (load.waited_s - self._seen.waited_s) / reads
+            share = min(1.0, reads / _READS) if self._seen.reads else 1.0
+            self._read_s += (latency_s - self._read_s) * share
+        self._seen = load
+
+    def _are_faster(self, now: float) -> bool:
+        """Whether readers fetch more files from the source than the daemon could fetch ahead."""
+        is_known = self._seen.reads > 0 and now < self._seen_s + _PAUSED_S
+        return is_known and self._read_s < max(1.0, self._readers) * _FILE_S
 
     def _next_line(self) -> deque[Ino] | None:
         """The queue whose first file is the next; None if there is none now."""
@@ -295,9 +319,7 @@ class FetchAhead:
         # A pinned file, or one that is filled in, may not be read soon.
         is_expected = foreseen.is_announced(ino) or foreseen.is_recognised(ino)
         is_excluded = not self._window.most or self._controller.is_excluded(ino)
-        # The readers are faster at the source than the daemon answers them.
-        is_slower = 0 < self._call_s < self._readers * _ANSWER_S
-        return is_expected and not is_excluded and not is_slower
+        return is_expected and not is_excluded
 
     def _begin_hold(self, attributes: Attributes, nursery: trio.Nursery) -> None:
         """Begins the fetch of a file into the window, or lets the file wait for it."""
@@ -337,8 +359,6 @@ class FetchAhead:
     def _called(self, call: Call, arrival: Arrival, size: int) -> None:
         """Records the end of a call."""
         now = trio.current_time()
-        seconds = now - call.began_s
-        self._call_s += (seconds - self._call_s) / (_CALLS if self._call_s else 1)
         if arrival.content is not None:
             self._concurrency.ended(call, size, now)
         else:

@@ -57,25 +57,40 @@ async def test_a_reader_of_files_that_no_tier_admits_does_not_wait_for_a_source_
     assert len(rig.foreseen.coming) == rig.window.served_files > 300
 
 
-async def test_many_readers_of_a_fast_source_are_not_served_by_the_window(
-    rigs: Rigs, clock: MockClock
+@pytest.mark.parametrize("capacity", [1, 400 * SIZE], ids=["window", "tier"])
+async def test_nothing_is_fetched_ahead_while_readers_are_faster(
+    rigs: Rigs, clock: MockClock, capacity: int
 ) -> None:
     """Twenty readers get a file each 0.1 ms from the source; the daemon would be slower."""
     content = files(400, SIZE)
-    rig = rigs(content, capacity=1, window=400 * SIZE, model=Latency(0.002))
+    rig = rigs(content, capacity=capacity, window=400 * SIZE, model=Latency(0.002))
     async with rig.running():
         for _ in range(20):
             rig.load.begin(trio.current_time())
+        rig.load.ended(0.002)
         rig.foresee(*content)
-        await until(lambda: len(rig.foreseen.coming) + len(rig.foreseen.refusals) == 400)
-        assert len(rig.foreseen.coming) < 100
-        for _ in range(20):
-            rig.load.end(trio.current_time())
-        # The number of readers is remembered for a while.
-        await trio.sleep(60)
-        rig.foresee(*[name for name in content if rig.ino(name) in rig.foreseen.refusals][:50])
-        before = len(rig.foreseen.coming)
-        await until(lambda: len(rig.foreseen.coming) == before + 50)
+        for _ in range(100):
+            await trio.sleep(0.05)
+            rig.load.ended(0.002)
+        assert not rig.foreseen.coming
+        assert not rig.foreseen.refusals, "the files wait"
+        # The source has become slow.
+        for _ in range(100):
+            await trio.sleep(0.01)
+            rig.load.ended(0.1)
+        await until(lambda: len(rig.foreseen.coming) > 100)
+
+
+async def test_files_are_fetched_ahead_while_fast_readers_pause(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    content = files(50, SIZE)
+    rig = rigs(content, capacity=50 * SIZE, model=Latency(0.002))
+    async with rig.running():
+        rig.load.ended(0.0001)
+        rig.foresee(*content)
+        await until(lambda: len(rig.foreseen.coming) == 50)
+        assert len(rig.source.opens) == 50
 
 
 async def test_files_that_a_tier_admits_pass_those_that_wait_for_the_window(
