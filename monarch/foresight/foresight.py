@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from monarch.config.settings import ForesightSettings
 from monarch.foresight.announced import Announcements, Limits
 from monarch.foresight.marks import FETCHED, GIVEN, READ, Marks
@@ -118,6 +120,26 @@ class Foresight:
             self._wake()
         elif stream.pattern == "skewed":
             self._skewed_open(ino)
+
+    def opened_all(self, inos: Sequence[Ino]) -> None:
+        """As ``opened`` for each of ``inos``, by an unknown process of no known job."""
+        marks = np.frombuffer(self._marks.of, np.uint8)
+        stream = self._stream_of_all(inos) if inos else None
+        if stream is None or not bool((marks[inos] == READ).all()):
+            for ino in inos:
+                self.opened(ino, job=0)
+        elif stream.opened_all(inos) or stream.is_filling:
+            self.has_learned |= stream.pattern == "same order"
+            self._wake()
+
+    def _stream_of_all(self, inos: Sequence[Ino]) -> Stream | None:
+        """The stream that an open of each of ``inos`` belongs to, if nothing else must hear of
+        it."""
+        stream = next(iter(self._job(0).streams), None)
+        if stream is None or stream.pattern == "skewed" or self.announced.has_orders:
+            return None
+        files = stream.subtree.files
+        return stream if min(inos) in files and max(inos) in files else None
 
     def end_jobs(self, is_over: Callable[[int], bool]) -> None:
         """Ends the streams of the jobs that have ended. Another job in the same files then keeps

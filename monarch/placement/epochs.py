@@ -20,7 +20,10 @@ the rule:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from monarch.types import Ino
 
@@ -30,6 +33,8 @@ _MIN_RUN_INODES = 2
 # epoch is detected after 64 opens, whatever the size of the data set.
 _MAX_RUN_INODES = 64
 _LAST_MARK = 255
+# Opens that are counted together.
+_LOT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,21 @@ class Epochs:
         enough = max(_MIN_RUN_INODES, min(_MAX_RUN_INODES, self._distinct // 2))
         if len(self._run) >= enough:
             self._begin_epoch()
+
+    def opened_all(self, inos: Sequence[Ino]) -> None:
+        """As ``opened`` for each of ``inos``, none of them a hit. Files that are new in the epoch
+        are counted in lots."""
+        marks = np.frombuffer(self._seen_in, np.uint8)
+        for start in range(0, len(inos), _LOT):
+            lot = inos[start : start + _LOT]
+            if len(set(lot)) < len(lot) or bool((marks[lot] == self._mark).any()):
+                for ino in lot:
+                    self.opened(ino, hit=False)
+                continue
+            marks[lot] = self._mark
+            self._opens += len(lot)
+            self._distinct += len(lot)
+            self._forget_run()
 
     def _begin_epoch(self) -> None:
         self._finished.append(

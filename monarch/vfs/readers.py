@@ -357,6 +357,15 @@ class Readers:
         if self.traced is not None:
             self.traced(ino, tier, latency_s, job)
 
+    def _count_watched(self, inos: list[Ino]) -> None:
+        """Counts opens that the kernel has reported without the process."""
+        if self.traced is not None:
+            for ino in inos:
+                self._count_open(ino, None, 0, 0)
+            return
+        self._epochs.opened_all(inos)
+        self._foresight.opened_all(inos)
+
     @property
     def counts_opens(self) -> bool:
         """Whether every open is counted."""
@@ -369,8 +378,7 @@ class Readers:
             return
         is_watched = self._watch is not None and self._watch.counts
         if self._watch is not None and is_watched:
-            for ino in self._watch.opened():
-                self._count_open(ino, None, 0, 0)
+            self._count_watched(self._watch.opened())
         # The events happened since the last call.
         since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
         jobs: dict[int, int] = {}

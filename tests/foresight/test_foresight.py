@@ -317,6 +317,26 @@ def test_files_of_a_job_that_was_forgotten_are_unread_until_another_opens_them()
     assert unread(job) == (0, 0)
 
 
+@pytest.mark.parametrize("lot", [1, 50, 1000])
+@pytest.mark.parametrize("kind", ["shuffled", "same order", "in order"])
+def test_opens_that_are_recorded_together_are_recognised(kind: str, lot: int) -> None:
+    """Only the last windows of many opens are tested, but epochs are counted one by one."""
+    job = Job(is_ahead=False, is_filled=False)
+    files = job.files(TRAIN)
+    opens: list[Ino] = []
+    for epoch in range(4):
+        seed = 1 if kind == "same order" else epoch
+        opens += map(Ino, files if kind == "in order" else shuffled(files, seed))
+    for start in range(0, len(opens), lot):
+        job.foresight.opened_all(opens[start : start + lot])
+    (stream,) = job.foresight.report(counts_opens=True).streams
+    assert (stream.epoch, stream.files) == (4, len(files))
+    # The first windows were opened before the stream had begun.
+    assert stream.share is not None
+    assert stream.share > 0.95
+    assert stream.pattern == {"in order": "same order"}.get(kind, kind)
+
+
 def unread(job: Job) -> tuple[int, int]:
     """The files that were fetched ahead and not opened since, and their bytes."""
     report = job.foresight.report(counts_opens=True)

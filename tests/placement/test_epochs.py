@@ -108,3 +108,29 @@ def test_one_byte_for_each_inode_and_no_more() -> None:
     opened(epochs, range(1, 100_001))
     opened(epochs, range(1, 64))
     assert sys.getsizeof(epochs._seen_in) + sys.getsizeof(epochs._run) < 1_010_000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_opens_that_are_counted_together_count_as_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    files = rng.choice([1, 2, 5, 70, 300, 1000])
+    inos = [Ino(ino) for ino in opens_of_passes(rng, files)]
+    one_by_one, together = Epochs(files), Epochs(files)
+    opened(one_by_one, inos)
+    while inos:
+        count = rng.choice([1, 3, 100, 256, 700])
+        together.opened_all(inos[:count])
+        inos = inos[count:]
+    assert together.epochs() == one_by_one.epochs()
+    assert together.is_undecided == one_by_one.is_undecided
+
+
+def opens_of_passes(rng: random.Random, files: int) -> list[int]:
+    """Passes, most of them complete, in which some files are opened again."""
+    found: list[int] = []
+    for _ in range(6):
+        order = list(range(1, files + 1))
+        rng.shuffle(order)
+        for ino in order[: rng.choice([files, files, files // 2])]:
+            found += [ino] * rng.choice([1, 1, 1, 1, 2])
+    return found
