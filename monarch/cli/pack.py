@@ -12,11 +12,21 @@ import click
 from monarch.cli.daemon_call import INTERRUPTED, JSON
 from monarch.cli.output import escape, progress_bar, remark, show
 from monarch.errors import SourceError
+from monarch.order import chunkwise_order, distinct_labels
+from monarch.packs import mixing
 from monarch.packs.build import BuildReport, Parameters
 from monarch.packs.build import build as build_pack
 from monarch.packs.pack import Pack, PackSummary
+from monarch.packs.rebuild import Damage
+from monarch.packs.rebuild import rebuild as rebuild_pack
+from monarch.packs.unpack import unpack as unpack_pack
+from monarch.packs.verify import verify as verify_pack
 from monarch.posix.signals import interruptible
 from monarch.text import counted, escape_text, format_bytes, parse_bytes
+
+_DAMAGED = 1
+# The sizes of groups of chunks for which `info` shows figures.
+_GROUPS = (1, 8, 40, 100)
 
 _PACK = click.argument("pack", type=click.Path(path_type=Path))
 _DIRECTORY = click.Path(path_type=Path)
@@ -142,17 +152,33 @@ def build(
 
 @pack.command()
 @_PACK
+@click.option(
+    "--batch",
+    type=click.IntRange(2, 1 << 20),
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="The size of a batch, for the figures of the mixing of labels.",
+)
 @JSON
-def info(pack: Path, as_json: bool) -> None:
-    """Show the properties of PACK.
+def info(pack: Path, batch: int, as_json: bool) -> None:
+    """Show the properties of PACK, and how well a chunk-wise order of it mixes labels.
+
+    The order visits the chunks in groups of G, and shuffles the files inside a group; `all` is a
+    shuffle of all files. `labels` is the mean number of distinct labels in a batch, and `shared`
+    the probability that two files of a batch are in one chunk. The label of a file is the first
+    directory of its path that not all files share.
 
     \b
-    Example:
-      monarch pack info /pfs/packs/imagenet --json | jq .files
+    Examples:
+      monarch pack info /pfs/packs/imagenet --batch 256
+      monarch pack info /pfs/packs/imagenet --json | jq .mixing
     """
     with Pack.open(os.fsencode(pack)) as opened:
+        opened.require_sound()
         summary = opened.info
-    rows: list[tuple[str, Any]] = [
+        figures = _mixing(opened, batch)
+    rows: list[tuple[str, str]] = [
         ("files", f"{summary.files:,}"),
         ("entries", f"{summary.entries:,}"),
         ("bytes", f"{summary.bytes:,} ({format_bytes(summary.bytes)})"),
@@ -161,8 +187,149 @@ def info(pack: Path, as_json: bool) -> None:
         ("order", f"{summary.order}, seed {summary.seed}"),
         ("identity", summary.identity),
     ]
-    lines = (f"{label:15} {value}" for label, value in rows)
-    show({"pack": os.fsencode(pack), **asdict(summary)}, as_json, *lines)
+    lines = [f"{label:15} {value}" for label, value in rows]
+    fields = {"pack": os.fsencode(pack), **asdict(summary), "mixing": figures}
+    show(fields, as_json, *lines, *_mixing_lines(figures))
+
+
+@pack.command()
+@_PACK
+@_JOBS
+@JSON
+@_QUIET
+def verify(pack: Path, jobs: int, as_json: bool, quiet: bool) -> int:
+    """Read all files of PACK and compare them with their digests. Exit code 1: PACK is damaged.
+
+    \b
+    Example:
+      monarch pack verify /pfs/packs/imagenet -j 32
+    """
+    with interruptible(), progress_bar(quiet=quiet, of_bytes=True) as progress:
+        report = verify_pack(pack, jobs=jobs, progress=progress)
+    read = f"{counted(report.files, 'file', 'files')}, {format_bytes(report.bytes)} read"
+    damaged = counted(report.damaged, "fault", "faults")
+    outcome = f"{read}: {damaged if report.damaged else 'nothing is wrong'}"
+    show(report, as_json, *map(_damage_line, report.damage), outcome)
+    return _DAMAGED if report.damaged else 0
+
+
+@pack.command()
+@_PACK
+@click.option(
+    "-o",
+    "--output",
+    type=_DIRECTORY,
+    required=True,
+    metavar="DIRECTORY",
+    help="The tree to write: a new or empty directory.",
+)
+@click.option(
+    "--set-id",
+    is_flag=True,
+    help="Set the set-user-ID and set-group-ID bits of files that belong to you.",
+)
+@JSON
+@_QUIET
+def unpack(pack: Path, output: Path, set_id: bool, as_json: bool, quiet: bool) -> int:
+    """Write the original tree of PACK to DIRECTORY.
+
+    DIRECTORY appears when all files are complete and their digests are right. Owners are set if
+    you are root. Device files are left out.
+
+    \b
+    Example:
+      monarch pack unpack /pfs/packs/imagenet -o /pfs/imagenet-again
+    """
+    name = escape_text(os.fspath(output))
+    try:
+        with interruptible(), progress_bar(quiet=quiet, of_bytes=True) as progress:
+            report = unpack_pack(pack, output, set_id=set_id, progress=progress)
+    except KeyboardInterrupt:
+        remark(f"monarch: interrupted: nothing was written to {name}")
+        return INTERRUPTED
+    files = counted(report.files, "file", "files")
+    show(report, as_json, f"{name}: {files}, {format_bytes(report.bytes)}")
+    for path, what in report.left_out:
+        remark(f"monarch: {name}/{escape(path)}: {what}")
+    if report.incomplete > len(report.left_out):
+        remark(f"monarch: and {report.incomplete - len(report.left_out):,} more")
+    return 0
+
+
+@pack.command()
+@_PACK
+@click.option("--rebuild", is_flag=True, help="Write the index again, from the chunks.")
+@JSON
+@_QUIET
+def index(pack: Path, rebuild: bool, as_json: bool, quiet: bool) -> int:
+    """Check the index of PACK, or write it again from the chunks.
+
+    The new index has the same bytes as the first one. If a chunk is damaged, it is named and the
+    exit code is 1; the index then lists the files of all other chunks. An index that is sound is
+    not replaced by one that knows less.
+
+    \b
+    Example:
+      monarch pack index --rebuild /pfs/packs/imagenet
+    """
+    if not rebuild:
+        with Pack.open(os.fsencode(pack)) as opened:
+            opened.require_sound()
+            entries = counted(opened.info.entries, "entry", "entries")
+            show(opened.info, as_json, f"{entries}: the index is sound")
+        return 0
+    with interruptible(), progress_bar(quiet=quiet) as progress:
+        report = rebuild_pack(pack, progress=progress)
+    if report.is_changed:
+        outcome = "the index was written again"
+    elif report.is_kept:
+        outcome = "the index is sound and was kept: it lists the files of the damaged chunks, too"
+    else:
+        outcome = "the index is sound; nothing was changed"
+    entries = counted(report.pack.entries, "entry", "entries")
+    show(report, as_json, *map(_damage_line, report.damage), f"{entries}: {outcome}")
+    return _DAMAGED if report.damage else 0
+
+
+def _damage_line(damage: Damage) -> str:
+    entry = f"{escape(damage.path)}: " if damage.path is not None else ""
+    return f"{escape(damage.file)}: {entry}{damage.what}"
+
+
+def _mixing(opened: Pack, batch: int) -> dict[str, Any]:
+    """The figures of the mixing for each size of a group."""
+    numbers = mixing.numbers_with_bytes(opened)
+    chunks = mixing.chunk_of_each(opened, numbers)
+    directory, labels = mixing.labels(opened, numbers)
+    figures = []
+    for group in (*_GROUPS, None):
+        order = chunkwise_order(0, 0, chunks, group or max(1, len(numbers)))
+        figures.append(
+            {
+                "group": group,
+                "labels": round(distinct_labels(order, labels, batch), 3),
+                "shared": round(mixing.shared_chunks(order, chunks, batch), 6),
+            }
+        )
+    return {
+        "batch": batch,
+        "directory": directory,
+        "labels": len(set(labels.tolist())),
+        "groups": figures,
+    }
+
+
+def _mixing_lines(figures: dict[str, Any]) -> list[str]:
+    where = f"/{escape(figures['directory'])}"
+    lines = [
+        "",
+        f"labels: {figures['labels']:,}, by the directories in {where}; batches of"
+        f" {figures['batch']:,} files; one epoch of each order",
+        f"{'G':>6} {'labels':>8} {'shared':>9}",
+    ]
+    for row in figures["groups"]:
+        lines.append(f"{row['group'] or 'all':>6} {row['labels']:>8.1f} {row['shared']:>9.4f}")
+    return lines
 
 
 def _unread(report: BuildReport) -> str:

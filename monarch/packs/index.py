@@ -334,7 +334,7 @@ class Index:
             is_sound
             and int(counts.sum()) == len(self.children)
             and np.array_equal(first[1:], records["first_child"][1:])
-            and int(self.children.max(initial=2)) < len(records)
+            and int(self.children.max(initial=0)) < len(records)
             and np.array_equal(np.repeat(numbers, counts), parent[self.children])
         )
         if not is_sound:

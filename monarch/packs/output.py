@@ -22,8 +22,9 @@ import xxhash
 
 from monarch.errors import LockedError, MonarchError, PackError, UsageError
 from monarch.packs.format import FORMAT, VERSION, Entry
-from monarch.packs.pack import DESCRIPTION, INDEX, Pack, PackSummary, encode_description
+from monarch.packs.pack import DESCRIPTION, INDEX, TREE, Pack, PackSummary, encode_description
 from monarch.packs.tables import TableFile, read_table
+from monarch.posix.failpoints import failpoint
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.text import escape_text
@@ -69,7 +70,7 @@ class Output:
                     hint="name a directory that can be made or is empty",
                 ) from error
             stack.callback(os.close, root)
-            _lock(root, name)
+            lock(root, name)
             output = cls(root, name)
             stack.callback(output._close)
             yield output
@@ -95,7 +96,7 @@ class Output:
                 self._require_ours(names)
                 self._continue(mark)
             elif names <= {MARK + _PART} and self._is_part_of(names, mark):
-                self._write(MARK, mark)
+                write_file(self._root, MARK, mark)
             else:
                 raise self._not_ours()
             for below in _NAMES:
@@ -188,23 +189,15 @@ class Output:
 
     def stage(self, name: bytes) -> int:
         """A descriptor of a new file that has its name only after ``commit``. Raises OSError."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with suppress(FileNotFoundError):
-            os.unlink(name + _PART, dir_fd=self._root)
-        return os.open(name + _PART, flags, _MODE, dir_fd=self._root)
+        return _stage(self._root, name)
 
     def commit(self, name: bytes, fd: int) -> None:
         """Makes a staged file durable and gives it its name; closes it. Raises OSError."""
-        with closing_fd(fd):
-            os.fsync(fd)
-        at = {"src_dir_fd": self._root, "dst_dir_fd": self._root}
-        os.rename(name + _PART, name, **at)
+        _commit(self._root, name, fd)
 
     def discard(self, name: bytes, fd: int) -> None:
         """Closes and removes a staged file."""
-        os.close(fd)
-        with suppress(OSError):
-            os.unlink(name + _PART, dir_fd=self._root)
+        _discard(self._root, name, fd)
 
     def note_large(self, number: int, entry: Entry) -> None:
         """Records that a large file is complete. Raises OSError."""
@@ -213,14 +206,17 @@ class Output:
     def finish(self, tree: bytes, index: bytes, info: PackSummary) -> None:
         """Writes the tree chunk, the index and the description. Raises PackError."""
         try:
-            self._write(b"chunks/tree.chunk", tree)
-            self._write(INDEX, index)
+            write_file(self._root, TREE, tree)
+            failpoint("pack-tree")
+            write_file(self._root, INDEX, index)
+            failpoint("pack-index")
             for below in _NAMES:
                 with closing_fd(open_beneath(self._root, below, os.O_RDONLY)) as fd:
                     os.fsync(fd)
             os.fsync(self._root)
-            self._write(DESCRIPTION, encode_description(info))
+            write_file(self._root, DESCRIPTION, encode_description(info))
             os.fsync(self._root)
+            failpoint("pack-description")
             os.unlink(MARK, dir_fd=self._root)
             self.is_complete = True
         except OSError as error:
@@ -233,17 +229,6 @@ class Output:
             hint = "make room and run the same command again: the chunks written so far are kept"
         return PackError(f"{self.name}: the pack cannot be written: {error.strerror}", hint=hint)
 
-    def _write(self, name: bytes, content: bytes) -> None:
-        fd = self.stage(name)
-        try:
-            raw = memoryview(content)
-            while raw:
-                raw = raw[os.write(fd, raw) :]
-        except OSError:
-            self.discard(name, fd)
-            raise
-        self.commit(name, fd)
-
     def _content(self, name: bytes, most: int) -> bytes | None:
         """Up to ``most`` bytes of a regular file, else None. Raises OSError."""
         with closing_fd(open_beneath(self._root, name, _READ)) as fd:
@@ -251,6 +236,38 @@ class Output:
                 return None
             with open(os.dup(fd), "rb") as file:
                 return file.read(most)
+
+
+def write_file(root: int, name: bytes, content: bytes) -> None:
+    """Writes a small file of a pack, or replaces it, durably. Raises OSError."""
+    fd = _stage(root, name)
+    try:
+        raw = memoryview(content)
+        while raw:
+            raw = raw[os.write(fd, raw) :]
+    except OSError:
+        _discard(root, name, fd)
+        raise
+    _commit(root, name, fd)
+
+
+def _stage(root: int, name: bytes) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with suppress(FileNotFoundError):
+        os.unlink(name + _PART, dir_fd=root)
+    return os.open(name + _PART, flags, _MODE, dir_fd=root)
+
+
+def _commit(root: int, name: bytes, fd: int) -> None:
+    with closing_fd(fd):
+        os.fsync(fd)
+    os.rename(name + _PART, name, src_dir_fd=root, dst_dir_fd=root)
+
+
+def _discard(root: int, name: bytes, fd: int) -> None:
+    os.close(fd)
+    with suppress(OSError):
+        os.unlink(name + _PART, dir_fd=root)
 
 
 def _large_line(number: int, entry: Entry) -> dict[str, Any]:
@@ -270,7 +287,8 @@ def _digest(line: dict[str, Any]) -> int:
         return 0
 
 
-def _lock(root: int, name: str) -> None:
+def lock(root: int, name: str) -> None:
+    """Locks the directory of a pack for a writer. Raises LockedError."""
     try:
         fcntl.flock(root, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

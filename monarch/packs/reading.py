@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import xxhash
 
@@ -59,24 +60,39 @@ def copy_large(root: int, placed: Placed, to_fd: int, on_bytes: Callable[[int], 
     ``on_bytes`` gets the size of each step. Raises Unread if the file cannot be read, or
     differs from the listed one, and OSError if the other cannot be written.
     """
-    digest = xxhash.xxh3_64()
-    size = placed.entry.size
     with closing_fd(_opened(root, placed)) as fd:
-        position = 0
-        while position < size:
-            begin, end = data_at(fd, position, size)
-            while position < begin:
-                count = min(PIECE, begin - position)
-                digest.update(memoryview(_ZEROS)[:count])
-                position += count
-                on_bytes(count)
-            while position < end:
-                piece = _read(fd, placed, min(PIECE, end - position), position)
-                digest.update(piece)
-                position = _write(to_fd, position, [piece])
-                on_bytes(len(piece))
-        os.ftruncate(to_fd, size)
+        digest = copy_with_holes(fd, partial(_read, fd, placed), to_fd, placed.entry.size, on_bytes)
         _require_unchanged(fd, placed)
+    return digest
+
+
+def copy_with_holes(
+    fd: int,
+    read: Callable[[int, int], bytes],
+    to_fd: int,
+    size: int,
+    on_bytes: Callable[[int], None],
+) -> int:
+    """Copies ``size`` bytes of ``fd`` to an empty file, with the holes. Returns their digest.
+
+    ``read`` returns at least one byte of ``fd``, from a count and a position; ``on_bytes`` gets the
+    size of each step. Raises their errors, and OSError if the other file cannot be written.
+    """
+    digest = xxhash.xxh3_64()
+    position = 0
+    while position < size:
+        begin, end = data_at(fd, position, size)
+        while position < begin:
+            count = min(PIECE, begin - position)
+            digest.update(memoryview(_ZEROS)[:count])
+            position += count
+            on_bytes(count)
+        while position < end:
+            piece = read(min(PIECE, end - position), position)
+            digest.update(piece)
+            position = _write(to_fd, position, [piece])
+            on_bytes(len(piece))
+    os.ftruncate(to_fd, size)
     return digest.intdigest()
 
 

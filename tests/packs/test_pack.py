@@ -13,27 +13,6 @@ import xxhash
 from monarch.errors import PackError
 from monarch.packs.pack import Pack, is_pack
 from monarch.posix.files import closing_fd
-from tests.packs.trees import make_tree, pack
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A tree and its pack."""
-    top = tmp_path_factory.mktemp("packs")
-    source = make_tree(top / "source")
-    pack(source, top / "pack")
-    return source, top / "pack"
-
-
-@pytest.fixture
-def own(made: tuple[Path, Path], tmp_path: Path) -> Path:
-    """A pack that the test may damage."""
-    for path in made[1].rglob("*"):
-        to = tmp_path / "own" / path.relative_to(made[1])
-        to.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():
-            to.write_bytes(path.read_bytes())
-    return tmp_path / "own"
 
 
 def test_each_entry_of_the_tree_has_a_record_with_its_attributes(made: tuple[Path, Path]) -> None:

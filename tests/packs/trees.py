@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from monarch.packs.build import BuildReport, Parameters, build
@@ -57,3 +60,42 @@ def contents(root: Path) -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.is_file()
     }
+
+
+def copied(directory: Path, to: Path) -> Path:
+    """A copy of the files of a pack."""
+    shutil.copytree(directory, to)
+    return to
+
+
+def shown(root: Path) -> dict[bytes, tuple[object, ...]]:
+    """All entries beneath ``root``: their attributes but for the time of access, and contents.
+
+    Names of one file have one number in both trees, if the trees are equal.
+    """
+    found: dict[bytes, tuple[object, ...]] = {}
+    files: dict[tuple[int, int], int] = {}
+    top = os.fsencode(root)
+    for path in [top, *sorted(_below(top))]:
+        status = os.lstat(path)
+        kind = stat.S_IFMT(status.st_mode)
+        content: object = None
+        if kind == stat.S_IFREG:
+            with open(path, "rb") as file:
+                content = file.read()
+        elif kind == stat.S_IFLNK:
+            content = os.readlink(path)
+        number = files.setdefault((status.st_dev, status.st_ino), len(files))
+        xattrs = {}
+        if kind in (stat.S_IFREG, stat.S_IFDIR):
+            xattrs = {name: os.getxattr(path, name) for name in os.listxattr(path)}
+        found[path[len(top) :]] = (
+            *(status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, content),
+            *(number, xattrs),
+        )
+    return found
+
+
+def _below(top: bytes) -> Iterator[bytes]:
+    for directory, names, files in os.walk(top):
+        yield from (os.path.join(directory, name) for name in (*names, *files))

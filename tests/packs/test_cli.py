@@ -1,0 +1,99 @@
+"""The command ``monarch pack``: its output, its exit codes, and one line for each failure."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from monarch.cli.pack import pack as command
+from monarch.errors import PackError, SourceError
+from tests.packs.trees import contents, make_tree
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(command, [str(each) for each in arguments], standalone_mode=False)
+
+
+def test_the_word_build_may_be_left_out(made: tuple[Path, Path], tmp_path: Path) -> None:
+    options = ("--chunk", "8KiB", "--seed", "7", "-j", "2")
+    short = run(made[0], "-o", tmp_path / "short", *options)
+    long = run("build", "-o", tmp_path / "long", *options, made[0], "--json")
+    assert not short.exception
+    assert not long.exception
+    assert contents(tmp_path / "short") == contents(tmp_path / "long") == contents(made[1])
+    assert "read from the source" in short.stdout
+    raw = json.loads(long.stdout)
+    assert raw["pack"]["seed"] == 7
+    assert raw["bytes_read"] == raw["pack"]["bytes"]
+
+
+def test_a_file_that_could_not_be_read_has_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_tree(tmp_path / "source", files=4)
+    name = "class0/line\nbreak"
+    (source / name).write_bytes(b"x")
+
+    def opened(root: int, path: bytes, flags: int) -> int:
+        if path == name.encode():
+            raise PermissionError(13, os.strerror(13))
+        return open_beneath(root, path, flags)
+
+    from monarch.packs import reading
+
+    open_beneath = reading.open_beneath
+    monkeypatch.setattr(reading, "open_beneath", opened)
+    result = run(source, "-o", tmp_path / "pack", "-q")
+    assert isinstance(result.exception, SourceError)
+    assert result.exception.exit_code == 4
+    (line,) = result.stderr.splitlines()
+    assert line.endswith("class0/line\\nbreak: it cannot be opened: Permission denied")
+    assert "run the same command again" in str(result.exception)
+
+
+@pytest.mark.parametrize("size", ["0", "1KiB", "2TiB", "many"])
+def test_a_size_that_no_chunk_has_is_refused(tmp_path: Path, size: str) -> None:
+    result = run(tmp_path, "-o", tmp_path / "pack", "--chunk", size)
+    assert "size" in str(result.exception)
+    assert not (tmp_path / "pack").exists()
+
+
+def test_info_shows_how_well_the_pack_mixes(made: tuple[Path, Path]) -> None:
+    text = run("info", made[1], "--batch", "16")
+    assert not text.exception
+    assert "by the directories in /; batches of 16 files" in text.stdout
+    raw = json.loads(run("info", made[1], "--json", "--batch", "16").stdout)
+    assert raw["files"] > 60
+    groups = raw["mixing"]["groups"]
+    assert [row["group"] for row in groups] == [1, 8, 40, 100, None]
+    shared = [row["shared"] for row in groups]
+    assert shared == sorted(shared, reverse=True)
+    assert 1 < groups[0]["labels"] < 8
+
+
+def test_verify_and_rebuild_name_the_damage_and_end_with_1(own: Path, tmp_path: Path) -> None:
+    assert run("verify", own, "-q").return_value == 0
+    assert run("index", own).return_value == 0
+    os.truncate(own / "chunks/000002.chunk", 3000)
+    for arguments in (("verify", own), ("index", "--rebuild", own)):
+        result = run(*arguments, "-q")
+        assert result.return_value == 1
+        assert result.stdout.startswith("chunks/000002.chunk: it is cut off")
+    raw = json.loads(run("verify", own, "-q", "--json").stdout)
+    assert raw["damaged"] == len(raw["damage"]) > 1
+    result = run("unpack", own, "-o", tmp_path / "again", "-q")
+    assert isinstance(result.exception, PackError)
+    assert result.exception.exit_code == 14
+    assert not (tmp_path / "again").exists()
+
+
+def test_unpack_counts_the_files(made: tuple[Path, Path], tmp_path: Path) -> None:
+    result = run("unpack", made[1], "-o", tmp_path / "again", "-q", "--json")
+    raw = json.loads(result.stdout)
+    assert raw["files"] == sum(
+        1 for path in made[0].rglob("*") if path.is_file() and not path.is_symlink()
+    )

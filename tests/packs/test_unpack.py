@@ -1,0 +1,213 @@
+"""Unpacking: the tree is the original one, and a hostile or damaged pack does no harm."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from monarch.errors import PackError, UsageError
+from monarch.packs.pack import Pack
+from monarch.packs.unpack import UnpackReport, unpack
+from tests.packs.test_format import NAMES
+from tests.packs.trees import make_tree, pack, shown
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may change owners")
+
+
+def unpacked(directory: Path, to: Path, *, set_id: bool = False) -> UnpackReport:
+    return unpack(directory, to, set_id=set_id, progress=lambda done, total, words: None)
+
+
+def _supports_attributes(path: Path) -> bool:
+    try:
+        os.setxattr(path, "user.monarch", b"1")
+    except OSError:
+        return False
+    os.removexattr(path, "user.monarch")
+    return True
+
+
+def test_the_unpacked_tree_is_the_original_one(made: tuple[Path, Path], tmp_path: Path) -> None:
+    source, directory = made
+    report = unpacked(directory, tmp_path / "again", set_id=True)
+    assert report.incomplete == 0
+    assert shown(tmp_path / "again") == shown(source)
+    compared = subprocess.run(
+        ["diff", "-r", "--no-dereference", str(source), str(tmp_path / "again")],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    # Diff does not compare fifos, and reports each.
+    assert [line for line in compared.stdout.splitlines() if "fifo" not in line] == []
+    assert (tmp_path / "again/sparse").stat().st_blocks * 512 < 1 << 19
+    (tmp_path / "again/class2/002.jpg").write_bytes(b"other")
+    assert shown(tmp_path / "again") != shown(source)
+
+
+FILES = st.dictionaries(
+    st.lists(NAMES, min_size=1, max_size=3).map(b"/".join),
+    st.one_of(st.none(), st.binary(max_size=300), st.just(b"long " * 200)),
+    max_size=8,
+)
+
+
+@given(FILES)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_tree_returns_from_its_pack(files: dict[bytes, bytes | None]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        (top / "source").mkdir()
+        for path, content in files.items():
+            _make(os.fsencode(top / "source") + b"/" + path, content)
+        pack(top / "source", top / "pack", chunk=512, jobs=2)
+        unpacked(top / "pack", top / "again")
+        assert shown(top / "again") == shown(top / "source")
+
+
+def _make(path: bytes, content: bytes | None) -> None:
+    """A directory without content, else a file; nothing if a file is in the way."""
+    try:
+        os.makedirs(path if content is None else os.path.dirname(path), exist_ok=True)
+        if content is not None:
+            with open(path, "xb") as file:
+                file.write(content)
+    except (FileExistsError, NotADirectoryError):
+        return
+
+
+def test_extended_attributes_and_acls_return(tmp_path: Path) -> None:
+    source = make_tree(tmp_path / "source", files=4)
+    if not _supports_attributes(source / "large"):
+        pytest.skip("this file system has no extended attributes")
+    acl = bytes.fromhex(
+        "02000000 01000700ffffffff 02000400e8030000 04000500ffffffff 10000500ffffffff"
+        " 20000500ffffffff"
+    )
+    os.setxattr(source / "large", "user.label", b"\0\1 binary")
+    os.setxattr(source / "class0/000.jpg", "user.label", b"x" * 100)
+    (source / "class0/000.jpg").chmod(0o444)
+    try:
+        os.setxattr(source / "class1", "system.posix_acl_default", acl)
+        os.setxattr(source / "large", "system.posix_acl_access", acl)
+    except OSError:
+        pytest.skip("this file system has no access control lists")
+    pack(source, tmp_path / "pack")
+    assert unpacked(tmp_path / "pack", tmp_path / "again", set_id=True).incomplete == 0
+    assert shown(tmp_path / "again") == shown(source)
+    assert os.getxattr(tmp_path / "again/class1", "system.posix_acl_default") == acl
+
+
+# -- owners and set-ID bits ------------------------------------------------------------------------
+
+
+@contextmanager
+def as_user(uid: int) -> Iterator[None]:
+    """This process acts as another user."""
+    os.setresgid(uid, uid, 0)
+    os.setresuid(uid, uid, 0)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setresuid(0, 0, 0)
+        os.setresgid(0, 0, 0)
+
+
+def _tree_with_owners(root: Path) -> Path:
+    root.mkdir()
+    for name, uid in (("mine", 1234), ("of another", 4321), ("of root", 0)):
+        (root / name).write_bytes(name.encode())
+        os.chown(root / name, uid, uid)
+        (root / name).chmod(0o6755)
+    return root
+
+
+@needs_root
+def test_root_restores_owners_and_set_id_bits_only_of_its_own_files_as_asked(
+    tmp_path: Path,
+) -> None:
+    source = _tree_with_owners(tmp_path / "source")
+    pack(source, tmp_path / "pack")
+    unpacked(tmp_path / "pack", tmp_path / "plain")
+    report = unpacked(tmp_path / "pack", tmp_path / "asked", set_id=True)
+    assert {each.path for each in report.left_out} == {b"mine", b"of another"}
+    for name in ("mine", "of another", "of root"):
+        status = (tmp_path / "plain" / name).stat()
+        assert (status.st_uid, status.st_gid) == (
+            *((source / name).stat().st_uid, (source / name).stat().st_gid),
+        )
+        assert stat.S_IMODE(status.st_mode) == 0o755
+        mode = stat.S_IMODE((tmp_path / "asked" / name).stat().st_mode)
+        assert mode == (0o6755 if name == "of root" else 0o755)
+
+
+@needs_root
+def test_another_user_owns_all_files_that_it_unpacks() -> None:
+    # The directories of pytest are closed to other users.
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        top.chmod(0o777)
+        source = _tree_with_owners(top / "source")
+        pack(source, top / "pack")
+        subprocess.run(["chmod", "-R", "a+rX", str(top / "pack")], check=True)
+        with as_user(1234):
+            unpacked(top / "pack", top / "plain")
+            unpacked(top / "pack", top / "asked", set_id=True)
+        for path in (*(top / "plain").iterdir(), *(top / "asked").iterdir()):
+            status = path.stat()
+            assert (status.st_uid, status.st_gid) == (1234, 1234)
+            expected = 0o6755 if path == top / "asked/mine" else 0o755
+            assert stat.S_IMODE(status.st_mode) == expected
+
+
+@needs_root
+def test_a_device_file_is_packed_and_not_made(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    os.mknod(tmp_path / "source/null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    pack(tmp_path / "source", tmp_path / "pack")
+    with Pack.open(os.fsencode(tmp_path / "pack")) as opened:
+        record = opened.record(opened.number(b"null"))
+        assert stat.S_ISCHR(record.mode)
+        assert record.offset == os.makedev(1, 3)
+    report = unpacked(tmp_path / "pack", tmp_path / "again")
+    assert [each.path for each in report.left_out] == [b"null"]
+    assert list((tmp_path / "again").iterdir()) == []
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_a_damaged_file_leaves_nothing_behind(own: Path, tmp_path: Path) -> None:
+    chunk = own / "chunks/000002.chunk"
+    raw = bytearray(chunk.read_bytes())
+    raw[-1] ^= 1
+    chunk.write_bytes(raw)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(PackError, match=r"is damaged; .*pack verify"):
+        unpacked(own, tmp_path / "again")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_directory_in_use_is_refused(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for to in ("mine", "mine/file", "link", "own/new", "own"):
+        with pytest.raises(UsageError):
+            unpacked(own, tmp_path / to)
+    with pytest.raises(PackError):
+        unpacked(own, tmp_path / "missing/below")
+    assert (tmp_path / "mine/file").read_bytes() == b"mine"
+    (tmp_path / "empty").mkdir()
+    unpacked(own, tmp_path / "empty")
+    assert (tmp_path / "empty/large").exists()
