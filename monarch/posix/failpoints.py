@@ -5,7 +5,8 @@ NAME for the N-th time, as a power cut or the kernel's OOM killer would. ``NAME:
 RuntimeError there instead. Without the variable a point costs one comparison.
 
 Each kernel request has a point ``handler-NAME``, and each task of the daemon ``task-NAME``. The
-other points are calls of ``failpoint``; tests/faults/test_crash_points.py lists them.
+other points are calls of ``failpoint``; tests/faults/test_crash_points.py lists them, and
+tests/packs/test_build.py those of ``monarch pack``.
 """
 
 from __future__ import annotations

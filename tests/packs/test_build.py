@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from monarch.packs.build import Parameters, build
 
+@pytest.mark.promise(221)
 source, to = map(Path, sys.argv[1:])
 build(source, to, Parameters(7, "random", 8192), jobs=1, progress=lambda *shown: None)
 """
@@ -102,6 +103,7 @@ POINTS = {
 }
 
 
+@pytest.mark.promise(220)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_run_that_is_killed_is_continued_and_gives_the_same_pack(
     made: tuple[Path, Path], tmp_path: Path, point: str
@@ -149,6 +151,9 @@ def _interrupted(source: Path, to: Path) -> None:
     assert "No such file" in failure.what
 
 
+@pytest.mark.promise(222)
+@pytest.mark.promise(222)
+@pytest.mark.promise(220)
 def test_a_file_that_cannot_be_read_is_named_and_there_is_no_pack(tmp_path: Path) -> None:
     source = make_tree(tmp_path / "source")
     to = tmp_path / "pack"
@@ -232,6 +237,7 @@ def test_a_full_disk_is_one_error_and_the_run_is_continued(tmp_path: Path) -> No
 # -- directories in use ----------------------------------------------------------------------------
 
 
+@pytest.mark.promise(223)
 def _refused(source: Path, to: Path, error: type[MonarchError], **options: int) -> str:
     before = contents(to) if to.is_dir() else None
     with pytest.raises(error) as caught:
@@ -281,6 +287,7 @@ def test_files_of_others_in_an_unfinished_pack_are_not_removed(tmp_path: Path) -
     assert not (to / "chunks/999999.chunk").exists()
 
 
+@pytest.mark.promise(223)
 def test_an_unfinished_pack_is_continued_only_with_its_options(tmp_path: Path) -> None:
     source = make_tree(tmp_path / "source")
     _interrupted(source, tmp_path / "pack")

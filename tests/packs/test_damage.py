@@ -58,6 +58,7 @@ def served(directory: Path) -> dict[bytes, bytes]:
 # -- the index is made again -----------------------------------------------------------------------
 
 
+@pytest.mark.promise(225)
 @pytest.mark.parametrize("names", [["index"], ["pack.json"], ["index", "pack.json"]])
 def test_a_lost_index_is_made_again_with_the_same_bytes(own: Path, names: list[str]) -> None:
     before = contents(own)
@@ -77,6 +78,7 @@ def test_a_damaged_index_is_made_again(own: Path) -> None:
     assert contents(own) == before
 
 
+@pytest.mark.promise(225)
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.999])
 def test_a_chunk_that_is_cut_off_is_named_and_the_others_are_served(
     made: tuple[Path, Path], own: Path, share: float
@@ -148,6 +150,7 @@ def test_a_pack_in_work_is_not_rebuilt(own: Path) -> None:
 # -- verify ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(225)
 def test_nothing_is_wrong_with_a_new_pack(made: tuple[Path, Path]) -> None:
     with Pack.open(os.fsencode(made[1])) as opened:
         size = opened.info.bytes
@@ -196,9 +199,8 @@ def test_a_directory_without_a_pack_is_an_error(tmp_path: Path) -> None:
                 call(path)
 
 
+@pytest.mark.promise(226)
 # -- flipped bits and hostile packs ----------------------------------------------------------------
-
-
 def test_every_flipped_bit_is_found(made: tuple[Path, Path], tmp_path: Path) -> None:
     before = contents(made[1])
     draw = random.Random(11)
@@ -282,6 +284,7 @@ def test_a_path_in_two_chunks_is_served_from_the_first(tmp_path: Path) -> None:
         assert opened.record(opened.number(b"f000")).chunk == 0
 
 
+@pytest.mark.promise(226)
 @pytest.mark.parametrize(
     "tree",
     [

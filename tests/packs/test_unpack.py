@@ -27,6 +27,7 @@ def unpacked(directory: Path, to: Path, *, set_id: bool = False) -> UnpackReport
     return unpack(directory, to, set_id=set_id, progress=lambda done, total, words: None)
 
 
+@pytest.mark.promise(224)
 def _supports_attributes(path: Path) -> bool:
     try:
         os.setxattr(path, "user.monarch", b"1")
@@ -74,6 +75,7 @@ def test_any_tree_returns_from_its_pack(files: dict[bytes, bytes | None]) -> Non
         assert shown(top / "again") == shown(top / "source")
 
 
+@pytest.mark.promise(224)
 def _make(path: bytes, content: bytes | None) -> None:
     """A directory without content, else a file; nothing if a file is in the way."""
     try:
@@ -132,6 +134,7 @@ def _tree_with_owners(root: Path) -> Path:
     return root
 
 
+@pytest.mark.promise(224)
 @needs_root
 def test_root_restores_owners_and_set_id_bits_only_of_its_own_files_as_asked(
     tmp_path: Path,
@@ -170,6 +173,7 @@ def test_another_user_owns_all_files_that_it_unpacks() -> None:
             assert stat.S_IMODE(status.st_mode) == expected
 
 
+@pytest.mark.promise(224)
 @needs_root
 def test_a_device_file_is_packed_and_not_made(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
@@ -184,9 +188,8 @@ def test_a_device_file_is_packed_and_not_made(tmp_path: Path) -> None:
     assert list((tmp_path / "again").iterdir()) == []
 
 
+@pytest.mark.promise(224)
 # -- refusals --------------------------------------------------------------------------------------
-
-
 def test_a_damaged_file_leaves_nothing_behind(own: Path, tmp_path: Path) -> None:
     chunk = own / "chunks/000002.chunk"
     raw = bytearray(chunk.read_bytes())
