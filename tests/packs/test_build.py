@@ -22,16 +22,15 @@ from tests.packs.trees import contents, make_tree, pack
 
 PROGRAM = """
 import sys
-from itertools import pairwise
 from pathlib import Path
 from monarch.packs.build import Parameters, build
 
-@pytest.mark.promise(221)
 source, to = map(Path, sys.argv[1:])
 build(source, to, Parameters(7, "random", 8192), jobs=1, progress=lambda *shown: None)
 """
 
 
+@pytest.mark.promise(221)
 def test_the_same_tree_and_seed_give_the_same_bytes(
     made: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -152,8 +151,6 @@ def _interrupted(source: Path, to: Path) -> None:
 
 
 @pytest.mark.promise(222)
-@pytest.mark.promise(222)
-@pytest.mark.promise(220)
 def test_a_file_that_cannot_be_read_is_named_and_there_is_no_pack(tmp_path: Path) -> None:
     source = make_tree(tmp_path / "source")
     to = tmp_path / "pack"
@@ -166,6 +163,7 @@ def test_a_file_that_cannot_be_read_is_named_and_there_is_no_pack(tmp_path: Path
     assert contents(to) == contents(tmp_path / "fresh")
 
 
+@pytest.mark.promise(220)
 def test_a_file_that_changed_since_an_interrupted_run_is_read_again(tmp_path: Path) -> None:
     source = make_tree(tmp_path / "source")
     to = tmp_path / "pack"
@@ -183,6 +181,7 @@ def test_a_file_that_changed_since_an_interrupted_run_is_read_again(tmp_path: Pa
     assert size <= report.bytes_read < report.pack.bytes - 20_000
 
 
+@pytest.mark.promise(222)
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     source = make_tree(tmp_path / "source")
     changed = {source / "class2/002.jpg": b"shorter", source / "large": b"x" * 30_000}
@@ -237,7 +236,6 @@ def test_a_full_disk_is_one_error_and_the_run_is_continued(tmp_path: Path) -> No
 # -- directories in use ----------------------------------------------------------------------------
 
 
-@pytest.mark.promise(223)
 def _refused(source: Path, to: Path, error: type[MonarchError], **options: int) -> str:
     before = contents(to) if to.is_dir() else None
     with pytest.raises(error) as caught:
@@ -247,6 +245,7 @@ def _refused(source: Path, to: Path, error: type[MonarchError], **options: int) 
     return str(caught.value)
 
 
+@pytest.mark.promise(223)
 def test_a_directory_of_others_is_left_alone(made: tuple[Path, Path], tmp_path: Path) -> None:
     source = made[0]
     (tmp_path / "photos").mkdir()
@@ -287,7 +286,6 @@ def test_files_of_others_in_an_unfinished_pack_are_not_removed(tmp_path: Path) -
     assert not (to / "chunks/999999.chunk").exists()
 
 
-@pytest.mark.promise(223)
 def test_an_unfinished_pack_is_continued_only_with_its_options(tmp_path: Path) -> None:
     source = make_tree(tmp_path / "source")
     _interrupted(source, tmp_path / "pack")
@@ -295,6 +293,7 @@ def test_an_unfinished_pack_is_continued_only_with_its_options(tmp_path: Path) -
     assert "--seed 7 --by random --chunk 8192" in message
 
 
+@pytest.mark.promise(223)
 def test_a_complete_pack_is_never_changed(tmp_path: Path) -> None:
     source = make_tree(tmp_path / "source")
     to = tmp_path / "pack"

@@ -150,7 +150,6 @@ def test_a_pack_in_work_is_not_rebuilt(own: Path) -> None:
 # -- verify ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(225)
 def test_nothing_is_wrong_with_a_new_pack(made: tuple[Path, Path]) -> None:
     with Pack.open(os.fsencode(made[1])) as opened:
         size = opened.info.bytes
@@ -158,6 +157,7 @@ def test_nothing_is_wrong_with_a_new_pack(made: tuple[Path, Path]) -> None:
     assert (report.damaged, report.bytes) == (0, size)
 
 
+@pytest.mark.promise(225)
 def test_every_damaged_file_is_named(own: Path) -> None:
     with Pack.open(os.fsencode(own)) as opened:
         numbers = opened.chunk_numbers(2).tolist()[:2]
@@ -199,8 +199,10 @@ def test_a_directory_without_a_pack_is_an_error(tmp_path: Path) -> None:
                 call(path)
 
 
-@pytest.mark.promise(226)
 # -- flipped bits and hostile packs ----------------------------------------------------------------
+
+
+@pytest.mark.promise(226)
 def test_every_flipped_bit_is_found(made: tuple[Path, Path], tmp_path: Path) -> None:
     before = contents(made[1])
     draw = random.Random(11)
@@ -284,7 +286,6 @@ def test_a_path_in_two_chunks_is_served_from_the_first(tmp_path: Path) -> None:
         assert opened.record(opened.number(b"f000")).chunk == 0
 
 
-@pytest.mark.promise(226)
 @pytest.mark.parametrize(
     "tree",
     [
@@ -311,6 +312,7 @@ def test_tables_that_contradict_each_other_end_with_one_error(
         assert report.damage
 
 
+@pytest.mark.promise(226)
 def test_numbers_in_a_header_take_no_memory(tmp_path: Path) -> None:
     top = hostile(tmp_path, [Entry(b"", FOLDER)], [extents([10])])
     huge = header_of([], kind=TREE)._replace(sequence=0xFFFF0000)

@@ -27,7 +27,6 @@ def unpacked(directory: Path, to: Path, *, set_id: bool = False) -> UnpackReport
     return unpack(directory, to, set_id=set_id, progress=lambda done, total, words: None)
 
 
-@pytest.mark.promise(224)
 def _supports_attributes(path: Path) -> bool:
     try:
         os.setxattr(path, "user.monarch", b"1")
@@ -37,6 +36,7 @@ def _supports_attributes(path: Path) -> bool:
     return True
 
 
+@pytest.mark.promise(224)
 def test_the_unpacked_tree_is_the_original_one(made: tuple[Path, Path], tmp_path: Path) -> None:
     source, directory = made
     report = unpacked(directory, tmp_path / "again", set_id=True)
@@ -75,7 +75,6 @@ def test_any_tree_returns_from_its_pack(files: dict[bytes, bytes | None]) -> Non
         assert shown(top / "again") == shown(top / "source")
 
 
-@pytest.mark.promise(224)
 def _make(path: bytes, content: bytes | None) -> None:
     """A directory without content, else a file; nothing if a file is in the way."""
     try:
@@ -87,6 +86,7 @@ def _make(path: bytes, content: bytes | None) -> None:
         return
 
 
+@pytest.mark.promise(224)
 def test_extended_attributes_and_acls_return(tmp_path: Path) -> None:
     source = make_tree(tmp_path / "source", files=4)
     if not _supports_attributes(source / "large"):
@@ -188,8 +188,10 @@ def test_a_device_file_is_packed_and_not_made(tmp_path: Path) -> None:
     assert list((tmp_path / "again").iterdir()) == []
 
 
-@pytest.mark.promise(224)
 # -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(224)
 def test_a_damaged_file_leaves_nothing_behind(own: Path, tmp_path: Path) -> None:
     chunk = own / "chunks/000002.chunk"
     raw = bytearray(chunk.read_bytes())
