@@ -17,6 +17,7 @@
       NotDrainedError      13  EBUSY   not all written files are at the source
       PackError            14  EIO     a pack cannot be used, or cannot be written
       CheckpointError       1  EIO     a checkpoint, or a data order, that cannot be used
+      LmdbError             1  EIO     an LMDB file, or its index, that cannot be read
 
 Exit code 0 is success. 1 is also the answer "they differ" of ``snapshot verify`` and ``diff``, and
 "something is wrong" of ``fsck``, ``ckpt verify`` and ``pack verify``. 11 and 12 are the answers
@@ -157,6 +158,10 @@ class PackError(MonarchError):
 
 class CheckpointError(MonarchError):
     """A checkpoint, or the state of a data order, cannot be used; raised in the trainer."""
+
+
+class LmdbError(MonarchError):
+    """An LMDB file, or the index of one, cannot be read; raised in the trainer."""
 
 
 def error_of(exit_code: int, message: str, *, hint: str = "") -> MonarchError:

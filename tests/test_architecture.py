@@ -23,6 +23,7 @@ PACKAGE = Path(__file__).parents[1] / "monarch"
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("vocabulary", ("types", "errors", "text")),
     ("kernel", ("posix",)),
+    ("data sets", ("datasets",)),
     ("settings", ("config",)),
     ("telemetry", ("telemetry",)),
     ("pillars", ("namespace", "placement", "foresight", "tiers", "packs", "control")),
@@ -47,11 +48,12 @@ SEPARATE = {("vfs", "transfer"): {"monarch.transfer.source_load", "monarch.trans
 
 CONFINED = {
     "pyfuse3": ("fuse",),
-    "lmdb": ("namespace",),
+    "lmdb": ("namespace", "datasets.lmdb_compare"),
     "sqlite3": ("namespace",),
     "yaml": ("config.document",),
     "numpy": (
         *("posix.buckets", "namespace", "placement", "foresight", "tiers", "packs", "frameworks"),
+        "datasets",
     ),
     "torch": ("frameworks",),
     "click": ("cli",),
@@ -70,7 +72,7 @@ PURE = (
     "monarch.tiers.doubts",
     *("monarch.transfer.concurrency", "monarch.transfer.outages", "monarch.transfer.pace"),
     *("monarch.frameworks.sampler", "monarch.frameworks.interval", "monarch.frameworks.format"),
-    "monarch.frameworks.chunk_order",
+    *("monarch.frameworks.chunk_order", "monarch.datasets.lmdb_pages", "monarch.datasets.ranges"),
     *("monarch.writeback.history", "monarch.writeback.op", "monarch.writeback.conflicts"),
     "monarch.writeback.journal_records",
     *("monarch.packs.format", "monarch.packs.index", "monarch.packs.plan"),
@@ -104,6 +106,7 @@ ENTRIES = frozenset(
         *("monarch", "monarch.__main__", "monarch.cli.main"),
         *("monarch.frameworks.checkpoint", "monarch.frameworks.torch", "monarch.order"),
         *("monarch.frameworks.tensorflow", "monarch.frameworks.webdataset"),
+        "monarch.frameworks.lmdb",
     )
 )
 

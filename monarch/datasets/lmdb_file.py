@@ -1,0 +1,100 @@
+"""An LMDB file that is open for reading, without a lock and without a map of its bytes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from monarch.datasets.lmdb_pages import META_BYTES, Meta, page_bytes_of, parse_meta
+from monarch.errors import LmdbError
+from monarch.text import escape_text
+
+AnyPath: TypeAlias = str | os.PathLike[str]
+
+# The file of an environment that is a directory.
+_IN_DIRECTORY = "data.mdb"
+# The limit of the kernel for one call.
+_MOST_BYTES = 0x7FFF_F000
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What changes when a transaction is committed, or the file is replaced."""
+
+    size: int
+    mtime_ns: int
+    transaction: int
+    page_bytes: int
+
+
+class LmdbFile:
+    """The file ``path``, open, with its valid meta page. Any thread, and a process that was forked,
+    may read it. Calls wait for the storage, and raise OSError if it fails."""
+
+    def __init__(self, path: Path, fd: int, meta: Meta, version: Version) -> None:
+        self.path = path
+        self.meta = meta
+        self.version = version
+        self._fd = fd
+
+    @classmethod
+    def open(cls, path: AnyPath) -> LmdbFile:
+        """Opens a file, or ``data.mdb`` in a directory. Raises LmdbError if it is not a file of
+        LMDB 0.9, and OSError."""
+        found = Path(path)
+        if found.is_dir():
+            found = found / _IN_DIRECTORY
+        # A pipe would wait for a writer.
+        fd = os.open(found, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            with naming(found):
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise LmdbError("is not a regular file")
+                first = os.pread(fd, META_BYTES, 0)
+                second = os.pread(fd, META_BYTES, page_bytes_of(first))
+                meta = parse_meta(first, second, status.st_size)
+            # Records are read in ranges that were computed: more bytes would be read in vain.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        except BaseException:
+            os.close(fd)
+            raise
+        version = Version(status.st_size, status.st_mtime_ns, meta.transaction, meta.page_bytes)
+        return cls(found, fd, meta, version)
+
+    def read_into(self, into: memoryview, offset: int) -> None:
+        """Fills ``into`` with the bytes from ``offset`` on. Raises LmdbError if the file ends."""
+        while into:
+            count = os.preadv(self._fd, [into[:_MOST_BYTES]], offset)
+            if not count:
+                raise LmdbError(f"ends at byte {offset}; it was changed")
+            into, offset = into[count:], offset + count
+
+    def require_unchanged(self) -> None:
+        """Raises LmdbError if the file was written since it was opened."""
+        status = os.fstat(self._fd)
+        if (status.st_size, status.st_mtime_ns) != (self.version.size, self.version.mtime_ns):
+            raise LmdbError("was changed while it was read", hint="open it again")
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Puts the name of the file before the message of an LmdbError."""
+    try:
+        yield
+    except LmdbError as error:
+        message = f"{escape_text(os.fspath(path))} {error.args[0]}"
+        raise LmdbError(message, hint=error.hint) from None

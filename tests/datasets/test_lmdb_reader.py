@@ -1,0 +1,234 @@
+"""Many records are read with few reads, in the order asked, by threads and other processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from monarch.datasets.lmdb_index import Index, write_index
+from monarch.datasets.lmdb_reader import LmdbReader
+from monarch.errors import LmdbError
+from monarch.order import ChunkwiseSampler, chunkwise_order
+from tests.datasets.lmdb_files import KIB, Records, appended, inserted, written
+
+GAP = 64 * KIB
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Records]:
+    path = tmp_path_factory.mktemp("lmdb") / "data.mdb"
+    return path, written(path, inserted(1500, [0, 100, 2000, 5000, 30_000]))
+
+
+@pytest.fixture
+def index(file: tuple[Path, Records], tmp_path: Path) -> Path:
+    path = tmp_path / "data.mlx"
+    with LmdbReader(file[0]) as reader:
+        write_index(path, Index(reader.version, reader.table))
+    return path
+
+
+class Reads:
+    """Counts the calls that read, and their bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[int, int]] = []
+        preadv = os.preadv
+
+        def counting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            self.calls.append((offset, sum(map(len, buffers))))
+            return preadv(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", counting)
+
+
+def ranges_of(places: Sequence[tuple[int, int]], gap: int) -> list[list[int]]:
+    """The reads for values at these places, each with its length."""
+    ranges: list[list[int]] = []
+    for begin, length in sorted(places):
+        if ranges and begin - ranges[-1][1] <= gap:
+            ranges[-1][1] = max(ranges[-1][1], begin + length)
+        else:
+            ranges.append([begin, begin + length])
+    return ranges
+
+
+@pytest.mark.promise(242)
+def test_records_come_in_the_order_asked(file: tuple[Path, Records], index: Path) -> None:
+    path, records = file
+    rng = random.Random(1)
+    indices = [rng.randrange(len(records)) for _ in range(999)]
+    for reader in (LmdbReader(path), LmdbReader(path, index)):
+        assert len(reader) == len(records)
+        values = reader.get_many(indices)
+        assert [bytes(value) for value in values] == [records[place][1] for place in indices]
+        assert bytes(reader.get(np.int64(7))) == records[7][1]
+        assert reader.get_many([]) == []
+        assert reader.keys[5:8] == [key for key, _ in records[5:8]]
+        assert reader.keys[-1] == records[-1][0]
+        assert reader.keys.place_of(records[9][0]) == 9
+        with pytest.raises(KeyError):
+            reader.keys.place_of(b"missing")
+        reader.close()
+        assert values[0] == records[indices[0]][1]
+    with pytest.raises(TypeError):
+        values[0][0] = 1
+
+
+@pytest.mark.parametrize("wrong", [-1, 1500])
+def test_an_index_that_is_not_one_of_a_record_is_refused(
+    file: tuple[Path, Records], wrong: int
+) -> None:
+    with LmdbReader(file[0]) as reader:
+        with pytest.raises(IndexError, match="of 1500"):
+            reader.get_many([0, wrong])
+        with pytest.raises(TypeError):
+            reader.get_many([1.0])  # type: ignore[list-item]
+
+
+@pytest.mark.promise(244)
+def test_256_random_records_take_no_more_reads_than_there_are_ranges(
+    file: tuple[Path, Records], index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = LmdbReader(file[0], index)
+    places = [*zip(reader.table.offsets.tolist(), reader.table.lengths.tolist(), strict=True)]
+    for seed in range(5):
+        indices = random.Random(seed).sample(range(len(reader)), 256)
+        expected = ranges_of([places[place] for place in indices], GAP)
+        reads = Reads(monkeypatch)
+        reader.get_many(indices)
+        assert len(reads.calls) <= len(expected) < 100
+        assert sum(length for _, length in reads.calls) == sum(e - b for b, e in expected)
+    # The numbers would be others without a gap between values that are read at once.
+    assert len(ranges_of([places[place] for place in indices], 0)) > 2 * len(expected)
+
+
+def test_the_tree_is_found_with_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "f", appended(4000, 9000))
+    reads = Reads(monkeypatch)
+    with LmdbReader(tmp_path / "f") as reader:
+        size = reader.version.size
+    assert len(reads.calls) <= 29
+    assert sum(length for _, length in reads.calls) < 0.004 * size
+    reads = Reads(monkeypatch)
+    written(tmp_path / "g", appended(20_000, 100))
+    with LmdbReader(tmp_path / "g") as reader:
+        size = reader.version.size
+    # 590 pages, read together.
+    assert len(reads.calls) < 20
+    assert sum(length for _, length in reads.calls) <= 1.05 * size
+
+
+@pytest.mark.promise(245)
+def test_an_index_of_an_earlier_version_is_refused_with_the_command_to_run(
+    tmp_path: Path,
+) -> None:
+    path, index = tmp_path / "my data.mdb", tmp_path / "data.mlx"
+    written(path, appended(10, 100))
+    with LmdbReader(path) as before:
+        write_index(index, Index(before.version, before.table))
+        written(path, lambda environment: put_one(environment))
+        with pytest.raises(LmdbError, match=r"stale.*transaction 2 instead of 1") as refused:
+            LmdbReader(path, index)
+        assert f"run monarch lmdb index '{path}' -o {index}" in str(refused.value)
+        # Neither do readers that are open serve bytes of two versions.
+        with pytest.raises(LmdbError, match="was changed"):
+            before.get(0)
+        with pytest.raises(LmdbError, match="was changed"):
+            pickle.loads(pickle.dumps(before))
+    with LmdbReader(path) as now:
+        write_index(index, Index(now.version, now.table))
+    assert len(LmdbReader(path, index)) == 11
+
+
+def put_one(environment: lmdb.Environment) -> None:
+    with environment.begin(write=True) as transaction:
+        transaction.put(b"one more", b"")
+
+
+def test_a_file_with_other_bytes_of_the_same_size_is_refused(tmp_path: Path) -> None:
+    path, index = tmp_path / "data.mdb", tmp_path / "data.mlx"
+    written(path, appended(10, 100))
+    with LmdbReader(path) as reader:
+        write_index(index, Index(reader.version, reader.table))
+    os.utime(path, ns=(1, 10**18))
+    with pytest.raises(LmdbError, match=r"stale.*mtime_ns"):
+        LmdbReader(path, index)
+
+
+def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "data.mdb"
+    written(path, appended(10, 10_000))
+    with LmdbReader(path) as reader:
+        os.truncate(path, 8192)
+        with pytest.raises(LmdbError, match="ends at byte"):
+            reader.get(9)
+
+
+def test_threads_share_a_reader(file: tuple[Path, Records]) -> None:
+    path, records = file
+
+    def read(seed: int) -> bool:
+        indices = random.Random(seed).sample(range(len(records)), 50)
+        values = reader.get_many(indices)
+        return [bytes(value) for value in values] == [records[place][1] for place in indices]
+
+    with LmdbReader(path) as reader, ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, range(40)))
+
+
+def test_a_forked_process_and_one_that_gets_a_pickled_reader_read_the_same(
+    file: tuple[Path, Records], index: Path, tmp_path: Path
+) -> None:
+    path, records = file
+    read = (
+        "import pickle, sys; reader = pickle.load(sys.stdin.buffer);"
+        "sys.stdout.buffer.write(b''.join(reader.get_many(range(0, len(reader), 7))))"
+    )
+    expected = b"".join(value for _, value in records[::7])
+    for reader in (LmdbReader(path), LmdbReader(path, index)):
+        pickled = pickle.dumps(reader)
+        # The places of the records are not in it if there is an index file.
+        assert (len(pickled) < 1000) == (reader.table is not None and reader._index is not None)
+        run = subprocess.run(
+            [sys.executable, "-c", read], input=pickled, check=True, capture_output=True
+        )
+        assert run.stdout == expected
+        got = tmp_path / "got"
+        child = os.fork()
+        if child == 0:
+            try:
+                got.write_bytes(b"".join(reader.get_many(range(0, len(reader), 7))))
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert got.read_bytes() == expected
+        # The child closed nothing of this process.
+        assert reader.get(0) == records[0][1]
+        reader.close()
+
+
+@pytest.mark.promise(240)
+def test_a_chunk_wise_epoch_reads_each_extent_once(file: tuple[Path, Records]) -> None:
+    with LmdbReader(file[0]) as reader:
+        extents = reader.extents(256 * KIB)
+        of_file = reader.table.offsets // (256 * KIB)
+        assert len(set(extents.tolist())) == len(set(of_file.tolist())) == extents.max() + 1 > 30
+        assert (np.argsort(extents, kind="stable") == np.argsort(of_file, kind="stable")).all()
+        sampler = ChunkwiseSampler(extents, group=4, seed=2)
+        assert list(sampler) == chunkwise_order(2, 0, extents, 4).tolist()
+        visited = extents[list(sampler)]
+        for start in range(0, len(visited), 100):
+            assert len(set(visited[start : start + 100].tolist())) <= 12
+        with pytest.raises(ValueError, match="extents"):
+            reader.extents(0)
