@@ -35,6 +35,7 @@ VERBS = {
     "fsck": Verb("monarch.cli.fsck:fsck", "Check all that a mount keeps, and repair it."),
     "snapshot": Verb("monarch.cli.snapshot:snapshot", "Build, show, verify or diff snapshots."),
     "pack": Verb("monarch.cli.pack:pack", "Put small files into large chunks; check and unpack."),
+    "lmdb": Verb("monarch.cli.lmdb:lmdb", "Make the index of an LMDB file, or show the file."),
     "doctor": Verb("monarch.cli.doctor:doctor", "Check whether this node can mount, and how well."),
     "completion": Verb(
         "monarch.cli.complete:completion", "Print the completion script of a shell."
@@ -43,8 +44,8 @@ VERBS = {
 
 EXIT_CODES = {
     0: "success",
-    1: "the answer is no (snapshot verify, diff, fsck, ckpt verify, pack verify), or a failure"
-    " without a code of its own",
+    1: "the answer is no (snapshot verify, diff, fsck, ckpt verify, pack verify, lmdb index"
+    " --verify), or a failure without a code of its own",
     2: "mistake on the command line or in the configuration",
     3: "the mount point cannot be used",
     4: "the source failed, or differs from the snapshot",

@@ -1,0 +1,98 @@
+"""``monarch lmdb`` writes indexes that are right, and says why if it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+from monarch.cli.lmdb import lmdb as verb
+from monarch.datasets.lmdb_reader import LmdbReader
+from monarch.errors import LmdbError, UsageError
+from tests.datasets.lmdb_files import Records, appended, by_cursor
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """An environment as LMDB makes it: a directory."""
+    path = tmp_path / "train_lmdb"
+    with lmdb.open(str(path), map_size=1 << 24, sync=False) as environment:
+        appended(300, 500)(environment)
+    return path
+
+
+def run(*arguments: object) -> Any:
+    return verb.main([str(each) for each in arguments], "monarch lmdb", standalone_mode=False)
+
+
+def records_of(reader: LmdbReader) -> Records:
+    return [*zip(reader.keys, map(bytes, reader.get_many(range(len(reader)))), strict=True)]
+
+
+@pytest.mark.promise(242)
+def test_an_index_is_made_of_a_directory_and_verified(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "train.mlx"
+    assert run("index", directory, "-o", output, "--verify", "100", "-q") == 0
+    line = capsys.readouterr().out
+    assert line.startswith(f"{output}: 300 records of {directory}/data.mdb in ")
+    assert line.endswith("; 100 compared, all equal\n")
+    with LmdbReader(directory, output) as reader:
+        assert records_of(reader) == by_cursor(directory / "data.mdb")
+    # Another index may be replaced, and --verify of more records than there are compares all.
+    assert run("index", directory / "data.mdb", "-o", output, "--json", "--verify", "999") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["records"], report["verified"]) == (300, 300)
+    assert report["index_bytes"] == output.stat().st_size == 80 + 300 * 24
+
+
+def test_a_difference_is_reported_and_nothing_is_written(
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def wrong(self: LmdbReader, indices: list[int]) -> list[memoryview]:
+        return [memoryview(b"wrong")] * len(indices)
+
+    monkeypatch.setattr(LmdbReader, "get_many", wrong)
+    assert run("index", directory, "-o", tmp_path / "f.mlx", "--verify", "50", "-q") == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 11 and "differs for lmdb: record" in lines[0]
+    assert lines[-1] == "and 40 more"
+    assert not (tmp_path / "f.mlx").exists()
+
+
+def test_no_other_file_is_replaced(directory: Path, tmp_path: Path) -> None:
+    for other in (directory / "data.mdb", tmp_path / "text"):
+        if not other.exists():
+            other.write_text("text")
+        before = other.read_bytes()
+        with pytest.raises(UsageError, match="is not an index"):
+            run("index", directory, "-o", other)
+        assert other.read_bytes() == before
+
+
+def test_info_shows_the_file_and_whether_an_index_is_of_it(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = tmp_path / "f.mlx"
+    run("index", directory, "-o", index, "-q")
+    capsys.readouterr()
+    assert not run("info", directory, "--index", index)
+    shown = capsys.readouterr().out
+    assert "records       300\n" in shown and "page size     4 KiB\n" in shown
+    assert f"index         {index}, of this version\n" in shown
+    assert not run("info", directory, "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert (report["entries"], report["depth"], report["transaction"]) == (300, 2, 1)
+    with lmdb.open(str(directory)) as environment, environment.begin(write=True) as transaction:
+        transaction.put(b"more", b"")
+    with pytest.raises(LmdbError, match=f"run monarch lmdb index {directory}/data.mdb -o {index}"):
+        run("info", directory, "--index", index)
+    with pytest.raises(LmdbError, match="not an LMDB file"):
+        run("info", index)
