@@ -1,0 +1,137 @@
+"""Unmodified LMDB readers on a mount: what they read at the source, and how many at once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from monarch.datasets.lmdb_reader import LmdbReader
+from monarch.tiers.partial import GRANULE
+from tests.conftest import MonarchCommand, Mounted
+from tests.datasets.lmdb_files import Records, appended, written
+from tests.equipment.slowfs import SlowSource
+from tests.mount.observe import PATIENCE_S, account, forget_pages, settled, wait_until
+
+MIB = 1 << 20
+# The reads before it do not decide how the file is copied, and are not kept.
+UNDECIDED = 8 * MIB
+OPTIONS = ["limits.range_min=16MiB", "limits.scrub_bandwidth=0"]
+# Reads all records, in the order of the keys without a seed, and prints a digest of them.
+READ = """
+import hashlib, lmdb, random, sys
+environment = lmdb.open(sys.argv[1], subdir=False, readonly=True, lock=False)
+with environment.begin() as transaction:
+    keys = [b"%08d" % number for number in range(transaction.stat()["entries"])]
+    if sys.argv[2:]:
+        order = random.Random(int(sys.argv[2])).sample(keys, len(keys))
+        values = {key: transaction.get(key) for key in order}
+    else:
+        values = dict(transaction.cursor())
+print(hashlib.sha256(b"".join(values[key] for key in keys)).hexdigest())
+"""
+
+
+def reader(path: Path, *seed: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", READ, str(path), *seed]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def digest(records: Records) -> str:
+    return hashlib.sha256(b"".join(value for _, value in records)).hexdigest()
+
+
+def forget(mounted: Mounted) -> None:
+    """The pages of the file that the kernel has for the mount."""
+    fd = os.open(mounted.path / "db", os.O_RDONLY)
+    forget_pages(fd)
+    os.close(fd)
+    wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "the file is released")
+
+
+@pytest.mark.promise(247)
+@pytest.mark.modes("relay")
+@pytest.mark.parametrize("seeds", [[[], []], [["1"], ["2"]]], ids=["in order", "at random"])
+def test_two_processes_read_each_byte_at_the_source_once(
+    seeds: list[list[str]], slow: SlowSource, monarch: MonarchCommand, source: Path
+) -> None:
+    expected = digest(written(source / "db", appended(350, 50_000)))
+    # Its version is not young, so nothing is checked again.
+    os.utime(source / "db", ns=(10**18 + 1, 10**18 + 1))
+    size = (source / "db").stat().st_size
+    mounted = monarch.mount(slow.path, tiers={"fast": "32MiB"}, options=OPTIONS)
+
+    def epoch() -> tuple[int, int]:
+        """The reads of the daemon, and the bytes that the source has read for them."""
+        before = account(mounted)["source_totals"]["reads"], slow.counters()["read_bytes"]
+        readers = [reader(mounted.path / "db", *seed) for seed in seeds]
+        printed = [process.communicate(timeout=2 * PATIENCE_S)[0].strip() for process in readers]
+        assert printed == [expected] * 2
+        forget(mounted)
+        reads = settled(mounted)["source_totals"]["reads"]
+        return reads - before[0], slow.counters()["read_bytes"] - before[1]
+
+    reads, read_bytes = epoch()
+    wait_until(lambda: account(mounted)["residency"]["files"] == 1, "the copy is whole")
+    # Each granule is fetched once, and so is what was read before it was decided to keep them.
+    assert 0 < reads <= -(-(size + UNDECIDED) // GRANULE)
+    assert size <= read_bytes <= 1.02 * size
+    assert epoch() == (0, 0)
+
+
+@pytest.mark.modes("relay")
+def test_a_reader_with_an_index_reads_the_ranges_that_it_needs(
+    slow: SlowSource, monarch: MonarchCommand, source: Path
+) -> None:
+    records = written(source / "db", appended(350, 50_000))
+    os.utime(source / "db", ns=(10**18 + 1, 10**18 + 1))
+    size = (source / "db").stat().st_size
+    index = source.parent / "db.mlx"
+    mounted = monarch.mount(slow.path, tiers={"fast": "32MiB"}, options=OPTIONS)
+    # The index is that of the file at the source: the mount shows the same size and time.
+    monarch("lmdb", "index", str(source / "db"), "-o", str(index), "--verify", "50")
+    before = slow.counters()["read_bytes"]
+    with LmdbReader(mounted.path / "db", index) as opened:
+        wanted = [340, 250, 251, 249, 340]
+        values = [bytes(value) for value in opened.get_many(wanted)]
+    assert values == [records[place][1] for place in wanted]
+    settled(mounted)
+    # Two ranges, each in whole granules, and the meta pages.
+    assert 0 < slow.counters()["read_bytes"] - before < size // 10
+
+
+@pytest.mark.promise(248)
+@pytest.mark.modes("relay")
+@pytest.mark.parametrize("limit", [2, 8])
+def test_cold_readers_reach_the_source_in_turn_and_no_more_than_the_limit(
+    limit: int, slow: SlowSource, monarch: MonarchCommand, source: Path
+) -> None:
+    expected = [
+        digest(written(source / f"db{number}", appended(20 + number, 1000))) for number in range(8)
+    ]
+    mounted = monarch.mount(
+        slow.path, tiers={"fast": "32MiB"}, options=[f"limits.source_concurrency={limit}"]
+    )
+    slow.rules(*(f"hang read /db{number}" for number in range(8)))
+    readers = []
+    for number in range(8):
+        # The kernel has the name and the attributes then, and the reader's first request is OPEN.
+        os.stat(mounted.path / f"db{number}")
+        readers.append(reader(mounted.path / f"db{number}"))
+        wait_until(
+            lambda: account(mounted)["requests"]["waiting"] == len(readers), "the request waits"
+        )
+    wait_until(lambda: slow.counters()["hanging"] >= limit, "the limit is used")
+    assert slow.counters()["hanging"] == limit
+    if limit == 8:
+        slow.rules()
+    for number, process in enumerate(readers):
+        # The longest waiting reader is at the source: another one would not end now.
+        if limit < 8:
+            slow.rules(*(f"hang read /db{later}" for later in range(number + 1, 8)))
+        assert process.communicate(timeout=PATIENCE_S)[0].strip() == expected[number]
+        assert slow.counters()["hanging"] <= limit
