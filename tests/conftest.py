@@ -59,6 +59,9 @@ MODES: dict[str, tuple[str, ...]] = {
 OPENS_ARE_REPORTED = ("python", "relay", "passthrough")
 EVERY_MODE = (*OPENS_ARE_REPORTED, "no_open")
 
+# Levels of directories that are too many for ``shutil.rmtree``.
+_DEEP = 200
+
 # Files listed at the end of a run with the time of their tests.
 _SLOW_FILES = 30
 
@@ -155,16 +158,22 @@ def let_others_in(directory: Path) -> None:
 
 def processes(variable: str, value: str) -> dict[int, str]:
     """The running processes whose environment holds ``variable=value``: pid to command line."""
-    wanted = f"{variable}={value}".encode()
+    wanted, own = f"{variable}={value}".encode(), str(os.getpid())
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+    # Each test that mounts calls this function several times, so it makes no ``Path`` objects.
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or name == own:
             continue
         with contextlib.suppress(OSError):
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
-                found[int(entry.name)] = command.decode(errors="replace").strip()
+            if wanted in _whole(f"/proc/{name}/environ").split(b"\0"):
+                command = _whole(f"/proc/{name}/cmdline").replace(b"\0", b" ")
+                found[int(name)] = command.decode(errors="replace").strip()
     return found
+
+
+def _whole(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -177,6 +186,7 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     # A pool of workers that ends with its parent may need a moment.
     becomes_true(lambda: not _strays())
     assert _strays() == {}
+    _remove_deep_trees(ours)
 
 
 def _strays() -> dict[int, str]:
@@ -199,23 +209,21 @@ def below(directory: Path, pattern: str) -> list[Path]:
     ]
 
 
+def _remove_deep_trees(directory: str) -> None:
+    """Removes the directories of tests which pytest's own clean-up, some runs later, could not."""
+    depth = _DEEP + 1
+    at_depth = f"-xdev -mindepth {depth} -maxdepth {depth} -printf %P\\0"
+    command = ["find", directory, *at_depth.split()]
+    found = subprocess.run(command, capture_output=True).stdout.split(b"\0")[:-1]
+    for name in sorted({path.partition(b"/")[0] for path in found}):
+        # rm goes down by descriptors; shutil.rmtree calls itself for each level.
+        path = os.path.join(os.fsencode(directory), name)
+        subprocess.run(["rm", "-rf", "--one-file-system", path], check=True)
+
+
 def trouble(line: str) -> bool:
     """Whether a line of a daemon's log reports a failure."""
     return _TROUBLE.search(line) is not None
-
-
-@pytest.fixture(autouse=True)
-def no_tree_too_deep_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Removes a test's directory if pytest's own clean-up, some runs later, could not."""
-    if "tmp_path" not in request.fixturenames:
-        yield
-        return
-    directory = str(request.getfixturevalue("tmp_path"))
-    yield
-    deep = ["find", directory, "-xdev", "-mindepth", "200", "-maxdepth", "200", "-print", "-quit"]
-    if subprocess.run(deep, capture_output=True).stdout:
-        # rm goes down by descriptors; shutil.rmtree calls itself for each level.
-        subprocess.run(["rm", "-rf", "--one-file-system", directory], check=True)
 
 
 @pytest.fixture
