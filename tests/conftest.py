@@ -348,8 +348,7 @@ class MonarchCommand:
         self, *arguments: str, check: bool = True, timeout_s: float = _CLI_TIMEOUT_S
     ) -> subprocess.CompletedProcess[str]:
         """Run ``monarch ARGUMENTS``; with ``check`` an exit code other than 0 fails the test."""
-        # A point at which Monarch is to fail is looked up when it is imported.
-        if self.wrapper or not self.forked or "MONARCH_POINT" in os.environ:
+        if self.wrapper or not self.forked:
             done = subprocess.run(
                 [*self.wrapper, sys.executable, "-m", "monarch", *arguments],
                 env=self.environment(),

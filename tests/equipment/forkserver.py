@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import monarch
+from monarch.posix import failpoints
 
 _ROOT = Path(__file__).parents[2]
 _LONGEST = 1 << 20
@@ -212,6 +213,8 @@ def _become(request: dict[str, Any], output: list[int]) -> NoReturn:
     if BOOT in os.environ:
         module = importlib.import_module("monarch.writeback.journal_found")
         vars(module)["_BOOT"] = Path(os.environ[BOOT])
+    # A new process would read the variable of the failpoints when it imports Monarch.
+    failpoints._NAME, failpoints._TURN, failpoints._RAISES = failpoints._armed()
     sys.argv = [str(_ROOT / "monarch/__main__.py"), *request["arguments"]]
     code = 1
     try:
