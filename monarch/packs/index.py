@@ -153,43 +153,39 @@ def _records(
 ) -> tuple[npt.NDArray[Any], bytes]:
     """The array of records, with an empty one at 0, and the heap."""
     number = {entry.path: position for position, entry in enumerate(ordered, 1)}
-    names: dict[int, int] = {}
-    folders: dict[int, int] = {}
-    rows: list[tuple[int, ...]] = [(0,) * len(RECORD_DTYPE.names or ())]
-    heap: list[bytes] = []
-    position = 0
-    for entry in ordered:
-        above, _, name = entry.path.rpartition(b"/")
-        parent = number[above] if entry.path else 0
-        bytes_of = links[entry.group] if entry.group else entry
-        if stat.S_ISDIR(entry.mode):
-            folders[parent] = folders.get(parent, 0) + 1
-        if entry.group:
-            names[entry.group] = names.get(entry.group, 0) + 1
-        is_file = stat.S_ISREG(entry.mode)
-        size = len(entry.target) if entry.target else bytes_of.size
-        digest = EMPTY_DIGEST if is_file and not size else bytes_of.digest
-        rows.append(
-            (
-                *(position, position + len(name), size, bytes_of.offset, digest),
-                *(bytes_of.mtime_ns, parent, bytes_of.chunk, bytes_of.mode),
-                *(bytes_of.uid, bytes_of.gid, entry.group),
-                *(number[bytes_of.path] if is_file else 0, 0, 0),
-                *(len(name), len(entry.target), len(bytes_of.xattrs)),
-            )
-        )
-        heap += (name, entry.target, bytes_of.xattrs)
-        position += len(name) + len(entry.target) + len(bytes_of.xattrs)
-    records = np.array(rows, RECORD_DTYPE)
-    records["nlink"][1:] = [
-        2 + folders.get(at, 0) if stat.S_ISDIR(entry.mode) else names.get(entry.group, 1)
-        for at, entry in enumerate(ordered, 1)
-    ]
+    bytes_of = [links[entry.group] if entry.group else entry for entry in ordered]
+    names = [entry.path.rpartition(b"/")[2] for entry in ordered]
+    records = np.zeros(len(ordered) + 1, RECORD_DTYPE)
+    rows = records[1:]
+    for field in ("digest", "mtime_ns", "chunk", "offset", "mode", "uid", "gid", "size"):
+        rows[field] = [getattr(entry, field) for entry in bytes_of]
+    is_file = rows["mode"] & 0o170000 == stat.S_IFREG
+    is_folder = rows["mode"] & 0o170000 == stat.S_IFDIR
+    rows["digest"][is_file & (rows["size"] == 0)] = EMPTY_DIGEST
+    rows["name_length"] = [len(name) for name in names]
+    rows["target_length"] = [len(entry.target) for entry in ordered]
+    rows["xattr_length"] = [len(entry.xattrs) for entry in bytes_of]
+    rows["size"] += rows["target_length"]
+    lengths = [rows[f"{text}_length"].astype(np.uint64) for text in ("name", "target", "xattr")]
+    ends = np.cumsum(sum(lengths))
+    rows["name_offset"][1:] = ends[:-1]
+    rows["extra_offset"] = rows["name_offset"] + lengths[0]
+    rows["parent"] = [number[entry.path.rpartition(b"/")[0]] for entry in ordered]
+    rows["parent"][0] = 0
+    link = np.fromiter((number[entry.path] for entry in bytes_of), np.int64, len(ordered))
+    rows["link"] = np.where(is_file, link, 0)
     counts = np.bincount(records["parent"], minlength=len(records))
     counts[0] = 0
     records["children"] = counts
-    records["first_child"][1:] = np.cumsum(counts)[:-1]
-    return records, b"".join(heap)
+    rows["first_child"] = np.cumsum(counts)[:-1]
+    folders = np.bincount(rows["parent"][is_folder], minlength=len(records))
+    of_file = np.bincount(records["link"], minlength=len(records))
+    rows["nlink"] = np.where(is_folder, 2 + folders[1:], np.where(is_file, of_file[link], 1))
+    texts = zip(names, ordered, bytes_of, strict=True)
+    heap = b"".join(
+        text for name, entry, of in texts for text in (name, entry.target, of.xattrs) if text
+    )
+    return records, heap
 
 
 def _children(records: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
