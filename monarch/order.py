@@ -6,6 +6,7 @@ from monarch.frameworks.chunk_order import (
     chunkwise_order,
     distinct_labels,
 )
+from monarch.frameworks.pack_order import chunks_of_files, pack_sampler
 from monarch.frameworks.sampler import (
     ALGORITHM,
     MOST_SAMPLES,
@@ -24,8 +25,10 @@ __all__ = [
     "OrderState",
     "ResumableSampler",
     "chunk_numbers",
+    "chunks_of_files",
     "chunkwise_order",
     "distinct_labels",
     "epoch_permutation",
     "fingerprint",
+    "pack_sampler",
 ]

@@ -15,12 +15,14 @@ from monarch.posix.bounded_calls import call_within
 @dataclass(frozen=True, slots=True)
 class MountedFileSystem:
     """A line of the mount table: mount point, type, and the device number of its files. ``id`` is
-    the kernel's number of the mount, which its open files still have after a lazy unmount."""
+    the kernel's number of the mount, which its open files still have after a lazy unmount.
+    ``source`` is what was mounted, by the name that the file system gives."""
 
     mount_point: Path
     kind: str
     device: str = ""
     id: int = 0
+    source: str = ""
 
 
 def mount_table(text: bytes | None = None) -> list[MountedFileSystem]:
@@ -29,12 +31,16 @@ def mount_table(text: bytes | None = None) -> list[MountedFileSystem]:
     for line in (Path("/proc/self/mountinfo").read_bytes() if text is None else text).splitlines():
         before, _, after = line.partition(b" - ")
         number, _, device, _, place = before.split(b" ")[:5]
-        # Blanks and newlines in a name are written \040 and \012.
-        place = re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), place)
-        kind = after.split(b" ")[0].decode()
-        path = Path(os.fsdecode(place))
-        table.append(MountedFileSystem(path, kind, device.decode(), int(number)))
+        kind, source = (*after.split(b" "), b"")[:2]
+        path = Path(_unescaped(place))
+        name = _unescaped(source)
+        table.append(MountedFileSystem(path, kind.decode(), device.decode(), int(number), name))
     return table
+
+
+def _unescaped(name: bytes) -> str:
+    """A name of the table, in which blanks and newlines are written \\040 and \\012."""
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), name))
 
 
 def is_dead(mountpoint: Path | str, *, wait_s: float = 5.0) -> bool:

@@ -1,0 +1,124 @@
+"""The chunk-wise order of files in a pack, for a pack or a mount of one (docs/packs.md)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from monarch.errors import PackError
+from monarch.frameworks.announce import AnyPath
+from monarch.frameworks.chunk_order import ChunkwiseSampler
+from monarch.packs.mixing import chunk_of_each
+from monarch.packs.pack import Pack, is_pack
+from monarch.posix.mounts import mount_table
+from monarch.text import escape_text
+
+_MOUNTED = "fuse.monarch"
+
+
+def chunks_of_files(pack: AnyPath, paths: Sequence[AnyPath]) -> npt.NDArray[np.int64]:
+    """The chunk of each of the files ``paths``, numbered from 0 without gaps, of shape (files,).
+
+    ``pack`` is the directory of a pack, or the mount point of one. A path is relative to the root
+    of the tree, or an absolute path beneath ``pack``. A large file counts as a chunk. Entries
+    without bytes, such as files of 0 bytes, cost no read: they are spread over the chunks.
+
+    Raises PackError if there is no pack, and ValueError for a path that it does not have.
+    """
+    return _chunks(pack, paths)[0]
+
+
+def pack_sampler(
+    pack: AnyPath,
+    paths: Sequence[AnyPath],
+    *,
+    group: int,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    drop_last: bool = False,
+) -> ChunkwiseSampler:
+    """A sampler of the samples ``paths`` in the chunk-wise order of a pack, with groups of
+    ``group`` chunks; ``pack`` and ``paths`` are those of ``chunks_of_files``.
+
+    The identity of the pack is part of its fingerprint: a saved state continues only with the same
+    pack. Raises PackError and ValueError as ``chunks_of_files`` and ``ChunkwiseSampler``.
+    """
+    chunks, identity = _chunks(pack, paths)
+    return ChunkwiseSampler(
+        chunks,
+        group=group,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        fingerprint=f"pack:{identity}",
+        drop_last=drop_last,
+    )
+
+
+def _chunks(pack: AnyPath, paths: Sequence[AnyPath]) -> tuple[npt.NDArray[np.int64], str]:
+    """The chunk of each file, and the identity of the pack."""
+    top = os.path.abspath(os.fsencode(pack))
+    with Pack.open(_directory(top)) as opened:
+        opened.require_sound()
+        numbers = _numbers(opened, top, paths)
+        links = opened.records["link"][numbers].astype(np.int64)
+        has_bytes = (links > 0) & (opened.size_of[numbers] > 0)
+        chunks = np.zeros(len(numbers), np.int64)
+        found = chunk_of_each(opened, links[has_bytes])
+        chunks[has_bytes] = found
+        bare = np.flatnonzero(~has_bytes)
+        chunks[bare] = np.arange(len(bare)) % (int(found.max(initial=0)) + 1)
+        return chunks, opened.info.identity
+
+
+def _directory(top: bytes) -> bytes:
+    """The directory of the pack that ``top`` is, or is a mount of. Raises PackError."""
+    if is_pack(top):
+        return top
+    mounts = [
+        each
+        for each in mount_table()
+        if each.kind == _MOUNTED and os.fsencode(each.mount_point) == top
+    ]
+    if not mounts:
+        name = escape_text(os.fsdecode(top))
+        raise PackError(
+            f"{name} is neither a pack nor the mount point of one", hint="name the pack itself"
+        )
+    # The newest mount covers the others.
+    return os.fsencode(mounts[-1].source)
+
+
+def _numbers(opened: Pack, top: bytes, paths: Sequence[AnyPath]) -> npt.NDArray[np.int64]:
+    """The record of each path. Each directory is listed once. Raises ValueError."""
+    places: dict[bytes, list[tuple[bytes, int]]] = {}
+    for place, path in enumerate(paths):
+        directory, name = os.path.split(_relative(os.fsencode(path), top))
+        places.setdefault(directory, []).append((name, place))
+    numbers = np.zeros(len(paths), np.int64)
+    for directory, of_directory in places.items():
+        names = dict(_listed(opened, directory))
+        for name, place in of_directory:
+            number = names.get(name)
+            if number is None:
+                path = escape_text(os.fsdecode(paths[place]))
+                raise ValueError(f"the pack has no {path!r}")
+            numbers[place] = number
+    return numbers
+
+
+def _relative(path: bytes, top: bytes) -> bytes:
+    if os.path.isabs(path):
+        path = os.path.relpath(path, top)
+    return os.path.normpath(path)
+
+
+def _listed(opened: Pack, directory: bytes) -> Iterator[tuple[bytes, int]]:
+    """The names in a directory of the pack, and the number of each."""
+    number = opened.number(directory)
+    for each in opened.names(number).tolist() if number else ():
+        yield opened.name(each), each
