@@ -196,8 +196,8 @@ class WrittenAttributes:
         path = self._names.path(ino)
         if self._gate.patterns and not self._gate.patterns.covers(path):
             return None
-        before = self._undrained.xattrs(ino)
-        found = await self._at_source(ino, path)
+        with self._undrained.reading(ino) as changes:
+            found = await self._at_source(ino, path)
         if found is None:
             return None
         there = {name: value for name, value in found.items() if not name.startswith(_OURS)}
@@ -205,8 +205,7 @@ class WrittenAttributes:
         node = self._names.node(ino)
         if node is not None and node.is_dir:
             return _changed(there, node)
-        # The drain may have brought some of those of a file there meanwhile.
-        return applied(applied(there, before), self._undrained.xattrs(ino))
+        return applied(there, changes)
 
     async def _at_source(self, ino: Ino, path: bytes) -> dict[bytes, bytes] | None:
         """The source's extended attributes of an entry. The source may have another entry at its

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import DrainedObjects, SourceFiles
 from monarch.writeback.tier_objects import FULL, TierObjects
+from monarch.writeback.undrained_attributes import UndrainedAttributes, applied
 from monarch.writeback.unlinked import UnlinkedFiles
 from monarch.writeback.write_gate import WriteGate
 
@@ -45,6 +46,7 @@ class CopyUp:
     _source: SourceFiles
     _drained: DrainedObjects
     _unlinked: UnlinkedFiles
+    _undrained: UndrainedAttributes
     _copied_up: Callable[[Ino], None]
     # Files that are being copied: other tasks that need them wait.
     _copying: dict[Ino, trio.Event] = field(default_factory=dict, init=False)
@@ -70,12 +72,22 @@ class CopyUp:
             await copying.wait()
         copying = self._copying[ino] = trio.Event()
         try:
-            return await self._copy_up(ino, empty=empty, keep=keep, by=by)
+            with self._undrained.reading(ino) as changes:
+                return await self._copy_up(ino, changes, empty=empty, keep=keep, by=by)
         finally:
             del self._copying[ino]
             copying.set()
 
-    async def _copy_up(self, ino: Ino, *, empty: bool, keep: bool, by: Credentials) -> Node:
+    async def _copy_up(
+        self,
+        ino: Ino,
+        changes: Mapping[bytes, bytes | None],
+        *,
+        empty: bool,
+        keep: bool,
+        by: Credentials,
+    ) -> Node:
+        """``changes`` of extended attributes may be missing at the source when it is read."""
         self._gate.require_held(ino)
         await self._gate.require_room()
         number, fd, staged = await self._place_for(ino, by)
@@ -105,7 +117,7 @@ class CopyUp:
                 raise Refused(errno.ENOSPC) from error
             raise
         path, node = self._names.visible_path(ino), self._names.copy_up(ino)
-        self._have_xattrs(node, xattrs)
+        self._have_xattrs(node, xattrs, changes)
         node.set_object(number)
         paths = tuple(self._names.visible_paths(ino))
         self._recorder.note(
@@ -142,12 +154,16 @@ class CopyUp:
             with self._objects.refusing():
                 set_times(fd, node.atime_ns, node.mtime_ns)
 
-    def _have_xattrs(self, node: Node, there: dict[bytes, bytes]) -> None:
-        """A file gets an object, and had the attributes ``there`` at the source: changes of them
-        that the source may lack stay."""
+    def _have_xattrs(
+        self,
+        node: Node,
+        there: dict[bytes, bytes],
+        changes: Mapping[bytes, bytes | None],
+    ) -> None:
+        """A file gets an object, and had the attributes ``there`` at the source when it was read:
+        ``changes`` of them that the source may have lacked stay."""
         if node.has_source_bytes:
-            kept = {name: there[name] for name in there.keys() - node.removed_xattrs}
-            self._names.have_xattrs(node, kept | node.xattrs)
+            self._names.have_xattrs(node, applied(there, changes))
             node.removed_xattrs, node.undrained = frozenset(), 0
             node.undrained_mtimes = None
         elif not node.xattrs:

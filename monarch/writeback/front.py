@@ -107,7 +107,18 @@ class WriteFront:
             names, table, opens, objects, recorder, unlinked, failures, source, space, gate
         )
         self.fsyncs = Fsyncs(names, files, recorder, drain, settings.writeback.fsync == "source")
-        copies = CopyUp(names, gate, files, objects, recorder, source, drained, unlinked, copied_up)
+        copies = CopyUp(
+            names,
+            gate,
+            files,
+            objects,
+            recorder,
+            source,
+            drained,
+            unlinked,
+            table.attributes,
+            copied_up,
+        )
         self.operations = WriteOperations(
             names, gate, files, opens, copies, recorder, drained, unlinked, copied_up
         )

@@ -9,7 +9,8 @@ the identity that the mount knows is renewed, and so are the records of the file
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from monarch.namespace.namespace import Namespace
@@ -30,6 +31,8 @@ class UndrainedAttributes:
         self._renewed = renewed
         # The inodes of changes of earlier mounts, by seq: a new snapshot has numbered them anew.
         self._inos: dict[int, Ino] = {}
+        # By inode number, the changes of extended attributes since each of the reads under way.
+        self._reads: dict[Ino, list[dict[bytes, bytes | None]]] = {}
 
     def noted(self, ino: Ino, seq: int, op: Op) -> None:
         """A change of a file is in the journal."""
@@ -142,6 +145,21 @@ class UndrainedAttributes:
         if before is not None and now is not None and node.ino < WRITTEN_INO:
             self._renewed(node.ino, before, now)
 
+    @contextmanager
+    def reading(self, ino: Ino) -> Iterator[Mapping[bytes, bytes | None]]:
+        """For a read of a file's extended attributes at the source: yields the changes that the
+        answer may lack, those made during the read included. The drain may bring a change to the
+        source, and the mount forget it, after the source was read."""
+        changes = dict(self.xattrs(ino))
+        reads = self._reads.setdefault(ino, [])
+        reads.append(changes)
+        try:
+            yield changes
+        finally:
+            self._reads[ino] = [each for each in reads if each is not changes]
+            if not self._reads[ino]:
+                del self._reads[ino]
+
     def xattrs(self, ino: Ino) -> Mapping[bytes, bytes | None]:
         """The changes of extended attributes that the source may lack of a file without an object;
         None for a removed one."""
@@ -154,6 +172,8 @@ class UndrainedAttributes:
         """Shows extended attributes that the source may lack; None removes one."""
         if not changes:
             return
+        for read in self._reads.get(node.ino, ()):
+            read.update(changes)
         given = {name: value for name, value in changes.items() if value is not None}
         kept = {name: value for name, value in node.xattrs.items() if name not in changes}
         self._names.have_xattrs(node, kept | given)

@@ -14,7 +14,7 @@ import trio.testing
 
 from monarch.errors import Refused
 from monarch.tiers.source import Source, identity_of
-from monarch.types import Identity
+from monarch.types import Identity, Ino
 from monarch.writeback import copy_up
 from monarch.writeback.earlier import renewed_by_drain
 from monarch.writeback.source_entries import SourceEntries
@@ -233,6 +233,44 @@ async def test_a_look_at_the_source_that_the_drain_overtakes_shows_no_older_attr
         await session.front.source.look_again(session.ino(b"a"))
         assert calls
         assert stat.S_IMODE(session.front.attributes.of(session.ino(b"a")).mode) == 0o640
+
+
+@pytest.mark.promise(31)
+@pytest.mark.parametrize("kind", ["open", "list"])
+@pytest.mark.parametrize("moment", ["before", "meanwhile"])
+async def test_extended_attributes_that_the_drain_brings_during_a_read_of_the_source_are_shown(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: str, moment: str
+) -> None:
+    async with rig.mount(works=False) as session:
+        call, was_overtaken = session.source_calls.call, False
+
+        async def overtaken(ino: Ino, function: Callable[..., Any], *arguments: Any) -> Any:
+            nonlocal was_overtaken
+            found = await call(ino, function, *arguments)
+            is_read = function in (copy_up._copy_file, session.source.xattrs)
+            if is_read and not was_overtaken and session.write_back.drain.queue:
+                was_overtaken = True
+                if moment == "meanwhile":
+                    await change(session)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(session.write_back.drain.run)
+                    await session.drained()
+                    nursery.cancel_scope.cancel()
+            return found
+
+        async def change(session: Session) -> None:
+            await session.setxattr(b"a", b"user.note", b"1")
+            await session.setxattr(b"a", b"user.old", None)
+
+        await session.chmod(b"a", 0o640)
+        if moment == "before":
+            await change(session)
+        monkeypatch.setattr(session.source_calls, "call", overtaken)
+        if kind == "open":
+            ino = await session.open(b"a")
+            session.files.release(ino)
+        assert await xattrs(session) == {b"user.note": b"1"}
+        assert was_overtaken and os.listxattr(rig.source / "a") == ["user.note"]
 
 
 async def test_each_version_that_the_drain_makes_is_taken_for_one_of_the_drain(
