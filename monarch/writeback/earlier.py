@@ -173,7 +173,10 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     # Another program may have removed the old name, at the source, of a file to be renamed. A file
     # whose attributes are to be changed has others, which the new snapshot does not tell.
     kinds = ("rename", "link", "attr", "xattr")
-    changed = {op.object for op in undone if op.kind in kinds} - new - {0}
+    changed = {op.object for op in undone if op.kind in kinds}
+    # A file that is to lose one of its names keeps its attributes under the others.
+    changed |= names_of(ops, {op.object for op in undone if op.kind == "unlink"}).keys()
+    changed -= new | {0}
     names = names_of([(seq, op) for seq, op in ops if seq in found.done], new | changed)
     first: dict[int, tuple[int, Op]] = {}
     # The last content of each of these files, and the changes of attributes behind it.

@@ -397,6 +397,31 @@ async def test_attributes_that_the_source_has_are_shown_while_others_wait(
     assert os.getxattr(rig.source / "d/new", "user.set") == b"1"
 
 
+@pytest.mark.promise(31, 129)
+async def test_a_file_that_loses_one_of_its_names_keeps_its_attributes_over_another_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        await session.write(b"d/new", b"written")
+        await session.setxattr(b"d/new", b"user.set", b"1")
+        await session.link(b"d/new", b"h/new")
+        await session.drained()
+        # The drain lets a task that makes changes continue for a while.
+        session.unlink(b"h/new")
+        expected = session.shown()[b"d/new"]
+        assert await shown_xattrs(session, b"d/new") == {b"user.set": b"1"}
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        assert await shown_xattrs(session, b"d/new") == {b"user.set": b"1"}
+        assert session.shown()[b"d/new"] == expected
+    async with rig.mount() as session:
+        await session.drained()
+        assert await shown_xattrs(session, b"d/new") == {b"user.set": b"1"}
+        await session.end()
+    assert os.getxattr(rig.source / "d/new", "user.set") == b"1"
+    assert not (rig.source / "h/new").exists()
+
+
 @pytest.mark.promise(31, 128)
 @pytest.mark.parametrize("kind", ["same", "lost state"])
 async def test_attributes_of_directories_that_the_source_lacks_are_shown(
