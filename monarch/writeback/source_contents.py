@@ -122,7 +122,7 @@ class StagedContents:
             # The owner of a directory may have taken away the right to write in it since the file
             # was made there, and could give it again.
             above, _ = directories.of(op.path, place.by, make=make)
-            if place.kind != "over" and not (place.kind == "new" and is_owner(above, place.by)):
+            if place.kind != "over" and not is_owner(above, place.by):
                 raise
         place.by = None
         return opened()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,13 @@ from monarch.writeback.source_contents import (
     kind_of_place,
     require_writable,
 )
-from monarch.writeback.source_directories import Directories, OpenDirectories, Temporaries, creator
+from monarch.writeback.source_directories import (
+    Directories,
+    OpenDirectories,
+    Temporaries,
+    creator,
+    is_owner,
+)
 
 # Bytes that are compared at a time.
 _BLOCK = MiB
@@ -73,15 +80,14 @@ class Publishing:
                 os.unlink(part, dir_fd=fd)
                 kept = earlier
             else:
-                with acting_as(place.by):
-                    os.rename(part, kept, src_dir_fd=fd, dst_dir_fd=fd)
+                renames = partial(os.rename, part, kept, src_dir_fd=fd, dst_dir_fd=fd)
+                _make_in(fd, place.by, renames)
             self._log.note_conflict(op.paths[0], "was changed there by others", kept=kept)
             # The content may still have its other names.
             name = kept
         elif kind == "new":
             try:
-                with acting_as(place.by):
-                    rename_new(fd, part, name)
+                _make_in(fd, place.by, partial(rename_new, fd, part, name))
             except FileExistsError as error:
                 raise OSError(CHANGED_MEANWHILE, "others have made it at the source") from error
         elif kind == "replace":
@@ -93,15 +99,27 @@ class Publishing:
 
     def _replace(self, part: bytes, name: bytes, fd: int, op: Op, by: Credentials | None) -> None:
         """Puts a staged file in the place of another file, which exists until then."""
+        user = by or creator(op)
         try:
-            with acting_as(by or creator(op)):
+            with acting_as(user):
                 os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
                 return
         except OSError as error:
-            if error.errno not in FORBIDDEN or by is not None:
+            if error.errno not in FORBIDDEN:
                 raise
-        # The staged file belongs to another user, so its writers cannot move it in a directory with
-        # the sticky bit. Whether they may remove what it replaces is tried with a second link.
+            # The owner of a directory may remove each file in it, as in ``_make_in``.
+            if not is_owner(fd, user):
+                if by is not None:
+                    raise
+                self._require_removable(name, fd, op)
+        os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
+
+    def _require_removable(self, name: bytes, fd: int, op: Op) -> None:
+        """Raises OSError unless the user who wrote a content may remove the file that it replaces.
+
+        The staged file belongs to another user, so its writers cannot move it in a directory with
+        the sticky bit: a second link to the replaced file is removed.
+        """
         second = self._temporaries.link(op.object)
         with suppress(FileNotFoundError):
             os.unlink(second, dir_fd=fd)
@@ -112,7 +130,6 @@ class Publishing:
         except OSError:
             os.unlink(second, dir_fd=fd)
             raise
-        os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
 
     def _link_all(
         self,
@@ -228,6 +245,18 @@ class Publishing:
             return identity_of(os.fstat(fd))
         finally:
             os.close(fd)
+
+
+def _make_in(fd: int, by: Credentials | None, call: Callable[[], None]) -> None:
+    """Makes an entry in a directory with the rights of ``by``. The owner of the directory may have
+    taken away the right to write in it since, and could give it again. Raises OSError."""
+    try:
+        with acting_as(by):
+            call()
+    except PermissionError:
+        if not is_owner(fd, by):
+            raise
+        call()
 
 
 def _rename_over(part: bytes, name: bytes, fd: int, by: Credentials | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ import trio.testing
 from monarch.posix.credentials import USER_BITS, Credentials
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Op
+from monarch.writeback.source_entries import SourceEntries
 from tests.conftest import let_others_in
 from tests.writeback.rig import Model, draining
 
@@ -89,6 +91,57 @@ async def test_a_file_drained_whole_after_a_rename_is_readable_for_its_owner_alo
         await drain.progress.wait(renamed)
     assert (shared.source / "m/a").read_bytes() == b"old d/a"
     assert (shared.source / "m/a").stat().st_uid == 1001
+
+
+@pytest.mark.promise(65, 81)
+@pytest.mark.parametrize("kind", ["new", "linked", "renamed", "replacing"])
+@pytest.mark.parametrize(
+    ("begun", "is_staged"),
+    [(b"d/new", False), (b"d/new", True), (b"d/a", False)],
+    ids=["made", "staged", "of the source"],
+)
+async def test_the_owner_of_a_directory_may_close_it_before_the_last_bytes_come(
+    shared: Model,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    begun: bytes,
+    is_staged: bool,
+) -> None:
+    """``is_staged``: the bytes are staged while the directory is still open."""
+    for name in ("d", "d/a"):
+        owned(shared, name, 0o755)
+    change, staged = SourceEntries.change_attributes, threading.Event()
+
+    def changed(*arguments: Any, op: Op, **more: Any) -> Any:
+        assert not (is_staged and op.mode == 0o555) or staged.wait(60)
+        return change(*arguments, op=op, **more)
+
+    monkeypatch.setattr(SourceEntries, "change_attributes", changed)
+    shared.by, shared.owner = ALICE, 1001
+    async with draining(shared) as drain:
+        if kind == "replacing":
+            await drain.progress.wait(shared.write(b"d/old", b"old"))
+        if begun not in shared.tree:
+            shared.create(begun)
+        node = shared.begin(begun)
+        shared.store(node, b"first")
+        path = {"renamed": b"d/other", "replacing": b"d/old"}.get(kind, begun)
+        if kind == "linked":
+            shared.link(begun, b"d/other")
+        elif path != begun:
+            shared.rename(begun, path)
+        shared.store(node, b"written")
+        shared.chmod(b"d", 0o555)
+        shared.end(node)
+        last = shared.chmod(b"d", 0o755)
+        if is_staged:
+            await until(lambda: any(entry.is_ready for entry in drain.queue.entries()))
+            staged.set()
+        await until(lambda: drain.progress.is_done(last) or drain.backlog().trouble)
+        assert drain.backlog().trouble is None
+    found = shared.source / os.fsdecode(path)
+    assert found.read_bytes() == b"written" and found.stat().st_uid == 1001
 
 
 @pytest.mark.finding("D8", "W15")
