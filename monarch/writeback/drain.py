@@ -37,7 +37,8 @@ from monarch.writeback.conflicts import PathSet
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import Backlog, DrainQueue, Entry
 from monarch.writeback.growth import Grower
-from monarch.writeback.journal import Journal, Replay
+from monarch.writeback.history import Numbered
+from monarch.writeback.journal import Journal, Known, Replay
 from monarch.writeback.mover import TURN_BYTES, Courtesy, Mover
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects, TierCallError
@@ -142,6 +143,13 @@ class Drain:
                 entry = Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True)
                 entry.is_aside = seq in replay.aside
                 self.queue.append(entry)
+
+    def known_of(self, ops: Iterable[Numbered]) -> Known:
+        """The state of the source that a journal must record when it is compacted to ``ops``, after
+        ``load``."""
+        ops = list(ops)
+        known = self.state.known_of(ops, self.progress.is_done)
+        return replace(known, set_id=self._steps.set_id_of({op.object for _, op in ops}))
 
     def put(self, seq: int, op: Op) -> None:
         """A change was appended to the journal. Never waits."""

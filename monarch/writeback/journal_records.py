@@ -13,7 +13,7 @@ A record is a line: 16 hex digits of the xxh3-64 of the rest, a blank, JSON, a n
                                 are set aside, if they have changed
     {"staged"}                  [object, source_ino, size, mtime_ns]: this daemon has staged that
                                 file at the source and is about to give it the object's name
-    {"known", "made", "over", "ours", "new", "present"}
+    {"known", "made", "over", "ours", "new", "present", "given_up", "settled", "set_id"}
                                 in a rewritten journal: the state that the changes that it does not
                                 contain any more have left at the source (``Known``), each as a
                                 list of lists or of objects
@@ -58,7 +58,9 @@ class Known:
     ``made``: the source's version of entries without an object, by their inode number on the mount.
     ``given_up``: inode numbers of entries that were created on the mount and are not at the source
     under their name. ``settled``: files of the source that were copied up before the journal was
-    rewritten, so that everything else here is newer.
+    rewritten, so that everything else here is newer. ``set_id``: of files whose mode was changed
+    after their last bytes came, by object, the set-ID bits that the drain may have withheld, and
+    those that it may have given.
     """
 
     known: Mapping[int, Identity] = field(default_factory=dict)
@@ -69,6 +71,7 @@ class Known:
     present: frozenset[int] = frozenset()
     given_up: frozenset[int] = frozenset()
     settled: frozenset[int] = frozenset()
+    set_id: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def record(self) -> Record:
         return {
@@ -80,6 +83,7 @@ class Known:
             "present": sorted(self.present),
             "given_up": sorted(self.given_up),
             "settled": sorted(self.settled),
+            "set_id": [[number, *bits] for number, bits in self.set_id.items()],
         }
 
     @classmethod
@@ -101,6 +105,7 @@ class Known:
             present=frozenset(record["present"]),
             given_up=frozenset(record.get("given_up", ())),
             settled=frozenset(record.get("settled", ())),
+            set_id={number: (held, given) for number, held, given in record.get("set_id", ())},
         )
 
 

@@ -278,7 +278,7 @@ def _rewritten(place: WriteStore, found: Replay, drain: Drain, snapshot_id: str)
     has all changes that the source has. Raises TierError."""
     ops = [*unfinished(found, place.objects)]
     if ops or found.done:
-        known = drain.state.known_of(ops, drain.progress.is_done)
+        known = drain.known_of(ops)
         try:
             # A crash between the two steps leaves a journal that belongs to no earlier snapshot.
             know_snapshot(place.directory, "")

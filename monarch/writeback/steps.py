@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -43,6 +43,9 @@ class Steps:
 
     def load(self, replay: Replay) -> None:
         """Takes over the changes of an earlier mount. Must be called before all other methods."""
+        if replay.known is not None:
+            for number, (held, given) in replay.known.set_id.items():
+                self._doubtful[number], self._given[number] = held, given
         for seq, op in replay.ops:
             identity, number = replay.done.get(seq), op.object
             if identity is None or not number:
@@ -57,6 +60,12 @@ class Steps:
                 and (op.mtime_ns is None or is_time(identity.mtime_ns, op.mtime_ns))
             ):
                 self._given.pop(number, None)
+
+    def set_id_of(self, objects: Iterable[int]) -> dict[int, tuple[int, int]]:
+        """Of ``objects``, after ``load``, the set-ID bits that earlier mounts may have withheld,
+        and those that they may have given: ``Known.set_id``."""
+        bits = {each: (self._doubtful.get(each, 0), self._given.get(each, 0)) for each in objects}
+        return {number: both for number, both in bits.items() if any(both)}
 
     def arrived(self, entry: Entry, identity: Identity | None) -> None:
         """A change is done at the source, where the file is ``identity`` now; None if there is no

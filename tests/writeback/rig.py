@@ -634,7 +634,7 @@ class Model:
         if any(op.kind == "rename" and not op.object for _, op in ops):
             # The content of a directory would be searched at its new path.
             return replay
-        known = drain.state.known_of(ops, drain.progress.is_done)
+        known = drain.known_of(ops)
         self.journal.compact(ops, position=self.journal.file.position, known=known)
         self.first = read_tree(self.source)
         kept = {op.object for _, op in ops} - {0}

@@ -220,7 +220,7 @@ def written_anew(model: Model) -> Replay:
     model.journal.compact(
         ops,
         position=model.journal.file.position,
-        known=drain.state.known_of(ops, drain.progress.is_done),
+        known=drain.known_of(ops),
     )
     return model.kill()
 

@@ -264,9 +264,11 @@ async def test_bits_that_the_owner_has_removed_at_the_source_are_not_given_by_th
 
 @pytest.mark.promise(67)
 @pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("rewritten", [0, 1, 2])
 async def test_withheld_bits_come_after_a_kill(
-    shared: Model, clock: Clock, is_changed: bool
+    shared: Model, clock: Clock, is_changed: bool, rewritten: int
 ) -> None:
+    """``rewritten``: how often mounts with a new snapshot write the journal anew meanwhile."""
     shared.by = ROOT
     async with draining(shared, abandon=False) as drain:
         node = shared.begin(b"a")
@@ -276,7 +278,10 @@ async def test_withheld_bits_come_after_a_kill(
     assert mode_of(shared, "a") == 0o777
     if is_changed:
         (shared.source / "a").chmod(0o700)
-    async with draining(shared, shared.kill()) as drain:
+    replay = shared.kill()
+    for _ in range(rewritten):
+        replay = shared.look_anew()
+    async with draining(shared, replay) as drain:
         if not node.is_recorded:
             shared.content(node)
         await drain.progress.wait(shared.last_seq)
