@@ -4,7 +4,7 @@ wait for them."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from monarch.posix.credentials import USER_BITS
@@ -187,13 +187,14 @@ class Progress:
             )
         )
 
-    async def settle_path(self, path: bytes) -> None:
-        """Waits until all changes recorded by now of a path, and of the directories above, are
+    async def settle_paths(self, paths: Collection[bytes]) -> None:
+        """Waits until all changes recorded by now of ``paths``, and of the directories above, are
         drained, except for those that the source refuses."""
         seq = self._queue.last_seq
+        all_paths = {each for path in paths for each in (path, *above(path))}
 
         def concerns(op: Op) -> bool:
-            return any(name == path or path.startswith(name + b"/") for name in op.names())
+            return not all_paths.isdisjoint(op.names())
 
         queue = self._queue
         await self._wakeups.until(

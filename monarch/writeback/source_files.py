@@ -273,7 +273,7 @@ class SourceFiles:
         """Reads a file anew that has changed at the source. Raises Refused, ESTALE if gone."""
         if self._names.is_written(ino):
             # It, or a directory above, may have a name that the source does not know yet.
-            await self._drain.progress.settle_path(self._names.visible_path(ino))
+            await self._drain.progress.settle_paths([*self._names.visible_paths(ino)])
             self._opens.outdated.add(ino)
         try:
             await self._revalidate(ino)

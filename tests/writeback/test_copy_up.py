@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -16,6 +18,7 @@ from monarch.errors import Refused
 from monarch.tiers.source import SourceFile
 from monarch.types import Ino
 from monarch.writeback.op import Op
+from monarch.writeback.source_entries import SourceEntries
 from tests.writeback.remounts import ROOT, Rig, Session
 
 # Long enough for any number of tries of the drain, by a clock that jumps, in seconds.
@@ -231,3 +234,33 @@ async def test_a_file_that_is_read_at_the_source_is_read_on_without_a_name(
         assert await session.files.read(ino, 0, 10) == b"old"
         session.files.release(ino)
         await session.end()
+
+
+@pytest.mark.promise(62, 67)
+async def test_a_name_beneath_a_directory_that_is_to_be_renamed_is_not_taken_for_one_of_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    may_rename, rename = threading.Event(), SourceEntries.rename
+
+    def renamed(*arguments: Any, **more: Any) -> Any:
+        assert may_rename.wait(60)
+        return rename(*arguments, **more)
+
+    async with rig.mount() as session:
+        ino = await released(session)
+        await session.mkdir(b"d")
+        await session.link(b"a", b"d/b")
+        await session.drained()
+        node = session.names.node(ino)
+        assert node is not None and session.front.drained.release_if_clean(node)
+        monkeypatch.setattr(SourceEntries, "rename", renamed)
+        await session.rename(b"d", b"e")
+        (rig.source / "a").write_bytes(b"of others")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(session.front.source.look_again, ino)
+            # The source has the name ``d/b`` still.
+            await trio.sleep(5)
+            may_rename.set()
+        assert session.names.resolve(b"e/b") == session.names.resolve(b"a") == ino
+        await session.drained()
+    assert (rig.source / "e/b").read_bytes() == b"of others"
