@@ -183,16 +183,17 @@ class CopyUp:
 
     async def _copy(self, ino: Ino, fd: int, *, empty: bool) -> dict[bytes, bytes]:
         calls, names, attempts = self._source.calls, self._names, 0
+        path = names.visible_path(ino) if names.is_written(ino) else names.path(ino)
         while True:
             attempts += 1
             identity = (names.at_source(ino) or names.attributes(ino)).identity
-            path = names.visible_path(ino) if names.is_written(ino) else names.path(ino)
             try:
                 return await calls.call(ino, _copy_file, calls.source, path, identity, fd, empty)
             except SourceChanged:
                 if attempts == _ATTEMPTS:
                     raise
             await self._source.look_again(ino)
+            path = self._source.path(ino)
 
 
 def object_of(names: Namespace, ino: Ino) -> int:

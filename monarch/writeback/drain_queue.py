@@ -16,7 +16,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import trio
@@ -26,6 +26,7 @@ from monarch.text import errno_words
 from monarch.types import Identity
 from monarch.writeback.conflicts import PathSet, PendingNames
 from monarch.writeback.expected import Conflict
+from monarch.writeback.history import moved
 from monarch.writeback.op import Op, above
 from monarch.writeback.source_contents import Place
 from monarch.writeback.wakeups import BACKOFF_S, Cause, Wakeups
@@ -333,6 +334,16 @@ class DrainQueue:
     def path_of(self, number: int) -> bytes | None:
         """The path in the first waiting change of an object; None if there is none."""
         return next((entry.op.path for entry in self.entries() if entry.op.object == number), None)
+
+    def source_path(self, path: bytes) -> bytes:
+        """The path at the source of an entry that has ``path`` on the mount: renames of it, or of
+        directories above it, may wait."""
+        for entry in reversed([*self.entries()]):
+            op = entry.op
+            if op.kind == "rename" and not entry.is_moot:
+                back = replace(op, path=op.to, to=op.path)
+                path = op.path if path == op.to else moved(path, back)
+        return path
 
     def refusals(self) -> list[Refusal]:
         """The changes that the source refuses, in their order."""

@@ -258,22 +258,34 @@ class SourceFiles:
     async def open(self, ino: Ino) -> SourceFile:
         """A file whose object was released, as the version that the source has now. Raises
         SourceError, and Refused, ESTALE, if others have removed it."""
-        source = self.calls.source
+        source, path = self.calls.source, self._names.visible_path(ino)
         for _ in range(_ATTEMPTS):
             with suppress(SourceChanged):
-                file = await self.calls.call(ino, source.open, self._names.visible_path(ino))
+                file = await self.calls.call(ino, source.open, path)
                 known = self._names.at_source(ino)
                 if known is None or identity_of(file.status) == known.identity:
                     return file
                 file.release()
             await self.look_again(ino)
+            path = self.path(ino)
         raise SourceChanged("changes all the time")
+
+    def path(self, ino: Ino) -> bytes:
+        """The path of a file at the source. This reads the whole queue of the drain."""
+        if not self._names.is_written(ino):
+            return self._names.path(ino)
+        return self._drain.queue.source_path(self._names.visible_path(ino))
 
     async def look_again(self, ino: Ino) -> None:
         """Reads a file anew that has changed at the source. Raises Refused, ESTALE if gone."""
         if self._names.is_written(ino):
             # It, or a directory above, may have a name that the source does not know yet.
-            await self._drain.progress.settle_paths([*self._names.visible_paths(ino)])
+            paths = [*self._names.visible_paths(ino)]
+            await self._drain.progress.settle_paths(paths)
+            if any(self._drain.queue.source_path(path) != path for path in paths):
+                # The source refuses a rename: it has the file under another path, and the
+                # comparison would take the file for one that others have removed.
+                return
             self._opens.outdated.add(ino)
         try:
             await self._revalidate(ino)

@@ -264,3 +264,38 @@ async def test_a_name_beneath_a_directory_that_is_to_be_renamed_is_not_taken_for
         assert session.names.resolve(b"e/b") == session.names.resolve(b"a") == ino
         await session.drained()
     assert (rig.source / "e/b").read_bytes() == b"of others"
+
+
+@pytest.mark.promise(62, 81)
+@pytest.mark.parametrize("names", [1, 2])
+async def test_a_file_in_a_directory_whose_rename_the_source_refuses_is_shown_and_read(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, names: int
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    async with rig.mount() as session:
+        await session.mkdir(b"d")
+        await session.write(b"d/a", b"old")
+        await session.setxattr(b"d/a", b"user.note", b"1")
+        if names > 1:
+            await session.link(b"d/a", b"b")
+        await session.drained()
+        ino = session.ino(b"d/a")
+        node = session.names.node(ino)
+        assert node is not None and session.front.drained.release_if_clean(node)
+        with monkeypatch.context() as patched:
+            patched.setattr(SourceEntries, "rename", refused)
+            await session.rename(b"d", b"e")
+            await session.at_rest()
+            await session.open(b"e/a", os.O_RDONLY)
+            assert await session.files.read(ino, 0, 10) == b"old"
+            session.files.release(ino)
+            assert session.front.attributes.xattr(ino, b"user.note") == b"1"
+            assert session.ino(b"e/a") == ino
+            await session.chmod(b"e/a", 0o600)
+            assert session.shown()[b"e/a"].content == b"old"
+        await session.drained()
+    assert (rig.source / "e/a").read_bytes() == b"old"
+    assert (rig.source / "e/a").stat().st_mode & 0o777 == 0o600
+    assert os.getxattr(rig.source / "e/a", "user.note") == b"1"
