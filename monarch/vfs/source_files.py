@@ -180,7 +180,11 @@ class SourceFiles:
 
     async def _opened(self, binding: Binding) -> SourceFile:
         if binding.file is None:
-            binding.put_file(await self.open(self._names.stored(binding.ino)))
+            attributes, part = self._names.stored(binding.ino), binding.part
+            if part is not None and part.identity != attributes.identity:
+                # Its readers may have bytes of that version.
+                raise SourceChanged("not the version of the partial copy")
+            binding.put_file(await self.open(attributes))
         if binding.file is None:
             raise SourceError(f"{self._names.path_text(binding.ino)}: not open")
         return binding.file
