@@ -215,6 +215,8 @@ class _FsckRun:
     async def _note_part(self, tier: Tier, suspect: verify.Suspect) -> None:
         """Reports a suspect if it is still wrong, and repairs it if asked to."""
         ino = suspect.ino
+        if ino is not None:
+            await self._of.parts.settled(ino)
         used = ino is not None and self._of.parts.accounts.tier_of(ino) == tier.number
         stays = await self._stays(tier, suspect.path)
         if stays == (suspect.kind == verify.MISSING) or (ino is not None and not used):

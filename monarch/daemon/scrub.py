@@ -135,6 +135,8 @@ class Scrub:
             for verdict in (step for step in done if isinstance(step, Verdict)):
                 # One that is missing was dropped or completed, or its next open misses it.
                 wrong = verdict.kind not in ("", MISSING) and verdict.error not in _SCARCE
+                if wrong:
+                    await self.parts.settled(ino)
                 if wrong and self.is_read(tier.number):
                     failure = OSError(verdict.error, f"found by scrub: {verdict.what}")
                     self._found += self.parts.drop_damaged(ino, tier.number, failure)

@@ -146,6 +146,11 @@ class Parts:
         blocks[np.argsort(keys, kind="stable")[:most]] = 1
         return PartAdmission(tier, blocks.tobytes())
 
+    def room(self, ino: Ino) -> int:
+        """The bytes that granules of a partial copy can take now."""
+        tier = self._accounts[ino].tier
+        return max(0, self._ledger.room(tier)) if self._ledger.is_open(tier) else 0
+
     def reserve(self, ino: Ino, size: int) -> bool:
         """Reserves ``size`` bytes for granules; False if there is no space. Then ``stored`` or
         ``cancel`` must be called."""

@@ -143,6 +143,12 @@ class PartialFile:
         self._seals = seals
 
     @classmethod
+    def not_created(cls, ino: Ino, identity: Identity) -> PartialFile:
+        """In the place of a partial copy until its file is created: it has no granules."""
+        states = bytearray(Layout(identity.size).granules)
+        return cls(-1, ino, Header(identity, 0), states, seals=False)
+
+    @classmethod
     def create(cls, tier: Tier, ino: Ino, identity: Identity, term: int) -> PartialFile:
         """A new partial copy without granules; an earlier one is removed. Raises OSError."""
         header, layout = Header(identity, term), Layout(identity.size)
@@ -186,12 +192,13 @@ class PartialFile:
 
     def close(self) -> None:
         """Seals and closes the file."""
-        if self.fd >= 0:
+        # At once: another file may get the number while a call that was given up continues.
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
             if self._seals:
                 with suppress(OSError):
-                    put_seal(self.fd, self._ino, self.identity)
-            os.close(self.fd)
-            self.fd = -1
+                    put_seal(fd, self._ino, self.identity)
+            os.close(fd)
 
     # -- granules ----------------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ class Bindings:
         if binding.is_watched:
             self._fast.watch(binding.ino, WATCHED_FROM)
         part = binding.part
-        if part is not None and not part.is_dropped:
+        if part is not None and not part.is_dropped and part.file.fd >= 0:
             size = part.identity.size
             self._fast.bind_part(binding.ino, part.file.fd, tier=part.tier, size=size)
 

@@ -33,7 +33,7 @@ from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
 from monarch.text import MiB
 from monarch.tiers.doubts import Doubts
-from monarch.tiers.partial import DOUBTED, GRANULE, PRESENT, Layout, PartialFile
+from monarch.tiers.partial import DOUBTED, GRANULE, PRESENT, Layout, PartialFile, remove
 from monarch.tiers.records import Record, Records
 from monarch.tiers.source import identity_of
 from monarch.tiers.tier import Tier
@@ -42,6 +42,7 @@ from monarch.vfs.binding import WATCHED_FROM, Binding, read_fully, read_if_in_me
 from monarch.vfs.interfaces import FastPath, TierMonitor
 from monarch.vfs.promotions import Promotions
 from monarch.vfs.source_files import SourceFiles
+from monarch.vfs.unit_fetches import UnitFetches
 from monarch.vfs.units import OpenPart, Unit
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ _IN_ORDER = 4 * MiB
 # Errors by a lack of resources of this process or machine, or by a tier that does not answer.
 _NOT_THE_COPY = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT})
 _STEP_S = 0.005
+_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,20 @@ class PartialCopies:
         self._metrics: Metrics = self._source_files.metrics
         self._limiter = Limiter(log)
         self._open: dict[Ino, OpenPart] = {}
-        # The bytes that were fetched, or are being fetched, and are not stored.
-        self._held = 0
+        # Those whose files are being created.
+        self._creating: set[Ino] = set()
         self._jobs: list[Callable[[], Awaitable[None]]] = []
         self._added = trio.Event()
         self._running = 0
+        self._fetches = UnitFetches(
+            self._source_files,
+            self._doubts,
+            self.accounts,
+            self._options.most_held,
+            arrived=lambda part, unit: self._put(partial(self._store, part, unit)),
+            changed=self._changed,
+            wake=self._wake,
+        )
 
     # -- bindings ----------------------------------------------------------------------------------
 
@@ -108,7 +119,9 @@ class PartialCopies:
                 if part is None:
                     return None
             if part.settling is not None:
-                await part.settling.wait()
+                # Not for longer than the tier is read.
+                with trio.move_on_after(_AGAIN_S):
+                    await part.settling.wait()
                 continue
             binding = Binding(ino, attributes.size, part=part, users=1)
             part.users += 1
@@ -149,7 +162,8 @@ class PartialCopies:
                 self._failed(ino, number, error)
             return None
         if self.accounts.tier_of(ino) != number:
-            file.close()
+            with suppress(OSError):
+                await self._monitor.ask(number, file.close)
             return None
         return self._add(ino, file)
 
@@ -159,7 +173,7 @@ class PartialCopies:
         self._open[ino] = part
         return part
 
-    async def decide(self, binding: Binding, offset: int) -> None:
+    def decide(self, binding: Binding, offset: int) -> None:
         """Decides how a watched file is copied, at a read from ``offset`` on."""
         file = binding.file
         if not binding.is_watched or file is None or offset < WATCHED_FROM:
@@ -170,7 +184,7 @@ class PartialCopies:
         in_order = offset <= self._source_files.reached(ino, file) + _IN_ORDER
         whole = is_same and in_order and self._copy_whole(binding, attributes)
         if is_same and not whole:
-            begun = await self._begin(binding, attributes)
+            begun = self._begin(binding, attributes)
             if not begun and not in_order:
                 self._copy_whole(binding, attributes)
         if not in_order:
@@ -187,38 +201,53 @@ class PartialCopies:
             self._promotions.submit(promote, attributes.identity, file=file)
         return promote is not None or self._controller.is_wanted(binding.ino)
 
-    async def _begin(self, binding: Binding, attributes: Attributes) -> bool:
-        """Begins a partial copy. Returns False if it may not have one."""
+    def _begin(self, binding: Binding, attributes: Attributes) -> bool:
+        """Begins a partial copy. Returns False if the file may not have one. No reader waits for
+        the tier: the file is created behind the answer."""
         ino, identity = binding.ino, attributes.identity
+        if ino in self._open or ino in self._creating:
+            # An earlier one, which was dropped, has not ended.
+            return True
         admission = self._controller.begin_part(
             Item.of(attributes), overhead=Layout(attributes.size).overhead
         )
         if admission is None:
             return False
-        tier = self._tiers[admission.tier]
-        try:
-            # A file of that name may wait to be removed.
-            await self._promotions.removed()
-            file = await self._monitor.call(
-                tier, PartialFile.create, tier, ino, identity, self._records.term
-            )
-        except TierError as error:
-            self._monitor.failed(tier, error)
-            self._promotions.forget_copy(ino)
-            return False
-        except BaseException:
-            self._promotions.forget_copy(ino)
-            raise
-        if self.accounts.tier_of(ino) != tier.number or ino in self._open:
-            file.close()
-            return False
-        part = self._add(ino, file)
+        part = self._add(ino, PartialFile.not_created(ino, identity))
+        part.created = trio.Event()
         part.users += 1
         # The read that decides is a user of the binding.
         binding.part = part
-        if self._fast is not None:
-            self._fast.bind_part(ino, file.fd, tier=tier.number, size=identity.size)
+        part.storing += 1
+        self._creating.add(ino)
+        self._put(partial(self._create, part, part.created))
         return True
+
+    async def _create(self, part: OpenPart, created: trio.Event) -> None:
+        """Creates the file of a partial copy that has been begun."""
+        ino, tier = part.ino, self._tiers[part.tier]
+        try:
+            # A file of that name may wait to be removed.
+            await self._promotions.removed()
+            if not part.is_dropped:
+                part.file = await self._monitor.call(
+                    tier, PartialFile.create, tier, ino, part.identity, self._records.term
+                )
+            if part.is_dropped and part.file.fd >= 0:
+                # Its file was to be removed before it existed.
+                await self._monitor.call(tier, remove, tier, ino)
+        except TierError as error:
+            self._monitor.failed(tier, error)
+        finally:
+            if part.file.fd < 0 and not part.is_dropped:
+                self._promotions.forget_copy(ino)
+            self._creating.discard(ino)
+            part.storing -= 1
+            created.set()
+            if not part.is_used:
+                self._unused(part)
+        if part.users and not part.is_dropped and self._fast is not None:
+            self._fast.bind_part(ino, part.file.fd, tier=tier.number, size=part.identity.size)
 
     # -- reads -------------------------------------------------------------------------------------
 
@@ -247,12 +276,12 @@ class PartialCopies:
                 piece = await self._from_copy(part, offset, stop - offset)
             elif unit is not None:
                 tier = SOURCE
-                piece = await self._from_unit(unit, offset, end)
+                piece = await self._fetches.join(binding, part, unit, offset, end)
                 if piece is None and not part.is_dropped:
                     continue
             else:
                 tier = SOURCE
-                piece = await self._from_source(binding, part, offset, end)
+                piece = await self._fetches.read(binding, part, offset, end)
             if piece is None:
                 return None
             pieces.append(piece)
@@ -278,51 +307,6 @@ class PartialCopies:
             self._failed(part.ino, part.tier, failure)
         return None
 
-    async def _from_unit(self, unit: Unit, offset: int, end: int) -> bytes | None:
-        """Bytes of a unit that is being fetched or stored; None if it was given up."""
-        await unit.done.wait()
-        if unit.error is not None:
-            raise SourceError(str(unit.error), errno=unit.error.errno)
-        return None if unit.data is None else _part_of(unit, offset, end)
-
-    async def _from_source(
-        self, binding: Binding, part: OpenPart, offset: int, end: int
-    ) -> bytes | None:
-        """Bytes from a missing granule on; None if the source has another version. They are not
-        kept if the tier is so slow that as many bytes as allowed wait for it."""
-        granule, stop = offset // GRANULE, -(-end // GRANULE)
-        if not part.admits(granule) or self._held >= self._options.most_held:
-            end = min(end, part.missing_until(granule, stop) * GRANULE)
-            return await self._fetched(binding, part, offset, end - offset)
-        unit = part.begin(granule, stop, room=self._options.most_held - self._held)
-        start = unit.start * GRANULE
-        size = part.file.layout.length(unit.start, unit.stop)
-        self._held += size
-        part.storing += 1
-        try:
-            unit.data = await self._fetched(binding, part, start, size)
-        except SourceError as error:
-            unit.error = error
-            raise
-        finally:
-            unit.done.set()
-            if unit.data is None:
-                self._stored(part, unit, size)
-            else:
-                self._put(partial(self._store, part, unit))
-        return None if unit.data is None else _part_of(unit, offset, end)
-
-    async def _fetched(
-        self, binding: Binding, part: OpenPart, offset: int, size: int
-    ) -> bytes | None:
-        """``size`` bytes of the source; drops the copy if the source has another version, and
-        returns None then. Raises SourceError."""
-        data = await self._source_files.read_version(binding, part.identity, offset, size)
-        if data is None and not part.is_dropped:
-            self._metrics.promotion_failed("source-changed")
-            self._promotions.forget_copy(part.ino)
-        return data
-
     async def _verify(self, part: OpenPart, start: int, stop: int) -> None:
         """Compares doubted granules with their digests."""
         file = part.file
@@ -345,14 +329,20 @@ class PartialCopies:
 
     def _put(self, job: Callable[[], Awaitable[None]]) -> None:
         self._jobs.append(job)
+        self._wake()
+
+    def _wake(self) -> None:
         self._added.set()
 
     async def run(self) -> None:
-        """Stores fetched granules, and completes and closes unused copies, until cancelled."""
+        """Stores fetched granules, fetches others ahead, and completes and closes unused copies,
+        until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 await self._added.wait()
                 self._added = trio.Event()
+                for fetch in self._fetches.take_ahead():
+                    nursery.start_soon(fetch)
                 jobs, self._jobs = self._jobs, []
                 for job in jobs:
                     self._running += 1
@@ -379,6 +369,8 @@ class PartialCopies:
         tier, data = self._tiers[part.tier], unit.data or b""
         size, stored, reserved = len(data), False, False
         try:
+            if part.created is not None:
+                await part.created.wait()
             if part.is_dropped or self._doubts.by_bytes(part.ino, part.identity):
                 return
             reserved = self.accounts.reserve(part.ino, size)
@@ -394,16 +386,15 @@ class PartialCopies:
                 self._metrics.part_stored(part.tier, size)
             elif reserved:
                 self.accounts.cancel(part.tier, size)
-            self._stored(part, unit, size)
-
-    def _stored(self, part: OpenPart, unit: Unit, size: int) -> None:
-        self._held -= size
-        part.end(unit)
-        part.storing -= 1
-        if not part.is_used:
-            self._unused(part)
+            self._fetches.ended(part, unit)
 
     # -- how a partial copy ends -------------------------------------------------------------------
+
+    def _changed(self, part: OpenPart) -> None:
+        """The source has another version."""
+        if not part.is_dropped:
+            self._metrics.promotion_failed("source-changed")
+            self._promotions.forget_copy(part.ino)
 
     def _unused(self, part: OpenPart) -> None:
         self._put(partial(self._settle, part))
@@ -492,6 +483,14 @@ class PartialCopies:
         self._source_files.drop_pages(ino)
         self._monitor.copy_unreadable(tier, error)
 
+    async def settled(self, ino: Ino) -> None:
+        """Waits while the file of a partial copy is being created, completed or closed: then it is
+        not what it must be at other times."""
+        part = self._open.get(ino)
+        for event in (part.created, part.settling) if part is not None else ():
+            if event is not None:
+                await event.wait()
+
     def drop_damaged(self, ino: Ino, tier: int, error: OSError) -> bool:
         """Drops a partial copy that differs from its digests; False if it is gone."""
         if self.accounts.tier_of(ino) != tier:
@@ -504,11 +503,6 @@ class PartialCopies:
         for part in self._open.values():
             part.file.close()
         self._open.clear()
-
-
-def _part_of(unit: Unit, offset: int, end: int) -> bytes:
-    start = unit.start * GRANULE
-    return (unit.data or b"")[offset - start : end - start]
 
 
 def _become_copy(part: OpenPart, tier: Tier, records: Records, record: Record, young: bool) -> None:

@@ -266,7 +266,7 @@ class Readers:
         if binding.content is not None:
             return binding.content[offset : offset + size], SOURCE
         if binding.is_watched:
-            await self._parts.decide(binding, offset)
+            self._parts.decide(binding, offset)
         if binding.part is not None:
             found = await self._parts.read(binding, offset, size)
             if found is not None:

@@ -1,9 +1,11 @@
 """The units in which missing granules of one open file are fetched from the source.
 
-A unit begins as small as the read that needs it. A read that continues where an earlier unit ended
-is taken for sequential: its unit has twice the size of the one before, up to 32 MiB. A unit ends
+A unit begins as small as the read that needs it. A read that continues where an earlier range ended
+is taken for sequential: its range has twice the size of the one before, up to 32 MiB. A range ends
 before the next granule that is not missing, is not admitted, or is being fetched, so each byte is
-fetched once.
+fetched once. A range of more than 1 MiB has several units: the first is what the reader needs, and
+the others are fetched ahead of it. So bytes that the source does not deliver delay no reader of
+bytes that are farther away.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import trio
 
@@ -19,8 +22,10 @@ from monarch.placement.parts import BLOCK, PartAdmission
 from monarch.tiers.partial import ABSENT, GRANULE, PartialFile
 from monarch.types import Identity, Ino
 
-# The greatest unit, in granules: 32 MiB.
+# The greatest range, in granules: 32 MiB.
 _MOST = 256
+# The granules of a unit that is fetched ahead, and of a range that is one unit: 1 MiB.
+_PIECE = 8
 # Sequential readers of one file that are followed at the same time.
 _FOLLOWED = 16
 _GRANULES_OF_BLOCK = BLOCK // GRANULE
@@ -42,7 +47,8 @@ class Unit:
 class OpenPart:
     """A partial copy that is open. ``users`` are the bindings that read it, ``storing`` the units
     that wait to be written. ``is_dropped``: it must not be used any more. ``settling`` is set while
-    it is being closed or completed, and ends with it. ``digest`` is that of the whole file."""
+    it is being closed or completed, and ends with it. ``created``: if its file did not exist, set
+    when it was created, or could not be. ``digest`` is that of the whole file."""
 
     ino: Ino
     identity: Identity
@@ -53,9 +59,10 @@ class OpenPart:
     storing: int = 0
     is_dropped: bool = False
     settling: trio.Event | None = None
+    created: trio.Event | None = None
     digest: bytes | None = None
     units: dict[int, Unit] = field(default_factory=dict)
-    # For each sequential reader the end of its last unit, and the number of its granules.
+    # For each sequential reader the end of its last range, and the number of its granules.
     _ends: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     @property
@@ -92,18 +99,28 @@ class OpenPart:
             end += 1
         return end
 
-    def begin(self, start: int, stop: int, *, room: int) -> Unit:
-        """A new unit that begins with the missing granule ``start``, and has those before ``stop``
-        that follow it. It may grow if it has at most ``room`` bytes then."""
+    def begin(self, start: int, stop: int, *, room: int) -> list[Unit]:
+        """New units, one behind the other, from the missing granule ``start`` on. The first has
+        those before ``stop`` that follow it; the others are not needed yet. There may be others if
+        all units have at most ``room`` bytes."""
         grown = min(2 * self._ends.pop(start, 0), _MOST, room // GRANULE)
-        stop = min(max(stop, start + grown), self.file.layout.granules)
-        unit = Unit(start, self.missing_until(start, stop))
-        self._ends[unit.stop] = unit.stop - start
+        end = min(max(stop, start + grown), self.file.layout.granules)
+        end = self.missing_until(start, end)
+        self._ends[end] = end - start
         if len(self._ends) > _FOLLOWED:
             self._ends.popitem(last=False)
-        for granule in range(start, unit.stop):
-            self.units[granule] = unit
-        return unit
+        edges = [start, end]
+        if end - start > _PIECE and stop < end:
+            edges = [start, *range(stop, end, _PIECE), end]
+        units = [Unit(*edge) for edge in pairwise(edges)]
+        for unit in units:
+            for granule in range(unit.start, unit.stop):
+                self.units[granule] = unit
+        return units
+
+    def size_of(self, unit: Unit) -> int:
+        """The bytes of a unit."""
+        return self.file.layout.length(unit.start, unit.stop)
 
     def end(self, unit: Unit) -> None:
         """The unit is stored, or will not be."""

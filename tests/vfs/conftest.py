@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from monarch.placement.policy import FirstCome
+from monarch.text import MiB
 from tests.conftest import Tree
+from tests.vfs.part_rig import CONTENT, Makes, PartRig
 from tests.vfs.rig import Rig
 
 Rigs = Callable[..., Rig]
@@ -43,3 +46,27 @@ def rigs(tree: Tree, tmp_path: Path) -> Iterator[Rigs]:
 @pytest.fixture
 def rig(rigs: Rigs) -> Rig:
     return rigs()
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    source = tmp_path / "source-of-parts"
+    source.mkdir()
+    (source / "big").write_bytes(CONTENT)
+    os.utime(source / "big", ns=(10**18, 10**18))
+    return source
+
+
+@pytest.fixture
+def make(big: Path, tmp_path: Path) -> Iterator[Makes]:
+    made: list[PartRig] = []
+
+    def new(**settings: Any) -> PartRig:
+        defaults = {"capacity": 64 * MiB, "buffer_max": "64MiB", "policy": FirstCome()}
+        rig = PartRig(tmp_path / f"rig-{len(made)}", big, **{**defaults, **settings})
+        made.append(rig)
+        return rig
+
+    yield new
+    for rig in made:
+        rig.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,25 +51,31 @@ CAPACITY = 1 << 20
 
 
 class InlinePool(ThreadPool):
-    """Makes each call on the event loop; while ``gate`` is set, calls wait for it first."""
+    """Makes each call on the event loop; while ``gate`` is set, calls wait for it first. Then they
+    wait for ``before``, which gets the arguments of the call, and may raise OSError."""
 
     def __init__(self) -> None:
         super().__init__(1, "source", abandon=True)
         self.gate: trio.Event | None = None
+        self.before: Callable[..., Awaitable[None]] | None = None
         self.calls = 0
 
     async def run(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         self.calls += 1
         if self.gate is not None:
             await self.gate.wait()
+        if self.before is not None:
+            await self.before(*args)
         await trio.lowlevel.checkpoint()
         return function(*args)
 
 
 class FakeTierCalls:
-    """The tier monitor: calls of the tiers in ``bypassed`` and ``hanging`` are not made."""
+    """The tier monitor: calls of the tiers in ``bypassed`` and ``hanging`` are not made. While
+    ``gate`` is set, calls that change a tier wait for it first."""
 
     def __init__(self) -> None:
+        self.gate: trio.Event | None = None
         self.bypassed: set[int] = set()
         self.hanging: set[int] = set()
         self.unreadable: list[tuple[int, int | None]] = []
@@ -98,6 +104,8 @@ class FakeTierCalls:
         size: int = 0,
     ) -> T:
         await trio.lowlevel.checkpoint()
+        if self.gate is not None:
+            await self.gate.wait()
         try:
             return function(*args)
         except OSError as error:
