@@ -1,7 +1,7 @@
 # Monarch in a container: the mount is made inside and seen on the host.
 #
 #   docker build -t monarch .
-#   mkdir -p /mnt/monarch && mount --bind /mnt/monarch /mnt/monarch && mount --make-shared /mnt/monarch
+#   mkdir -p /mnt/monarch/imagenet && mount --bind /mnt/monarch /mnt/monarch && mount --make-shared /mnt/monarch
 #   docker run -d --name monarch \
 #       --device /dev/fuse --cap-add SYS_ADMIN --security-opt apparmor=unconfined \
 #       -v /pfs/imagenet:/source:ro \
