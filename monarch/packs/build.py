@@ -168,6 +168,9 @@ class _Build:
         self._failures = tree.failures
         if self._output.is_complete:
             return self._complete_already(planned)
+        if self._failures:
+            # The files that are missing would change the place of most others.
+            return BuildReport(None, self._failures, 0, 0.0, 0, 0)
         self._total = planned.bytes
         self._keep(planned)
         kept = len(self._tables) + len(self._large)

@@ -46,8 +46,9 @@ _MODE = 0o666
 class Output:
     """A locked directory that is empty, has an unfinished pack, or a complete one."""
 
-    def __init__(self, root: int, name: str) -> None:
+    def __init__(self, root: int, path: Path, name: str) -> None:
         self.name = name
+        self._path = path
         self._root = root
         self._log = -1
         self._large: dict[int, dict[str, Any]] = {}
@@ -71,7 +72,7 @@ class Output:
                 ) from error
             stack.callback(os.close, root)
             lock(root, name)
-            output = cls(root, name)
+            output = cls(root, path, name)
             stack.callback(output._close)
             yield output
 
@@ -182,7 +183,7 @@ class Output:
 
     def summary(self) -> PackSummary:
         """The description of the complete pack. Raises PackError."""
-        with Pack.open(b"/proc/self/fd/%d" % self._root) as pack:
+        with Pack.open(os.fsencode(self._path)) as pack:
             return pack.info
 
     # -- commits -----------------------------------------------------------------------------------

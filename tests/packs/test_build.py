@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from monarch.errors import LockedError, MonarchError, PackError, SourceError, UsageError
+from monarch.packs import reading, tree
 from monarch.packs.build import Parameters, build
 from monarch.packs.pack import Pack, is_pack
 from tests.equipment import disks
@@ -197,6 +198,50 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     assert {each.path for each in report.failures} == {b"class2/002.jpg", b"large"}
     assert all("changed" in each.what for each in report.failures)
     assert not is_pack(os.fsencode(to))
+
+
+@pytest.mark.promise(222)
+def test_a_file_that_is_written_while_it_is_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_tree(tmp_path / "source")
+    victim = source / "class2/002.jpg"
+    number = victim.stat().st_ino
+    size = victim.stat().st_size
+
+    def pread(fd: int, count: int, offset: int) -> bytes:
+        raw = os_pread(fd, count, offset)
+        if os.fstat(fd).st_ino == number:
+            # The size stays: only the times show the change.
+            victim.write_bytes(b"n" * size)
+            os.utime(victim, ns=(1, 1))
+        return raw
+
+    os_pread = os.pread
+    monkeypatch.setattr(reading.os, "pread", pread)
+    report = pack(source, tmp_path / "pack")
+    assert report.pack is None
+    assert [each.path for each in report.failures] == [b"class2/002.jpg"]
+
+
+def test_a_directory_that_cannot_be_listed_is_named_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_tree(tmp_path / "source")
+
+    def opened(root: int, path: bytes, flags: int) -> int:
+        if path == b"class2":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_beneath(root, path, flags)
+
+    open_beneath = tree.open_beneath
+    monkeypatch.setattr(tree, "open_beneath", opened)
+    report = pack(source, tmp_path / "pack")
+    assert report.pack is None
+    (failure,) = report.failures
+    assert failure.path == b"class2"
+    assert "Permission denied" in failure.what
+    assert report.bytes_read == 0
 
 
 def test_a_link_in_the_place_of_a_listed_file_is_not_followed(tmp_path: Path) -> None:

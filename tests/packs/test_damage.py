@@ -19,7 +19,7 @@ from monarch.packs.rebuild import RebuildReport, rebuild
 from monarch.packs.verify import VerifyReport, verify
 from monarch.posix.files import closing_fd
 from tests.packs.test_format import FILE, FOLDER, extents, header_of
-from tests.packs.trees import contents, copied
+from tests.packs.trees import contents, copied, pack
 
 
 def rebuilt(directory: Path) -> RebuildReport:
@@ -125,11 +125,19 @@ def test_without_the_tree_chunk_the_files_are_served(own: Path) -> None:
     assert served(own) == {path: raw for path, raw in every.items() if path not in lost}
 
 
-def test_chunks_of_another_pack_are_named(own: Path, made: tuple[Path, Path]) -> None:
-    shutil.copyfile(own / "chunks/000001.chunk", own / "chunks/000002.chunk")
-    names = [each.file for each in rebuilt(own).damage]
-    assert names == [b"chunks/000002.chunk"]
-    assert {each.file for each in verified(own).damage} == {b"chunks/000002.chunk"}
+def test_chunks_in_another_place_are_named(own: Path) -> None:
+    (own / "chunks/000001.chunk").rename(own / "chunks/000002.chunk")
+    expected = {b"chunks/000001.chunk", b"chunks/000002.chunk"}
+    assert {each.file for each in rebuilt(own).damage} == expected
+    assert {each.file for each in verified(own).damage} == expected
+
+
+def test_a_chunk_of_another_pack_is_named(
+    own: Path, made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    pack(made[0], tmp_path / "other", seed=8)
+    shutil.copyfile(tmp_path / "other/chunks/000002.chunk", own / "chunks/000002.chunk")
+    assert [each.file for each in rebuilt(own).damage] == [b"chunks/000002.chunk"]
 
 
 def test_an_unfinished_pack_gets_no_index(own: Path) -> None:
