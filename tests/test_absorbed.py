@@ -18,6 +18,9 @@ from monarch.config.write_patterns import WritePatterns
         ("**/*.pt", [b"a.pt", b"x/a.pt", b"x/y/a.pt"], [b"a.txt", b"x", b"x/a.ptx"]),
         ("a/**/z", [b"a/z", b"a/b/z", b"a/b/c/z", b"a/z/q"], [b"a", b"a/b", b"z"]),
         ("caf\udcc3\udca9/**", [b"caf\xc3\xa9/x"], [b"cafe/x"]),
+        ("caf?", [b"caf\xc3\xa9/x", b"caf\xff", b"cafe"], [b"caf", b"caf\xc3\xa9s"]),
+        ("[\u00e4\u00f6]*", [b"\xc3\xa4b", b"\xc3\xb6"], [b"\xc3\xbcb", b"\xa4b", b"a"]),
+        ("[!a]", [b"\xc3\xa9", b"b"], [b"a", b"bc"]),
         ("new\nline", [b"new\nline/a"], [b"new"]),
     ],
 )

@@ -2,7 +2,7 @@
 
 A pattern is a path relative to the mount. ``*``, ``?`` and ``[...]`` match within one name, ``**``
 matches any number of directories. A pattern covers the paths that it matches and all paths beneath
-them.
+them. ``?`` and ``[...]`` match one character of UTF-8, or one byte that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class PathPattern:
     """
 
     def __init__(self, pattern: str) -> None:
-        parts = pattern.rstrip("/").split("/")
+        parts = _text(pattern.encode("utf-8", "surrogateescape")).rstrip("/").split("/")
         while len(parts) > 1 and parts[-1] == "**":
             parts.pop()
         # None for `**`.
-        self._parts = [None if part == "**" else re.compile(_expression(part)) for part in parts]
+        self._parts = [
+            None if part == "**" else re.compile(fnmatch.translate(part)) for part in parts
+        ]
         self.start = self._closed(1)
 
     def covers(self, state: int) -> bool:
@@ -47,11 +49,12 @@ class PathPattern:
         if not state or self.covers(state):
             return state
         reached = 0
+        text = _text(name)
         for index, part in enumerate(self._parts):
             if state >> index & 1:
                 if part is None:
                     reached |= 1 << index
-                elif part.match(name):
+                elif part.match(text):
                     reached |= 2 << index
         return self._closed(reached)
 
@@ -63,5 +66,5 @@ class PathPattern:
         return state
 
 
-def _expression(part: str) -> bytes:
-    return fnmatch.translate(part).encode("utf-8", "surrogateescape")
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape")
