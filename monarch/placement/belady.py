@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
@@ -36,6 +37,13 @@ _WIDTH = 16
 _ALIKE = 16
 # Copies of all tiers whose next use is compared for one file.
 _MOST_FARTHER = 256
+# Copies whose next use has changed, and is recorded anew, for one file: when an order begins or
+# ends, it changes for all copies.
+_MOST_RENEWED = 256
+# Copies whose next use is recorded anew for each file that needs room, those first that were
+# recorded the longest time ago. Their use is later than recorded if their order has ended, or was
+# not followed.
+_RENEWED = 4
 # Copies that are compared for one that leaves for a file which the other policy admits.
 _MOST_GUESTS = 64
 
@@ -58,13 +66,16 @@ class NextUses(Protocol):
 
 
 class ByUse:
-    """Copies by their next use, in groups of ``_WIDTH`` opens."""
+    """Copies by their next use, in groups of ``_WIDTH`` opens. ``farthest`` records at most
+    ``renewals`` copies anew, and counts them down."""
 
     def __init__(self) -> None:
-        self._uses: dict[Ino, float] = {}
+        # The copies that were recorded the longest time ago first.
+        self._uses: OrderedDict[Ino, float] = OrderedDict()
         self._groups: dict[float, dict[Ino, None]] = {}
         # The groups, negative, the farthest first; some may be empty by now.
         self._order: list[float] = []
+        self.renewals = 0
 
     def put(self, ino: Ino, use: float) -> None:
         """Sets the next use of a copy."""
@@ -82,10 +93,17 @@ class ByUse:
         if use is not None:
             del self._groups[_group_of(use)][ino]
 
+    def renew(self, next_use: Callable[[Ino], float]) -> None:
+        """Records the present next use of a few copies, each in its turn."""
+        for ino in list(islice(self._uses, _RENEWED)):
+            self.put(ino, next_use(ino))
+
     def farthest(self, next_use: Callable[[Ino], float]) -> tuple[Ino, float] | None:
-        """The copy that is used last, and its use. ``next_use`` returns the present next use, which
-        may have changed since ``put``."""
-        while self._order:
+        """The copy that is used last, and its use; None if there is none, or if the next use of too
+        many copies has changed. ``next_use`` returns the present next use, which may have changed
+        since ``put``; the next call continues with the copies that were not recorded anew. A copy
+        whose use is later than recorded is not found before its turn in ``renew``."""
+        while self._order and self.renewals:
             number = -self._order[0]
             group = self._groups[number]
             if not group:
@@ -97,6 +115,7 @@ class ByUse:
             if use == self._uses[ino]:
                 return ino, use
             self.put(ino, use)
+            self.renewals -= 1
         return None
 
 
@@ -202,6 +221,8 @@ class Belady(Policy):
         victims: dict[int, list[Victim]] = {tier: [] for tier in missing}
         taken: list[tuple[Ino, float]] = []
         found = None
+        self._by_use.renewals = _MOST_RENEWED
+        self._by_use.renew(self._uses.next_use)
         while missing and found is None and len(taken) < _MOST_FARTHER:
             farthest = self._by_use.farthest(self._uses.next_use)
             if farthest is None:

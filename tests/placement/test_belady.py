@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from monarch.foresight.announced import Announcer
 from monarch.foresight.foresight import Foresight
 from monarch.foresight.messages import Piece
 from monarch.foresight.uses import KnownUses
-from monarch.placement.belady import Belady
+from monarch.placement import belady
+from monarch.placement.belady import Belady, ByUse
 from monarch.placement.policy import Item
 from monarch.types import ROOT_INO, Attributes, Ino
 from tests.placement.simulate import Mount, belady_hits, items_of
@@ -202,3 +204,49 @@ def test_copies_of_an_order_that_has_ended_leave_for_files_that_the_policy_admit
     for seed in range(2):
         job.read(orders("shuffled", seed)[0])
     assert job.mount.resident() == plain.resident()
+
+
+def test_an_order_that_begins_renews_few_copies_for_one_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order of all copies has ended, so none has a known use. Then another order begins, which
+    has a use for each: a decision for one file renews some of them, and the next ones the others.
+    """
+    monkeypatch.setattr(belady, "_MOST_RENEWED", 8)
+    by_use, uses = ByUse(), {Ino(ino): 1000.0 - ino for ino in range(2, 102)}
+    for ino in uses:
+        by_use.put(ino, math.inf)
+    asked: list[Ino] = []
+
+    def next_use(ino: Ino) -> float:
+        asked.append(ino)
+        return uses[ino]
+
+    by_use.renewals = 8
+    assert by_use.farthest(next_use) is None and len(asked) == 8
+    assert by_use.farthest(next_use) is None and len(asked) == 8
+    for _ in range(20):
+        by_use.renewals = 8
+        found = by_use.farthest(next_use)
+    assert found == (2, 998.0)
+
+
+@pytest.mark.promise(188)
+@pytest.mark.parametrize("policy", ["no_evict", "first_come", "lru"])
+def test_copies_of_a_job_that_was_killed_leave_for_those_of_the_next_job(policy: str) -> None:
+    """The first job ends in its first epoch, with the tiers full of files that it would have read
+    again. So their recorded uses are sooner than those of the second job's files."""
+    job = Job(policy, [10] * FILES, [10 * FILES // 4])
+    rng, files = random.Random(1), [Ino(2 + n) for n in range(FILES)]
+    first, second = files[: FILES // 2], files[FILES // 2 :]
+    order = [ino for _ in range(2) for ino in rng.sample(first, len(first))]
+    job.announce(order)
+    job.read(order[: FILES // 2])
+    announced = job.foresight.announced
+    announced.end(announced.key_of(Announcer(1, 1, 1), 1))
+    epochs = [rng.sample(second, len(second)) for _ in range(3)]
+    announced.begin(Announcer(2, 2, 2), 1)
+    entries = array("I", [ino for epoch in epochs for ino in epoch])
+    announced.extend(Announcer(2, 2, 2), Piece(1, 0, entries))
+    hits = [sum(job.read(epoch)) for epoch in epochs]
+    assert hits == [0, FILES // 4, FILES // 4]
