@@ -302,12 +302,15 @@ class Belady(Policy):
         self._inner.loaded(inos, sizes, tier=tier)
 
     def removed(self, ino: Ino) -> None:
-        self._inner.removed(ino)
+        self.forget(ino)
+        if ino in self._leaving:
+            self._replacing.add(self._decided)
+
+    def forget(self, ino: Ino) -> None:
+        self._inner.forget(ino)
         self._copies.pop(ino, None)
         self._by_use.discard(ino)
         self._guests.pop(ino, None)
-        if ino in self._leaving:
-            self._replacing.add(self._decided)
 
     def report(self) -> NextUseReport:
         return NextUseReport(self._replaced_files, self._replaced_bytes)

@@ -34,8 +34,10 @@ from monarch.placement.residency import SOURCE, Residency
 from monarch.placement.rules import Rules
 from monarch.types import ROOT_INO, Ino
 
-# Pinned copies that are passed over for others: a few milliseconds.
+# Pinned copies that are passed over for others, and that a policy forgets for one file: a few
+# milliseconds each.
 _MOST_SKIPPED = 4096
+_MOST_FORGOTTEN = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,8 @@ class Controller:
         self._residency.unwant(item.ino)
         self._residency.place(item.ino, tier)
         self._policy.placed(item, tier)
+        if self._is_pinned(item.ino):
+            self._policy.forget(item.ino)
         if self._rules is not None:
             self._rules.placed(item.ino, item.size)
 
@@ -292,15 +296,18 @@ class Controller:
         )
 
     def _keep_pinned(self, item: Item, ledger: Ledger, *, forced: bool) -> Placement | None:
-        """What the policy chooses, without pinned copies among those to be evicted."""
-        while True:
+        """What the policy chooses, without pinned copies among those to be evicted; None also if
+        the policy knows too many of these. The next call continues with the others."""
+        forgotten = 0
+        while forgotten < _MOST_FORGOTTEN:
             placement = self._policy.choose(item, ledger, forced=forced)
             pinned = [v for v in placement.evict if self._is_pinned(v.ino)] if placement else []
             if not pinned:
                 return placement
             for victim in pinned:
-                # From now on the policy has no such copy.
-                self._policy.removed(victim.ino)
+                self._policy.forget(victim.ino)
+            forgotten += len(pinned)
+        return None
 
     def _is_pinned(self, ino: Ino) -> bool:
         return self._rules is not None and self._rules.is_pinned(ino)

@@ -94,6 +94,10 @@ class Policy(Protocol):
 
     def removed(self, ino: Ino) -> None:
         """A copy was removed."""
+        self.forget(ino)
+
+    def forget(self, ino: Ino) -> None:
+        """Drops what is known of a copy: it was removed, or must not be evicted."""
         return
 
     def draw(
@@ -268,5 +272,5 @@ class Lru(Policy):
         for ino, size in zip(inos.tolist(), sizes.tolist(), strict=True):
             self._copies[Ino(ino)] = (size, tier)
 
-    def removed(self, ino: Ino) -> None:
+    def forget(self, ino: Ino) -> None:
         self._copies.pop(ino, None)

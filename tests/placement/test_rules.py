@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,10 +14,12 @@ from monarch.config.settings import RuleSettings
 from monarch.config.write_patterns import WritePatterns
 from monarch.namespace.build import build
 from monarch.namespace.snapshot import Snapshot
+from monarch.placement import controller as controller_module
 from monarch.placement import rules as rules_module
+from monarch.placement.belady import Belady
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
-from monarch.placement.policy import FirstCome, Item, Lru, NoEvict, Policy
+from monarch.placement.policy import FirstCome, Item, Lru, NoEvict, Placement, Policy
 from monarch.placement.residency import Residency
 from monarch.placement.rules import Rule, Rules
 from monarch.types import Ino
@@ -68,7 +71,11 @@ class Mount:
             "first_come": FirstCome(),
             "lru": Lru(),
         }
-        self.controller = Controller(self.residency, self.ledger, policies[policy], self.rules)
+        self.use(policies[policy])
+
+    def use(self, policy: Policy) -> None:
+        self.policy = policy
+        self.controller = Controller(self.residency, self.ledger, policy, self.rules)
         self.controller.sizes_by(lambda ino: SIZE)
 
     def item(self, ino: Ino) -> Item:
@@ -98,6 +105,24 @@ class Mount:
     def resident(self, tier: int | None = None) -> set[Ino]:
         tiers = self.ledger.tiers if tier is None else [tier]
         return {ino for number in tiers for ino in self.residency.resident_in(number)}
+
+
+class Uses:
+    """The next two uses of files."""
+
+    ended = 0
+
+    def __init__(self) -> None:
+        self.of: dict[Ino, tuple[float, float]] = {}
+
+    def next_use(self, ino: Ino) -> float:
+        return self.of.get(ino, (math.inf, math.inf))[0]
+
+    def use_after(self, ino: Ino) -> float:
+        return self.of.get(ino, (math.inf, math.inf))[1]
+
+    def repeats_within(self, begin: float, end: float) -> bool:
+        return True
 
 
 PATTERNS = ["val/**", "*.lmdb", "**/*.lmdb", "raw", "raw/*/er", "train/*/0*", "**", "no/**", "*/a"]
@@ -223,6 +248,55 @@ def test_pinned_files_find_room_in_full_tiers_and_are_never_evicted(
     assert (count.resident_files, count.files) == (20, 20)
     assert not mount.rules.misses_pinned
     assert mount.rules.excess(mount.ledger) == 0
+
+
+def test_a_policy_that_knows_many_pinned_copies_forgets_some_of_them_for_one_file(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of an earlier mount: the policy has them all, and it would evict pinned ones."""
+    monkeypatch.setattr(controller_module, "_MOST_FORGOTTEN", 5)
+    mount = Mount(snapshot, [rule("val", pin=True)], [20 * SIZE], "lru")
+    pinned = np.array(sorted(mount.under(b"val/")))
+    mount.controller.load(pinned, np.full(len(pinned), SIZE), tier=1)
+    chosen = 0
+    choose = mount.policy.choose
+
+    def count(item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
+        nonlocal chosen
+        chosen += 1
+        return choose(item, ledger, forced=forced)
+
+    monkeypatch.setattr(mount.policy, "choose", count)
+    others = [mount.item(ino) for ino in sorted(mount.under(b"train/"))]
+    for number, item in enumerate(others[:4], 1):
+        assert mount.controller.opened(item) is None
+        assert chosen == 5 * number
+    assert mount.resident() == set(pinned.tolist())
+    assert mount.controller.opened(others[4]) is None and chosen == 21
+    # A pinned copy that is made later is not even known to the policy.
+    mount.controller.dropped(Ino(int(pinned[0])), SIZE)
+    mount.settle(mount.controller.offered(mount.item(Ino(int(pinned[0])))))
+    assert mount.controller.opened(others[5]) is None and chosen == 23
+
+
+def test_pinned_copies_that_stay_are_not_counted_as_replaced(snapshot: Snapshot) -> None:
+    """Belady's rule would replace a pinned copy that no order has. The pin keeps it, so nothing was
+    replaced for the file, which gets a free place later."""
+    mount = Mount(snapshot, [rule("val", pin=True)], [20 * SIZE])
+    uses = Uses()
+    policy = Belady(FirstCome(), uses, lambda ino: SIZE)
+    mount.use(policy)
+    pinned, (other, *_) = sorted(mount.under(b"val/")), sorted(mount.under(b"train/"))
+    uses.of = {ino: (float(ino), 1000.0 + ino) for ino in pinned}
+    for ino in pinned:
+        mount.settle(mount.controller.opened(mount.item(ino)))
+        mount.settle(mount.controller.opened(mount.item(ino)))
+    uses.of = {other: (1.0, 2.0)}
+    assert mount.controller.opened(mount.item(other)) is None
+    mount.controller.dropped(pinned[0], SIZE)
+    mount.settle(mount.controller.opened(mount.item(other)))
+    assert mount.resident() == {*pinned[1:], other}
+    assert policy.report().replaced_files == 0
 
 
 def test_pinned_copies_are_the_last_that_leave_for_written_files(
