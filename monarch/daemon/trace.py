@@ -85,29 +85,38 @@ class Recording:
         if len(self._waiting) + len(self._undecided) >= _MOST_WAITING:
             self.lost += 1
             self._lost_now += 1
-            return
-        if self._lost_now:
-            self._undecided.append(self._lost_now)
-            self._lost_now = 0
-        time_s = opened.time_s - self._begun_s
-        self._undecided.append(opened._replace(time_s=time_s))
+        else:
+            if self._lost_now:
+                self._undecided.append(self._lost_now)
+                self._lost_now = 0
+            time_s = opened.time_s - self._begun_s
+            self._undecided.append(opened._replace(time_s=time_s))
+        # A lost open, too, shows the epoch of those before it.
         if not is_undecided or len(self._undecided) >= _MOST_UNDECIDED:
             self.why_ended = self._decide(epoch)
 
     def _decide(self, epoch: int | None) -> str:
         """Puts the opens that were undecided into an epoch; returns "epochs" if it is too late."""
         is_late = epoch is not None and self._last_epoch is not None and epoch > self._last_epoch
-        if not is_late:
+        if is_late:
+            self.lost -= sum(item for item in self._undecided if isinstance(item, int))
+            self._end_with_lost(self._last_epoch)
+        else:
             self._waiting.extend((item, epoch) for item in self._undecided)
         self._undecided.clear()
         return "epochs" if is_late else ""
 
+    def _end_with_lost(self, epoch: int | None) -> None:
+        """Puts the number of the opens that were lost at the end."""
+        if self._lost_now:
+            self._waiting.append((self._lost_now, epoch))
+            self._lost_now = 0
+
     def end(self, why: str, epoch: int | None) -> None:
         """Ends the recording; what waits is still taken."""
         if not self.why_ended:
-            if self._lost_now:
-                self._undecided.append(self._lost_now)
             self.why_ended = self._decide(epoch) or why
+            self._end_with_lost(epoch)
 
     def take(self) -> str:
         """The next lines of the trace; empty if there are none now."""

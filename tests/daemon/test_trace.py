@@ -98,6 +98,43 @@ async def test_a_client_that_is_too_slow_loses_opens_and_has_their_number(
     assert played.recording.lost == 9 and played.recording.opens == 9
 
 
+@pytest.mark.promise(184)
+async def test_an_open_that_is_lost_shows_the_epoch_of_those_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the opens that wait for the next epoch would get the one after it."""
+    monkeypatch.setattr(trace, "_MOST_WAITING", 13)
+    played = Played()
+    played.open(*range(1, 11))
+    # Three opens of the second epoch are recorded before all further ones are lost.
+    played.open(*range(1, 11))
+    played.open(*range(1, 11))
+    assert opens(played.taken()) == [(1, ino) for ino in range(1, 11)] + [(2, 1), (2, 2), (2, 3)]
+    played.open(*range(11, 21))
+    lines = [line for line in played.taken() if "path" not in line]
+    assert [line.get("lost", line.get("epoch")) for line in lines] == [17, *[3] * 10]
+
+
+@pytest.mark.promise(184)
+async def test_the_lost_opens_of_a_trace_add_up_to_those_that_its_end_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the last ones belong to an epoch that is not in the trace."""
+    for room in (3, 12, 25):
+        monkeypatch.setattr(trace, "_MOST_WAITING", room)
+        played = Played(last_epoch=2)
+        lines: list[dict[str, Any]] = []
+        for epoch in range(4):
+            played.open(*range(1, 11))
+            if epoch != 1:
+                lines += played.taken()
+        lines += played.taken()
+        assert played.recording.why_ended == "epochs"
+        assert sum(line.get("lost", 0) for line in lines) == played.recording.lost
+        assert len(opens(lines)) == played.recording.opens
+        assert all(epoch <= 2 for epoch, _ in opens(lines))
+
+
 async def test_the_text_that_is_taken_at_once_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "_MESSAGE_CHARACTERS", 200)
     played = Played()
