@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gzip
+import os
+import stat
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from monarch.errors import MonarchError
+from monarch.cli import trace as command
+from monarch.errors import BusyError, MonarchError
 from monarch.telemetry.trace import (
     VERSION,
     TracedOpen,
     TraceEnd,
     TraceHeader,
+    TraceProgress,
     file_line,
     lost_line,
     object_line,
@@ -95,3 +101,68 @@ def test_a_line_that_is_damaged_is_named(tmp_path: Path, line: str) -> None:
         pytest.raises(MonarchError, match="line 3, is not of a trace"),
     ):
         list(trace)
+
+
+@pytest.mark.promise(184)
+def test_keys_that_are_not_known_are_ignored_and_a_time_may_be_a_whole_number(
+    tmp_path: Path,
+) -> None:
+    """Other programs that write JSON, such as some versions of `jq`, write 1.000000 as 1."""
+    lines = [
+        TEXT[0].replace('{"monarch_trace"', '{"new":{},"monarch_trace"'),
+        '{"file":7,"path":"a","bytes":1,"new":1}\n',
+        '{"lost":2,"new":1}\n',
+        '{"t":1,"file":7,"epoch":1,"tier":null,"latency":0,"job":null,"new":[]}\n',
+        '{"end":"seconds","opens":1,"lost":2,"new":null}\n',
+    ]
+    (tmp_path / "file").write_text("".join(lines))
+    with read_trace(tmp_path / "file") as trace:
+        assert list(trace) == [TracedOpen(1, "a", 1, 1, None, 0, None, lost=2)]
+        assert trace.end == TraceEnd("seconds", 1, 2)
+
+
+def traced(output: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[..., TraceEnd]) -> None:
+    """Calls `monarch trace` with ``ask`` in place of the daemon."""
+    monkeypatch.setattr(command, "mount_of", lambda place: None)
+    monkeypatch.setattr(command, "ask", ask)
+    assert command.trace.callback is not None
+    command.trace.callback(
+        mountpoint=Path("/mnt"), output=output, for_s=None, epochs=None, as_json=False
+    )
+
+
+@pytest.mark.promise(184)
+@pytest.mark.parametrize("name", ["opens.jsonl", "opens.jsonl.gz"])
+def test_a_trace_that_is_refused_leaves_the_file_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(*_: object, **__: object) -> TraceEnd:
+        raise BusyError("4 traces are being recorded")
+
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(BusyError):
+        traced(tmp_path / name, monkeypatch, refuse)
+    assert (tmp_path / name).read_text() == "precious"
+
+
+@pytest.mark.promise(184)
+@pytest.mark.parametrize("name", ["opens.jsonl", "opens.jsonl.gz"])
+def test_a_new_trace_is_closed_to_other_users_and_replaces_a_longer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def answer(*_: object, on_progress: Callable[[dict[str, Any]], None], **__: object) -> TraceEnd:
+        for number, text in enumerate(TEXT):
+            on_progress(TraceProgress(1, number, 0, text).to_dict())
+        return TraceEnd("epochs", 3, 0)
+
+    before = os.umask(0o022)
+    try:
+        traced(tmp_path / name, monkeypatch, answer)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    (tmp_path / name).write_text("x" * 100_000)
+    traced(tmp_path / name, monkeypatch, answer)
+    with read_trace(tmp_path / name) as trace:
+        assert list(trace) == OPENS
+        assert trace.end == TraceEnd("epochs", 3, 15)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -17,6 +18,7 @@ from monarch.cli.daemon_call import JSON, MOUNT, ask, mount_of, seconds
 from monarch.cli.output import progress_bar, show
 from monarch.control.registry import MountRecord
 from monarch.errors import UsageError
+from monarch.posix.files import closing_fd
 from monarch.posix.signals import ending
 from monarch.telemetry.trace import TraceEnd, TraceProgress, TraceStopped, open_text
 from monarch.text import counted, escape_text
@@ -72,14 +74,12 @@ def trace(
         raise UsageError("the standard output cannot have both the trace and --json")
     record = mount_of(mountpoint)
     asked = {"seconds": for_s, "epochs": epochs}
-    with _opened(output) as file, _stopping(record) as on_number, progress_bar() as advance:
+    with _opened(output) as write, _stopping(record) as on_number, progress_bar() as advance:
 
         def on_progress(raw: dict[str, Any]) -> None:
             part = TraceProgress.from_dict(raw)
             if part.text:
-                file.write(part.text)
-                # A trace that is killed has all opens up to then.
-                file.flush()
+                write(part.text)
             on_number(part.number)
             lost = f", {part.lost:,} lost" if part.lost else ""
             advance(part.opens, None, f"tracing opens{lost}")
@@ -94,12 +94,29 @@ def trace(
 
 
 @contextmanager
-def _opened(output: Path) -> Iterator[TextIO]:
-    if output == _STDOUT:
-        yield sys.stdout
-        return
-    with open_text(output, "w") as file:
-        yield file
+def _opened(output: Path) -> Iterator[Callable[[str], None]]:
+    """Yields a function that writes to the output. A file that exists is replaced by the first
+    call, so it stays if the trace is refused. A new file is closed to other users: it has the names
+    of files."""
+    with ExitStack() as stack:
+        file: TextIO | None = sys.stdout
+        descriptor = -1
+        if output != _STDOUT:
+            file = None
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            stack.enter_context(closing_fd(descriptor))
+
+        def write(text: str) -> None:
+            nonlocal file
+            if file is None:
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    os.ftruncate(descriptor, 0)
+                file = stack.enter_context(open_text(output, "w", descriptor))
+            file.write(text)
+            # A trace that is killed has all opens up to then.
+            file.flush()
+
+        yield write
 
 
 @contextmanager

@@ -107,15 +107,15 @@ class Trace:
         lost = 0
         while self.end is None and (raw := self._next()) is not None:
             match raw:
-                case {"t": float(time_s), "file": int(file), **rest} if file in files:
+                case {"t": float() | int() as time_s, "file": int(file), **rest} if file in files:
                     yield self._open(time_s, *files[file], rest, lost)
                     lost = 0
                 case {"file": int(file), "path": str(path), "bytes": int(size)}:
                     files[file] = path, size
-                case {"lost": int(count), **rest} if not rest:
-                    lost += count
                 case {"end": str(), **_rest}:
                     self.end = self._decode(TraceEnd, raw)
+                case {"lost": int(count), **_rest}:
+                    lost += count
                 case _:
                     raise self._damaged()
 
@@ -126,7 +126,7 @@ class Trace:
             case {
                 "epoch": int() | None as epoch,
                 "tier": str() | None as tier,
-                "latency": float() | None as latency_s,
+                "latency": float() | int() | None as latency_s,
                 "job": int() | None as job,
             }:
                 return TracedOpen(time_s, path, size, epoch, tier, latency_s, job, lost)
@@ -168,16 +168,21 @@ def read_trace(path: Path) -> Iterator[Trace]:
 
 
 @contextmanager
-def open_text(path: Path, mode: Literal["r", "w"]) -> Iterator[TextIO]:
-    """Opens a file of lines in ASCII. Raises OSError."""
-    if path.suffix == ".gz":
+def open_text(
+    path: Path, mode: Literal["r", "w"], descriptor: int | None = None
+) -> Iterator[TextIO]:
+    """Opens a file of lines in ASCII. ``descriptor``: the file is open already, and stays open.
+    Raises OSError."""
+    is_new = descriptor is None
+    with open(path if descriptor is None else descriptor, f"{mode}b", closefd=is_new) as file:
+        if path.suffix != ".gz":
+            with io.TextIOWrapper(file, encoding="ascii") as plain:
+                yield plain
+            return
         # The least compression: a trace must be written as fast as files are opened.
-        with gzip.open(path, f"{mode}t", compresslevel=1, encoding="ascii") as file:
-            assert isinstance(file, io.TextIOBase)
-            yield cast(TextIO, file)
-        return
-    with path.open(mode, encoding="ascii") as plain:
-        yield cast(TextIO, plain)
+        with gzip.open(file, f"{mode}t", compresslevel=1, encoding="ascii") as packed:
+            assert isinstance(packed, io.TextIOBase)
+            yield cast(TextIO, packed)
 
 
 # -- lines -----------------------------------------------------------------------------------------
