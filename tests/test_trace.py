@@ -166,3 +166,18 @@ def test_a_new_trace_is_closed_to_other_users_and_replaces_a_longer_one(
     with read_trace(tmp_path / name) as trace:
         assert list(trace) == OPENS
         assert trace.end == TraceEnd("epochs", 3, 15)
+
+
+@pytest.mark.promise(184)
+@pytest.mark.parametrize("name", ["opens.jsonl", "opens.jsonl.gz"])
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def answer(*_: object, on_progress: Callable[[dict[str, Any]], None], **__: object) -> TraceEnd:
+        on_progress(TraceProgress(1, 0, 0, TEXT[0]).to_dict())
+        raise AssertionError("the line was written")
+
+    (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        traced(tmp_path / name, monkeypatch, answer)
+    assert caught.value.filename == str(tmp_path / name)

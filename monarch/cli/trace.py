@@ -98,7 +98,7 @@ def _opened(output: Path) -> Iterator[Callable[[str], None]]:
     """Yields a function that writes to the output. A file that exists is replaced by the first
     call, so it stays if the trace is refused. A new file is closed to other users: it has the names
     of files."""
-    with ExitStack() as stack:
+    with _naming(output), ExitStack() as stack:
         file: TextIO | None = sys.stdout
         descriptor = -1
         if output != _STDOUT:
@@ -117,6 +117,17 @@ def _opened(output: Path) -> Iterator[Callable[[str], None]]:
             file.flush()
 
         yield write
+
+
+@contextmanager
+def _naming(output: Path) -> Iterator[None]:
+    """Adds the name of the output to an OSError that has none, such as ENOSPC."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and output != _STDOUT:
+            error.filename = os.fspath(output)
+        raise
 
 
 @contextmanager

@@ -36,31 +36,23 @@ def call(
     except MalformedError as error:
         raise UsageError(str(error), hint="name directories instead of their files") from error
     with _connected(socket_path, timeout) as connection:
-        try:
-            for reply in _replies(connection, line, timeout):
-                match decode(reply):
-                    case {"progress": dict(progress), **rest} if not rest:
-                        if on_progress is not None:
-                            on_progress(progress)
-                    case {"ok": True, "result": dict(result), **rest} if not rest:
-                        return result
-                    case {
-                        "ok": False,
-                        "error": str(message),
-                        "hint": str(hint),
-                        "exit_code": int(code),
-                        **rest,
-                    } if not rest:
-                        raise error_of(code, message, hint=hint)
-                    case _:
-                        raise MalformedError("the answer is not known to this version of monarch")
-        except TimeoutError as error:
-            raise MonarchError(
-                f"the daemon at {socket_path} has not answered for {timeout:g} seconds",
-                hint="it may wait for a hung source; see its log",
-            ) from error
-        except OSError as error:
-            raise _hung_up(socket_path) from error
+        for reply in _replies(connection, line, timeout, socket_path):
+            match decode(reply):
+                case {"progress": dict(progress), **rest} if not rest:
+                    if on_progress is not None:
+                        on_progress(progress)
+                case {"ok": True, "result": dict(result), **rest} if not rest:
+                    return result
+                case {
+                    "ok": False,
+                    "error": str(message),
+                    "hint": str(hint),
+                    "exit_code": int(code),
+                    **rest,
+                } if not rest:
+                    raise error_of(code, message, hint=hint)
+                case _:
+                    raise MalformedError("the answer is not known to this version of monarch")
     raise _hung_up(socket_path)
 
 
@@ -68,6 +60,19 @@ def _hung_up(socket_path: Path) -> NotMountedError:
     return NotMountedError(
         f"the daemon at {socket_path} ended before it answered", hint="see its log"
     )
+
+
+@contextlib.contextmanager
+def _failing_as(socket_path: Path, timeout: float | None) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise MonarchError(
+            f"the daemon at {socket_path} has not answered for {timeout:g} seconds",
+            hint="it may wait for a hung source; see its log",
+        ) from error
+    except OSError as error:
+        raise _hung_up(socket_path) from error
 
 
 def _connected(path: Path, timeout: float | None) -> socket.socket:
@@ -101,16 +106,22 @@ def _connected(path: Path, timeout: float | None) -> socket.socket:
         ) from error
 
 
-def _replies(connection: socket.socket, request: bytes, timeout: float | None) -> Iterator[bytes]:
-    # If the request was refused before it was read, the reply has the reason.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        connection.sendall(request)
+def _replies(
+    connection: socket.socket, request: bytes, timeout: float | None, socket_path: Path
+) -> Iterator[bytes]:
+    """The lines of the answer. Raises MonarchError for each failure of the connection, so that an
+    OSError of the caller's own is none."""
+    with _failing_as(socket_path, timeout):
+        # If the request was refused before it was read, the reply has the reason.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(request)
     received = bytearray()
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
-        if deadline is not None:
-            connection.settimeout(max(deadline - time.monotonic(), 1e-6))
-        chunk = connection.recv(64 * 1024)
+        with _failing_as(socket_path, timeout):
+            if deadline is not None:
+                connection.settimeout(max(deadline - time.monotonic(), 1e-6))
+            chunk = connection.recv(64 * 1024)
         if not chunk:
             return
         received += chunk

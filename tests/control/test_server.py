@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -122,6 +123,17 @@ async def test_progress_arrives_before_the_result(path: Path) -> None:
         result = await ask(path, "count", on_progress=seen.append)
     assert result == {"files": 3}
     assert [p["done"] for p in seen] == [0, 1, 2]
+
+
+async def test_an_error_of_the_callback_is_not_taken_for_one_of_the_daemon(path: Path) -> None:
+    """Such as a disk that is full, or a pipe that its reader has closed."""
+
+    def fail(_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    async with serving(path):
+        with pytest.raises(BrokenPipeError):
+            await ask(path, "count", on_progress=fail)
 
 
 @pytest.mark.parametrize("verb", ["refuse", "refuse_in_a_nursery"])
