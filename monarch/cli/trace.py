@@ -63,7 +63,7 @@ def trace(
     (the session of the process); an unknown value is null. The file has one JSON object a line
     (docs/trace.md). A file that exists is replaced. Nothing is recorded while no trace runs. If
     FILE cannot be written fast enough, opens are lost, and the trace has their number. The exit
-    code is 1 if opens were lost.
+    code is 1 if opens were lost, or if the kernel has lost reports of opens, which ends the trace.
     """
     if output.suffix in (".zst", ".xz", ".bz2"):
         raise UsageError(
@@ -85,12 +85,14 @@ def trace(
             advance(part.opens, None, f"tracing opens{lost}")
 
         end = ask(record, "trace", asked, answer=TraceEnd, on_progress=on_progress)
+    is_uncounted = end.end == "uncounted"
     if output != _STDOUT:
         lost = f"; {end.lost:,} were lost, since the file was written too slowly"
         where = escape_text(os.fspath(output))
         opens = counted(end.opens, "open", "opens")
-        show(end, as_json, f"{opens} in {where}{lost if end.lost else ''}")
-    return 1 if end.lost else 0
+        is_cut = "; it ended early: the kernel has lost reports of opens" if is_uncounted else ""
+        show(end, as_json, f"{opens} in {where}{lost if end.lost else ''}{is_cut}")
+    return 1 if end.lost or is_uncounted else 0
 
 
 @contextmanager

@@ -66,9 +66,13 @@ class Recording:
     these wait in ``_undecided``. A number in place of an open is that of lost opens.
     """
 
-    def __init__(self, names: Namespace, last_epoch: int | None) -> None:
+    def __init__(
+        self, names: Namespace, last_epoch: int | None, *, has_all_opens: bool = True
+    ) -> None:
+        """``has_all_opens``: every open is counted now."""
         self._names = names
         self._last_epoch = last_epoch
+        self.has_all_opens = has_all_opens
         self._begun_s = trio.current_time()
         self._undecided: list[OpenedFile | int] = []
         self._waiting: deque[tuple[OpenedFile | int, int | None]] = deque()
@@ -205,6 +209,7 @@ class Traces:
                 if recording.is_empty:
                     await trio.sleep(_STEP_S)
                     self._readers.catch_up()
+                    self._end_uncounted()
                     if deadline is not None and trio.current_time() >= deadline:
                         self._end(recording, "seconds")
             end = TraceEnd(recording.why_ended, recording.opens, recording.lost)
@@ -220,7 +225,8 @@ class Traces:
             )
         # Opens before this are not in the trace.
         self._readers.catch_up()
-        number, recording = next(self._numbers), Recording(self._names, last_epoch)
+        recording = Recording(self._names, last_epoch, has_all_opens=self._readers.counts_opens)
+        number = next(self._numbers)
         self._recordings[number] = recording
         self._readers.traced = self._opened
         try:
@@ -232,12 +238,20 @@ class Traces:
 
     def _opened(self, ino: Ino, tier: int | None, latency_s: float | None, job: int) -> None:
         name = _UNKNOWN if tier is None else json.dumps(self._readers.tier_names[tier])
+        self._end_uncounted()
         for recording in self._recordings.values():
             recording.add(
                 OpenedFile(trio.current_time(), ino, name, latency_s, job),
                 self._epoch(),
                 is_undecided=self._epochs.is_undecided,
             )
+
+    def _end_uncounted(self) -> None:
+        """Ends the traces that would miss opens from now on, and could not state how many."""
+        if not self._readers.counts_opens:
+            for recording in self._recordings.values():
+                if recording.has_all_opens:
+                    recording.end("uncounted", self._epochs.number)
 
     def _epoch(self) -> int | None:
         return self._epochs.number if self._readers.counts_opens else None

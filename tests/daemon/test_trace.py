@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import types
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+import trio
+import trio.testing
 
 from monarch.daemon import trace
-from monarch.daemon.trace import OpenedFile, Recording
+from monarch.daemon.trace import OpenedFile, Recording, Traces
 from monarch.namespace.namespace import Namespace
 from monarch.placement.epochs import Epochs
 from monarch.types import Ino
+from monarch.vfs.readers import Readers
 
 
 class Names:
@@ -24,6 +29,14 @@ class Names:
 
     def attributes(self, ino: Ino) -> Any:
         return type("Attributes", (), {"size": int(ino)})
+
+
+def report() -> Any:
+    """What the header of a trace takes from the status of a mount."""
+    part = types.SimpleNamespace
+    return part(
+        mountpoint="/mnt", source="/pfs", snapshot=part(id="x"), mode=part(open="none"), epochs=[]
+    )
 
 
 class Played:
@@ -133,6 +146,56 @@ async def test_the_lost_opens_of_a_trace_add_up_to_those_that_its_end_states(
         assert sum(line.get("lost", 0) for line in lines) == played.recording.lost
         assert len(opens(lines)) == played.recording.opens
         assert all(epoch <= 2 for epoch, _ in opens(lines))
+
+
+class Counting:
+    """The readers of a mount, which may stop to count opens."""
+
+    tier_names = ("source", "nvme")
+    traced: Callable[[Ino, int | None, float | None, int], None] | None = None
+
+    def __init__(self, *, counts_opens: bool = True) -> None:
+        self.counts_opens = counts_opens
+
+    def catch_up(self) -> None:
+        """Nothing waits."""
+
+
+@pytest.mark.promise(184)
+@pytest.mark.parametrize("counts_at_first", [True, False])
+async def test_a_trace_ends_when_the_kernel_loses_reports_of_opens(
+    autojump_clock: trio.testing.MockClock, counts_at_first: bool
+) -> None:
+    """Further opens would be missing without a number. Where opens were not counted at the begin,
+    the trace states so from its begin."""
+    readers, epochs, text = Counting(counts_opens=counts_at_first), Epochs(100), ""
+    traces = Traces(cast(Namespace, Names()), cast(Readers, readers), epochs, report)
+
+    async def send(progress: dict[str, Any]) -> None:
+        nonlocal text
+        text += progress["text"]
+
+    def opened(*inos: int) -> None:
+        for ino in inos:
+            epochs.opened(Ino(ino), False)
+            assert readers.traced is not None
+            readers.traced(Ino(ino), None, None, 0)
+
+    with trio.move_on_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(traces.table()["trace"], {}, send)
+            await trio.sleep(0.5)
+            opened(1, 2, 3)
+            readers.counts_opens = False
+            opened(4)
+            await trio.sleep(0.5)
+    lines = [json.loads(line) for line in text.splitlines()]
+    found = [(line["file"], line["epoch"]) for line in lines if "t" in line]
+    if counts_at_first:
+        assert found == [(1, 1), (2, 1), (3, 1)]
+        assert lines[-1] == {"end": "uncounted", "opens": 3, "lost": 0}
+    else:
+        assert found == [(1, None), (2, None), (3, None), (4, None)]
 
 
 async def test_the_text_that_is_taken_at_once_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
