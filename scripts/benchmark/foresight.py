@@ -5,22 +5,26 @@ order announced, unmodified, and with all fetches ahead switched off), and what 
 the files to the tier with eight processes, then read them there. Each value is in files a second of
 the whole epoch, copying included. The page cache of the source's file system has all bytes, so a
 source is as slow as its rules say.
+
+The last rows have what foresight costs the daemon for an open (``open_cost.py``).
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 import random
 import shutil
 import subprocess
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmark.open_cost import BAR_US, OpenCost
 from scripts.benchmark.requirements import require_slow_source
 from scripts.benchmark.rows import BenchError, Result, Row, measure
 from scripts.datasets.main import make
@@ -176,9 +180,16 @@ def _rows(announced: float, unmodified: float, is_latency: bool) -> Iterator[Row
     )
 
 
-def run(
-    options: argparse.Namespace, work: Path
-) -> tuple[str, dict[str, object], list[Result[Lab]]]:
+def _open_cost(work: Path, rounds: int) -> list[Result[Any]]:
+    rows: list[Row[tuple[float, float]]] = [
+        Row("an open, added by foresight", operator.itemgetter(1), "us", bar=BAR_US),
+        Row("an open without foresight", operator.itemgetter(0), "us"),
+    ]
+    with closing(OpenCost(work / "opens")) as cost:
+        return measure(rows, cost.measure, rounds)
+
+
+def _epochs(options: argparse.Namespace, work: Path) -> list[Result[Lab]]:
     require_slow_source()
     results: list[Result[Lab]] = []
     with ExitStack() as stack:
@@ -198,6 +209,17 @@ def run(
                 for row in _rows(announced, unmodified, latency == SOURCES[0][0])
             ]
             results += measure(rows, partial(Lab, bench), options.rounds)
+    return results
+
+
+def run(
+    options: argparse.Namespace, work: Path
+) -> tuple[str, dict[str, object], list[Result[Any]]]:
+    results: list[Result[Any]] = []
+    if options.only != "opens":
+        results += _epochs(options, work)
+    if options.only != "epochs":
+        results += _open_cost(work, options.rounds)
     conditions: dict[str, object] = {
         "files": options.files,
         "rounds": options.rounds,

@@ -17,6 +17,7 @@ examples:
   scripts/bench --quick --peers rclone,juicefs --install-peers
   scripts/bench epochs --quick --json epochs.json --plot epochs.png
   scripts/bench foresight --quick --json foresight.json --plot foresight.png
+  scripts/bench foresight --only opens
   scripts/bench hang --seconds 10 --modes relay
   scripts/bench month --lines 20000
   scripts/bench snapshot --files 1000000
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         subject("datapath", "reads, compared with the tier and with other systems", 5000, 500, 3)
     )
     _epochs(subject("epochs", "training epochs through a slow source", 600, 300, 5))
-    subject("foresight", "epoch 1 with files that are fetched ahead", 3264, 640, 3)
+    _foresight(subject("foresight", "epoch 1 with files that are fetched ahead", 3264, 640, 3))
     _hang(subject("hang", "readers of copies while the source hangs", 2000, 500, 3))
     month = "a month of fsynced lines and checkpoints"
     _month(subject("month", month, 2_600_000, 20_000, 1, "--lines"))
@@ -164,6 +165,14 @@ def _snapshot(subject: argparse.ArgumentParser) -> None:
     _latency(subject, 1)
     subject.add_argument(
         "--jobs", type=int, default=32, help="number of concurrent calls to the source (32)"
+    )
+
+
+def _foresight(subject: argparse.ArgumentParser) -> None:
+    subject.add_argument(
+        "--only",
+        choices=("epochs", "opens"),
+        help="only the rows of epochs, or only those of the cost of an open",
     )
 
 
