@@ -138,4 +138,5 @@ def _outcome(report: WarmReport, *, wait: bool) -> str:
     resident = f"{asked}: {report.files - report.refused:,} resident"
     if not report.refused:
         return resident
-    return f"{resident}; {report.refused:,} are not: the tiers are full, or see the log"
+    why = "the tiers are full, a rule excludes them, or see the log"
+    return f"{resident}; {report.refused:,} are not: {why}"
