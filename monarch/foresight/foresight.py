@@ -106,7 +106,7 @@ class Foresight:
             if mark & FETCHED:
                 self._unread_bytes -= self._names.attributes(ino).size
             self._marks.set(ino, READ)
-        known = self._job(job)
+        known = self._job(job or self._likely_job(ino))
         stream = self._stream_of(known, ino)
         if stream is None:
             known.outside.append(ino)
@@ -290,6 +290,18 @@ class Foresight:
             self._jobs.move_to_end(number)
         self._latest = number, job
         return job
+
+    def _likely_job(self, ino: Ino) -> int:
+        """The job of an unknown process: the only one that reads the subtree of the file; 0 if none
+        or several do. Workers of a loader may end before their last opens are counted."""
+        if not len(self._jobs) - (0 in self._jobs):
+            return 0
+        readers = [
+            number
+            for number, job in self._jobs.items()
+            if any(ino in stream.subtree.files for stream in job.streams)
+        ]
+        return readers[0] if len(readers) == 1 else 0
 
     def _end_job(self, number: int) -> None:
         self._latest = None

@@ -180,6 +180,24 @@ def test_two_jobs_are_recognised_apart_though_their_opens_alternate() -> None:
     ]
 
 
+def test_opens_by_workers_that_have_ended_belong_to_the_job_that_reads_the_directory() -> None:
+    """A loader starts its workers for each epoch, and the last opens are counted after their end.
+    With two jobs it is not known which one has opened the files."""
+    for jobs in ([JOB], [JOB, OTHER_JOB]):
+        job = Job(rate=0)
+        for epoch in range(3):
+            order = shuffled(job.files(TRAIN), epoch)
+            for reader in jobs:
+                job.open(order[:3800], reader)
+            job.open(order[3800:], 0)
+        streams = job.foresight.report(counts_opens=True).streams
+        found = [(stream.epoch, round(stream.share or 0, 2)) for stream in streams]
+        if len(jobs) == 1:
+            assert found == [(3, 1.0)]
+        else:
+            assert len(found) == 3
+
+
 def test_a_job_that_has_ended_leaves_nothing_to_the_job_that_follows() -> None:
     """A job that is killed and starts again is another one, and its order is recognised."""
     job = Job(rate=0)
