@@ -39,7 +39,7 @@ _ALIKE = 16
 _MOST_FARTHER = 256
 # Copies whose next use has changed, and is recorded anew, for one file: when an order begins or
 # ends, it changes for all copies.
-_MOST_RENEWED = 256
+_MOST_RENEWED = 64
 # Copies whose next use is recorded anew for each file that needs room, those first that were
 # recorded the longest time ago. Their use is later than recorded if their order has ended, or was
 # not followed.
