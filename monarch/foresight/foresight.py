@@ -133,8 +133,8 @@ class Foresight:
             self._wake()
 
     def _stream_of_all(self, inos: Sequence[Ino]) -> Stream | None:
-        """The stream that an open of each of ``inos`` belongs to, if nothing else must hear of
-        it."""
+        """The stream that an open of each of ``inos`` belongs to, if no other part records
+        them."""
         stream = next(iter(self._job(0).streams), None)
         if stream is None or stream.pattern == "skewed" or self.announced.has_orders:
             return None
