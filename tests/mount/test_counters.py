@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import socket
+import re
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -34,20 +34,13 @@ Samples = dict[tuple[str, frozenset[str]], float]
 
 def scraped(address: str) -> Samples:
     """The page, by name and label values."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(address, timeout=10) as answer:
         text = answer.read().decode()
     return {
         (sample.name, frozenset(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def settled_status(mounted: Mounted) -> dict[str, Any]:
@@ -137,13 +130,12 @@ def test_the_metrics_page_tells_what_status_tells(
 ) -> None:
     content = files(30, 10_000, step=1)
     tree(content)
-    address = f"127.0.0.1:{free_port()}"
     mounted = monarch.mount(
         source,
         tiers={"fast": "100000", "large": "100000"},
         options=[
             "metrics.enabled",
-            f"metrics.address={address}",
+            "metrics.address=127.0.0.1:0",
             "placement.policy=lru",
         ],
     )
@@ -152,7 +144,9 @@ def test_the_metrics_page_tells_what_status_tells(
         settled(mounted)
     monarch("evict", str(mounted.path), sorted(content)[-1])
     report = settled_status(mounted)
-    samples = scraped(address)
+    address = re.search(r"metrics at (http://\S+)", mounted.log_text)
+    assert address is not None
+    samples = scraped(address[1])
 
     def page(name: str, *labels: str) -> float:
         return samples[f"monarch_{name}", frozenset(labels)]
