@@ -47,23 +47,39 @@ QUICK = (*PROBED, "limits.tier_timeout=1s")
 TIERS = {"fast": "100MB", "large": "100MB"}
 
 
-def tier(mounted: Mounted, name: str = "fast") -> dict[str, Any]:
-    found: dict[str, Any] = next(t for t in account(mounted)["tiers"] if t["name"] == name)
+def tier_in(report: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(t for t in report["tiers"] if t["name"] == "fast")
     return found
+
+
+def tier(mounted: Mounted) -> dict[str, Any]:
+    return tier_in(account(mounted))
 
 
 def goes_out(mounted: Mounted) -> str:
     """Wait until the tier ``fast`` is out of service; what is wrong with it."""
-    wait_until(lambda: not tier(mounted)["in_service"], "the tier is out of service")
-    report = account(mounted)
+    report: dict[str, Any] = {}
+
+    def is_out() -> bool:
+        # It may be in service again at the next look.
+        report.update(account(mounted))
+        return not tier_in(report)["in_service"]
+
+    wait_until(is_out, "the tier is out of service")
     assert report["health"]["state"] == "degraded"
     assert any("tier fast" in problem["what"] for problem in report["health"]["problems"])
-    return str(tier(mounted)["out_why"])
+    return str(tier_in(report)["out_why"])
 
 
 def comes_back(mounted: Mounted) -> None:
-    wait_until(lambda: bool(tier(mounted)["in_service"]), "the tier is in service again")
-    assert not any("tier fast" in p["what"] for p in account(mounted)["health"]["problems"])
+    report: dict[str, Any] = {}
+
+    def is_back() -> bool:
+        report.update(account(mounted))
+        return bool(tier_in(report)["in_service"])
+
+    wait_until(is_back, "the tier is in service again")
+    assert not any("tier fast" in problem["what"] for problem in report["health"]["problems"])
 
 
 def warmed(mounted: Mounted, content: Mapping[str, bytes]) -> None:
