@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import trio
 from trio.testing import MockClock
 
 from monarch.posix.thread_pool import ThreadPool
@@ -41,3 +42,11 @@ def virtual_clock(*, patience_s: float = 0.004) -> Iterator[MockClock]:
         mock.patch.object(ThreadPool, "_deliver", deliver_and_jump),
     ):
         yield clock
+
+
+async def until(holds: Callable[[], bool], *, virtual_s: float = 10_000.0) -> None:
+    """Waits for a condition that threads bring about: the clock may be far ahead when they have
+    done their work. Raises trio.TooSlowError."""
+    with trio.fail_after(virtual_s):
+        while not holds():
+            await trio.sleep(1)

@@ -27,7 +27,7 @@ from monarch.tiers.tier import Tier
 from monarch.transfer.source_load import CallTotals, NoDatapath
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Ino
-from tests.equipment.virtual_clock import virtual_clock
+from tests.equipment.virtual_clock import until, virtual_clock
 
 _INO = Ino(5)
 
@@ -192,6 +192,7 @@ async def test_a_tier_that_is_gone_is_detached_and_attached_again_as_the_same(
         root, generation, name = tier._root, tier.directory, tier.id
         shutil.rmtree(tier.path)
         await trio.sleep(11)
+        await until(lambda: 1 in rig.monitor.out_of_service())
         assert rig.monitor.out_of_service()[1].moved
         with pytest.raises(NotADirectoryError):
             tier.stage(_INO)
@@ -228,6 +229,7 @@ async def test_a_disk_that_others_have_filled_is_full_before_the_first_call(
 ) -> None:
     async with watching(memory, keep_free=1 << 60) as rig:
         await trio.sleep(11)
+        await until(lambda: 1 in rig.monitor.out_of_service())
         assert rig.monitor.out_of_service()[1].full
         assert rig.monitor.is_read(1)
         assert rig.ledger.room(1) < 0

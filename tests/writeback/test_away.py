@@ -16,6 +16,7 @@ from monarch.writeback import open_files
 from monarch.writeback.objects import Objects
 from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_writer import SourceWriter
+from tests.equipment.virtual_clock import until
 from tests.writeback.remounts import ROOT, Rig, Session
 
 # Long enough for any number of tries of the drain, by a clock that jumps, in seconds.
@@ -103,6 +104,7 @@ async def test_a_file_published_under_an_older_name_is_not_searched_under_a_newe
                 await written(session, b"tmp")
                 await session.rename(b"tmp", b"d/final")
                 await trio.sleep(30)
+                await until((rig.source / "tmp").exists)
                 assert (rig.source / "tmp").read_bytes() == b"new"
                 await require_refused(session, b"d/final")
             await session.drained()
@@ -215,7 +217,7 @@ async def test_a_file_that_cannot_be_made_at_the_source_either_leaves_nothing_th
                     await session.open(path, os.O_WRONLY | flags)
                 assert raised.value.errno == errno.ENOSPC
         await trio.sleep(5)
-        assert staged(rig) == [] and not session.front.opens.files
+        await until(lambda: staged(rig) == [] and not session.front.opens.files)
         assert session.kinds() == {b"a": "file", b"d": "dir"}
         await session.write(b"made", b"new")
         await session.drained()
