@@ -190,12 +190,12 @@ class PartialFile:
             raise
         return cls(fd, ino, header, states, seals=tier.seals)
 
-    def close(self) -> None:
-        """Seals and closes the file."""
+    def close(self, *, sealed: bool = True) -> None:
+        """Closes the file. Without its seal all granules are doubted at the next open."""
         # At once: another file may get the number while a call that was given up continues.
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            if self._seals:
+            if self._seals and sealed:
                 with suppress(OSError):
                     put_seal(fd, self._ino, self.identity)
             os.close(fd)

@@ -415,8 +415,11 @@ class PartialCopies:
                 await self._complete(part)
         finally:
             with trio.CancelScope(shield=True):
-                with suppress(OSError):
+                try:
                     await self._monitor.ask(part.tier, part.file.close)
+                except OSError:
+                    # The tier does not answer, and the call may not have been made.
+                    part.file.close(sealed=False)
             if self._open.get(ino) is part:
                 del self._open[ino]
             part.settling.set()

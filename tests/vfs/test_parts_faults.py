@@ -267,3 +267,29 @@ async def test_checks_wait_while_a_file_is_created_and_completed(make: Makes) ->
         assert ended == ["created", "completed"] and rig.residency.tier_of(ino) == 1
         assert (await rig.open("big"), CONTENT[:10]) == (ino, await rig.read(ino, 0, 10))
         rig.filesystem.release(ino)
+
+
+async def test_a_file_of_a_tier_that_hangs_is_closed(make: Makes) -> None:
+    rig = make()
+
+    def descriptors() -> int:
+        (path,) = files_of(rig)
+        opened = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        return sum(os.path.lexists(fd) and os.readlink(fd) == str(path) for fd in opened)
+
+    async with rig.running():
+        ino = await rig.open("big")
+        await rig.at(ino, 15 * MiB)
+        await rig.stored()
+        assert descriptors() == 1
+        rig.tier_calls.hanging.add(1)
+        rig.filesystem.release(ino)
+        await rig.stored()
+        assert descriptors() == 0
+        rig.tier_calls.hanging.clear()
+        before = rig.source_bytes()
+        await rig.open("big")
+        await rig.at(ino, 15 * MiB)
+        assert rig.source_bytes() == before
+        rig.filesystem.release(ino)
+        await rig.stored()
