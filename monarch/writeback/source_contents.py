@@ -106,26 +106,37 @@ class StagedContents:
     def _open_part(self, directories: OpenDirectories, op: Op, place: Place, *, make: bool) -> int:
         part = self._temporaries.part(op.object, through=op.through)
 
-        def opened() -> int:
+        def opened(by: Credentials | None) -> int:
             fd, _ = directories.of(op.path, place.by, make=make)
             # A file that an earlier mount has left may belong to another user.
             with suppress(FileNotFoundError):
                 os.unlink(part, dir_fd=fd)
-            with acting_as(place.by):
+            with acting_as(by):
                 return os.open(part, NEW, 0o600, dir_fd=fd)
 
+        user = place.by
         try:
-            return opened()
+            return opened(user)
         except OSError as error:
-            if error.errno not in FORBIDDEN or place.by is None:
+            if error.errno not in FORBIDDEN or user is None:
                 raise
-            # The owner of a directory may have taken away the right to write in it since the file
-            # was made there, and could give it again.
-            above, _ = directories.of(op.path, place.by, make=make)
-            if place.kind != "over" and not is_owner(above, place.by):
-                raise
-        place.by = None
-        return opened()
+            if place.kind == "over":
+                place.by = None
+            else:
+                # The owner of a directory may have taken away the right to write in it since the
+                # file was made there, and could give it again.
+                above, _ = directories.of(op.path, user, make=make)
+                if not is_owner(above, user):
+                    raise
+        part_fd = opened(None)
+        try:
+            if place.by is not None:
+                # As if the user had made it.
+                os.fchown(part_fd, user.uid, user.gid)
+        except BaseException:
+            os.close(part_fd)
+            raise
+        return part_fd
 
     def open_staged(self, path: bytes, number: int, source_ino: int) -> SourceFile:
         """Opens the staged file of an object without bytes in the tier, for reading. ``source_ino``

@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,13 @@ import trio
 import trio.testing
 
 from monarch.posix.credentials import USER_BITS, Credentials
+from monarch.tiers.source import Source, identity_of
 from monarch.writeback.drain import Drain
+from monarch.writeback.expected import Expected
 from monarch.writeback.journal import Op
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_entries import SourceEntries
+from monarch.writeback.source_writer import SourceWriter
 from tests.conftest import let_others_in
 from tests.writeback.rig import Model, draining
 
@@ -142,6 +146,32 @@ async def test_the_owner_of_a_directory_may_close_it_before_the_last_bytes_come(
         assert drain.backlog().trouble is None
     found = shared.source / os.fsdecode(path)
     assert found.read_bytes() == b"written" and found.stat().st_uid == 1001
+
+
+@pytest.mark.promise(65, 77)
+@pytest.mark.parametrize("kind", ["new", "replace"])
+@pytest.mark.parametrize("uid", [1001, 1002])
+def test_a_file_of_the_source_that_is_staged_in_a_closed_directory_stays_its_user_s(
+    shared: Model, kind: str, uid: int
+) -> None:
+    (shared.source / "d/old").write_bytes(b"old")
+    over = (identity_of((shared.source / "d/old").stat()),) if kind == "replace" else ()
+    owned(shared, "d", 0o555)
+    path = b"d/old" if kind == "replace" else b"d/new"
+    op = Op(kind="content", path=path, paths=(path,), object=7, uid=uid, mode=0o4755, by=ALICE)
+    place, expected = Place(), Expected(over=over, was_there=True)
+    with closing(Source(os.fsencode(shared.source))) as source:
+        staged = SourceWriter(source, "token").staged
+        fd = staged.open_place(replace(op, strict=True), place, expected, make=False)
+        try:
+            staged.apply_attributes(fd, op, place, expected)
+            found = os.fstat(fd)
+        finally:
+            os.close(fd)
+    assert place.kind == kind
+    # A file of another user is made as Alice could make it.
+    mode = 0o4755 if uid == 1001 else 0o755
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (1001, mode)
 
 
 @pytest.mark.finding("D8", "W15")
