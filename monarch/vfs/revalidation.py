@@ -212,6 +212,11 @@ class Revalidation:
         others = []
         for named in list(node.names):
             status = await self._source_calls.status(node.ino, self._names.path_of(*named))
+            if status is None:
+                above = self._names.visible_path(named[0])
+                if await self._source_calls.status(node.ino, above) is None:
+                    # The drain may be about to rename this directory, or one above it.
+                    continue
             if status is None or status.st_ino != node.source_ino:
                 others.append(named)
         others = [named for named in others if named in node.names]

@@ -620,3 +620,22 @@ def _has_no_room(writer: SourceWriter, size: int) -> bool:
 
 def _refused(again: object) -> None:
     raise ValueError("as a mistake would")
+
+
+@pytest.mark.promise(67, 129)
+async def test_a_name_beneath_a_directory_that_is_to_be_renamed_is_not_taken_for_a_removed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        await session.mkdir(b"made")
+        await session.write(b"made/new", b"written")
+        await session.link(b"made/new", b"d/new")
+        await session.drained()
+        # The drain lets a task that makes changes continue for a while.
+        await session.rename(b"made", b"renamed")
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        ino = session.ino(b"renamed/new")
+        with suppress(SourceError):
+            await session.revalidation.look_again(ino)
+        assert session.ino(b"renamed/new") == ino
