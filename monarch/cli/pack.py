@@ -344,6 +344,8 @@ def _counts(summary: PackSummary) -> str:
 
 
 def _speed(report: BuildReport) -> str:
+    if report.kept_chunks and not report.bytes_read:
+        return "complete already: no file was read from the source"
     speed = f"{format_bytes(report.bytes_read / max(report.seconds, 1e-3))}/s"
     read = f"{format_bytes(report.bytes_read)} read from the source in {report.seconds:.1f} s"
     kept = f"; {counted(report.kept_chunks, 'chunk', 'chunks')} kept" if report.kept_chunks else ""

@@ -69,6 +69,13 @@ def test_files_are_found_by_all_forms_of_their_names(
         assert chunks_of_files(root, named).tolist() == expected
 
 
+def test_the_mount_table_has_the_source_of_a_mount() -> None:
+    line = rb"45 27 0:42 / /mnt/a\040b ro,nosuid - fuse.monarch /packs/image\040net ro,user_id=0"
+    (mounted,) = mount_table(line)
+    assert (mounted.mount_point, mounted.kind) == (Path("/mnt/a b"), "fuse.monarch")
+    assert (mounted.source, mounted.device, mounted.id) == ("/packs/image net", "0:42", 45)
+
+
 def test_large_and_empty_files_have_a_chunk(made: tuple[Path, list[str]]) -> None:
     top, paths = made
     chunks = chunks_of_files(top / "random", [*paths, "large", "class0/empty 1", "class0/empty 2"])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from monarch.packs import reading, tree
 from monarch.packs.build import Parameters, build
 from monarch.packs.pack import Pack, is_pack
 from tests.equipment import disks
-from tests.packs.trees import contents, make_tree, pack
+from tests.packs.trees import contents, copied, make_tree, pack
 
 PROGRAM = """
 import sys
@@ -182,6 +185,45 @@ def test_a_file_that_changed_since_an_interrupted_run_is_read_again(tmp_path: Pa
     assert size <= report.bytes_read < report.pack.bytes - 20_000
 
 
+def test_each_file_is_opened_once_and_none_of_a_chunk_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_tree(tmp_path / "source")
+    opened: Counter[bytes] = Counter()
+
+    def counted(root: int, path: bytes, flags: int) -> int:
+        opened[path] += 1
+        return open_beneath(root, path, flags)
+
+    open_beneath = reading.open_beneath
+    monkeypatch.setattr(reading, "open_beneath", counted)
+    pack(source, tmp_path / "whole")
+    with Pack.open(os.fsencode(tmp_path / "whole")) as whole:
+        records = [whole.record(number) for number in range(1, whole.info.entries + 1)]
+    bytes_at = {record.path for record in records if record.chunk != -1}
+    first_names = bytes_at - {b"class1/link.jpg"}
+    assert opened == Counter(first_names)
+
+    # An unfinished pack with all chunks but two, and without large files that are noted.
+    unfinished = copied(tmp_path / "whole", tmp_path / "unfinished")
+    _make_unfinished(unfinished, missing=("chunks/000001.chunk", "chunks/000003.chunk"))
+    opened.clear()
+    report = pack(source, unfinished)
+    expected = {record.path for record in records if record.chunk in (1, 3, -2)} & first_names
+    assert opened == Counter(expected)
+    assert report.bytes_read == sum(record.size for record in records if record.path in expected)
+    assert contents(unfinished) == contents(tmp_path / "whole")
+
+
+def _make_unfinished(directory: Path, *, missing: Sequence[str]) -> None:
+    """Turns a complete pack into one that is being written, without the chunks ``missing``."""
+    for name in (*missing, "pack.json", "index", "chunks/tree.chunk"):
+        (directory / name).unlink()
+    fields = {"seed": 7, "order": "random", "chunk_bytes": 8192}
+    mark = {"format": "monarch-pack", "version": 1, **fields}
+    (directory / "building").write_text(json.dumps(mark) + "\n")
+
+
 @pytest.mark.promise(222)
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     source = make_tree(tmp_path / "source")
@@ -267,7 +309,7 @@ def test_a_full_disk_is_one_error_and_the_run_is_continued(tmp_path: Path) -> No
     source = make_tree(tmp_path / "source")
     with disks.in_memory(tmp_path / "disk", 1) as disk:
         filler = disk / "filler"
-        filler.write_bytes(bytes(950_000))
+        filler.write_bytes(bytes(1_000_000))
         with pytest.raises(PackError, match="No space left on device; make room"):
             pack(source, disk / "pack")
         assert not is_pack(os.fsencode(disk / "pack"))

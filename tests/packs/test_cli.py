@@ -25,7 +25,9 @@ def test_the_word_build_may_be_left_out(made: tuple[Path, Path], tmp_path: Path)
     assert not short.exception
     assert not long.exception
     assert contents(tmp_path / "short") == contents(tmp_path / "long") == contents(made[1])
-    assert "read from the source" in short.stdout
+    assert "read from the source in" in short.stdout
+    again = run(made[0], "-o", tmp_path / "short", *options)
+    assert "complete already: no file was read" in again.stdout
     raw = json.loads(long.stdout)
     assert raw["pack"]["seed"] == 7
     assert raw["bytes_read"] == raw["pack"]["bytes"]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 import stat
 from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -16,6 +20,7 @@ from monarch.packs.format import (
     LARGE,
     NONE,
     PAYLOAD,
+    TABLE_DTYPE,
     TREE,
     Entry,
     Header,
@@ -27,7 +32,7 @@ from monarch.packs.format import (
     encode_xattrs,
     table_size,
 )
-from monarch.packs.index import ChunkFile, Index, encode_index
+from monarch.packs.index import RECORD_DTYPE, ChunkFile, Index, encode_index
 
 FILE = stat.S_IFREG | 0o644
 FOLDER = stat.S_IFDIR | 0o755
@@ -171,6 +176,35 @@ def test_extended_attributes_do_not_depend_on_their_order() -> None:
     pairs = [(b"user.b", b"1"), (b"user.a", b"\0" * 10)]
     assert encode_xattrs(pairs) == encode_xattrs(pairs[::-1])
     assert decode_xattrs(encode_xattrs(pairs)) == tuple(sorted(pairs))
+
+
+def _documented(heading: str, table: int) -> list[int]:
+    """The positions in a table of docs/packs.md: its rows that begin with a number."""
+    text = (Path(__file__).parents[2] / "docs/packs.md").read_text()
+    section = text.split(f"### {heading}\n")[1].split("\n### ")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    return [int(found) for found in re.findall(r"^\| (\d+) \|", tables[table], re.MULTILINE)]
+
+
+def _positions(dtype: np.dtype[np.void]) -> list[int]:
+    return [dtype.fields[name][1] for name in dtype.names or ()] if dtype.fields else []
+
+
+def test_the_documented_positions_are_those_of_the_format() -> None:
+    assert _documented("Chunks", 1) == _positions(TABLE_DTYPE)
+    assert _documented("Index", 1) == _positions(RECORD_DTYPE)
+    header = header_of([], kind=TREE, sequence=5, large=3)
+    raw = encode_header(header)
+    *begins, end = _documented("Chunks", 0)
+    assert end == len(raw) == 80
+    numbers = [
+        int.from_bytes(raw[begin:after], "little") for begin, after in pairwise([*begins, end])
+    ]
+    assert numbers[1:-2] == [
+        *(1, header.kind, header.seed, header.sequence, header.entries, header.table_bytes),
+        *(header.payload_bytes, header.chunk_bytes, header.order, header.large),
+    ]
+    assert numbers[-2:] == [header.table_digest, xxhash.xxh3_64_intdigest(raw[:72])]
 
 
 # -- the index -------------------------------------------------------------------------------------
