@@ -39,6 +39,9 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 PLAIN = {"vocabulary", "command line"}
 RANK = {name: rank for rank, (_, names) in enumerate(LAYERS) for name in names}
 
+# The package itself gives names of these modules, and imports each when its name is used.
+ON_DEMAND = {"monarch.datasets.files"}
+
 # The most modules beside the packages: a new module belongs into a package.
 MOST_LOOSE = 6
 
@@ -179,6 +182,8 @@ def _layer_rules(module: str, imports: list[Import]) -> Iterator[str]:
             continue
         target = _unit(found.target)
         if target == unit or target not in RANK or found.target == "monarch":
+            continue
+        if module == "monarch" and found.target in ON_DEMAND:
             continue
         same_line = RANK[target] == RANK[unit]
         if RANK[target] > RANK[unit] or (same_line and LAYERS[RANK[unit]][0] not in PLAIN):

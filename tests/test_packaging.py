@@ -13,6 +13,7 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ ROOT = Path(__file__).parents[1]
 SLURM = ROOT / "conf" / "slurm"
 
 
-EXTENSION = f"monarch/fuse/_datapath{sysconfig.get_config_var('EXT_SUFFIX')}"
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+EXTENSION = f"monarch/fuse/_datapath{SUFFIX}"
+EXTENSIONS = (EXTENSION, f"monarch/datasets/_many{SUFFIX}")
 
 
 def checkout(directory: Path) -> Path:
@@ -67,7 +70,7 @@ def test_the_wheel_holds_every_module_the_extension_and_nothing_else(built: Path
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "monarch").rglob("*.py")} | {
         "monarch/py.typed",
-        EXTENSION,
+        *EXTENSIONS,
     }
     assert modules <= names
     assert {name.split("/")[0] for name in names - modules} == {
@@ -90,10 +93,9 @@ def c_files() -> set[str]:
 
 def test_each_c_file_is_compiled_and_each_header_is_watched() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    named = {
-        kind: set(re.findall(r'"(monarch/[\w/]+\.[ch])"', line))
-        for kind, line in re.findall(r"^(sources|depends) = (\[[^]]*\])", text, re.MULTILINE)
-    }
+    named: dict[str, set[str]] = defaultdict(set)
+    for kind, line in re.findall(r"^(sources|depends) = (\[[^]]*\])", text, re.MULTILINE):
+        named[kind] |= set(re.findall(r'"(monarch/[\w/]+\.[ch])"', line))
     assert named["sources"] == {name for name in c_files() if name.endswith(".c")}
     assert named["depends"] == {name for name in c_files() if name.endswith(".h")}
 

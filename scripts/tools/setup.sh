@@ -57,7 +57,7 @@ ensure_venv() {
     say "installing monarch${extras:+[$extras]} into $VENV"
     # setuptools would keep an extension that is newer than its sources, whatever the flags. A
     # running daemon has the old file mapped, so the file is removed and not overwritten.
-    rm -f "$ROOT"/monarch/fuse/_datapath.*.so
+    rm -f "$ROOT"/monarch/fuse/_datapath.*.so "$ROOT"/monarch/datasets/_many.*.so
     "$PYTHON" -m pip install -q -e "$ROOT${extras:+[$extras]}" >&2 ||
         fail "pip could not install monarch${extras:+[$extras]}"
     for extra in none "$@"; do

@@ -100,7 +100,7 @@ compile_strictly() {
     [ -z "$failed" ]
 }
 check "gcc" compile_strictly monarch/fuse/native/*.c
-check "clang-format" "$VENV/bin/clang-format" --dry-run -Werror monarch/fuse/native/*.[ch] tests/equipment/*.c
+check "clang-format" "$VENV/bin/clang-format" --dry-run -Werror monarch/fuse/native/*.[ch] monarch/datasets/native/*.c tests/equipment/*.c
 
 step "pytest"
 session=$(od -An -N8 -tx8 /dev/urandom | tr -d ' ')

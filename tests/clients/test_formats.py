@@ -70,3 +70,13 @@ def test_sqlite_in_write_ahead_log_mode_needs_immutable_as_on_any_read_only_file
     assert reader.epoch(mounted.path, 1) == expected
     settle(mounted, 1)
     assert reader.epoch(mounted.path, 2) == expected
+
+
+@pytest.mark.promise(250)
+def test_many_small_files_are_read_in_one_call_for_three_epochs(
+    monarch: MonarchCommand, client: Start, images: Path
+) -> None:
+    reader = client("many_files")
+    expected = reader.epoch(images)
+    assert len(expected) == 200
+    three_epochs(monarch, images, reader.epoch, expected=expected, opens_at_first=200)

@@ -1,0 +1,232 @@
+"""Reads many small files of a directory in one call.
+
+A loop of ``open`` and ``read`` waits for one file after the other, and takes the interpreter for
+each. Here threads open, read and close the files, without the interpreter where the C extension is
+installed. Files are opened by their names, so permissions hold as for any program, on a mount of
+Monarch and in any other directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Any, Union
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Buffer
+
+from monarch.text import KiB
+
+Name = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
+Places = npt.NDArray[np.int64]
+ReadMany = Callable[[int, "tuple[bytes, ...]", memoryview, int, int], bytes]
+
+
+def _extension() -> ReadMany | None:
+    try:
+        read_many: ReadMany = importlib.import_module("monarch.datasets._many").read_many
+    except ImportError:
+        # There was no compiler.
+        return None
+    return read_many
+
+
+_read_many = _extension()
+
+# Threads that begin at once; more are started while calls wait for a server.
+_LEAST_THREADS = os.cpu_count() or 1
+MOST_THREADS = 32
+
+# In the place of an offset: the file could not be read, or there was no room for it. The same in
+# _many.c.
+_FAILED, _NO_ROOM = -1, -2
+
+# A buffer has room for files of this size at first, and then for those of the mean of the last
+# call, and this share more. Memory that is not written takes no room.
+_FIRST_BYTES = 256 * KiB
+_SPARE = 1.25
+# O_NONBLOCK: the open of a fifo must not wait for a process that writes to it.
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+
+
+class Dataset:
+    """The files below the directory ``path``, which stays open. Raises OSError.
+
+    At most ``threads`` threads wait for the file system at once. Threads may share the object, and
+    so may forked processes. A pickled object opens the directory again, by its absolute path.
+    """
+
+    def __init__(self, path: Name, *, threads: int = MOST_THREADS) -> None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
+        self._path = os.path.abspath(os.fsencode(path))
+        self._threads = threads
+        self._fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._mean_bytes = float(_FIRST_BYTES)
+        # The buffer of the last call, which is used again if the caller has kept no view of it.
+        self._spare: npt.NDArray[np.uint8] | None = None
+
+    def get(self, name: Name) -> memoryview:
+        """The bytes of one file. As ``get_many``."""
+        return self.get_many((name,))[0]
+
+    def get_many(self, names: Iterable[Name], *, into: Buffer | None = None) -> list[memoryview]:
+        """The bytes of the files ``names``, in this order. A name is relative to the directory; it
+        may occur several times.
+
+        ``into`` is memory of the caller, as a bytearray, a numpy array or a pinned tensor (its
+        numpy view): all bytes are then in it, in any order and without gaps, and the views lead to
+        their places. Raises ValueError if they do not fit; ``into`` may be changed then. Without it
+        the views are read-only and share one buffer. The bytes of a file are those that it has
+        while it is read, up to its size at the open.
+
+        Raises OSError with the name of the first file, in the order of ``names``, that cannot be
+        read: also for a directory (EISDIR), and for what is no regular file (EINVAL). Ctrl-C ends
+        the call when the calls to the file system that run have ended.
+        """
+        wanted = tuple(map(os.fsencode, names))
+        if into is not None:
+            return self._fill(wanted, memoryview(into).cast("B"))
+        if not wanted:
+            return []
+        buffer = self._buffer(int(len(wanted) * self._mean_bytes * _SPARE))
+        places = self._read(wanted, buffer.data)
+        views = [memoryview(b"")] * len(wanted)
+        _put(views, places, buffer)
+        left = np.flatnonzero(places[:, 0] == _NO_ROOM)
+        while len(left):
+            # Their sizes are known now, unless they grow.
+            more = np.empty(int(places[left, 1].sum()), np.uint8)
+            found = self._read(tuple(wanted[index] for index in left), more.data)
+            places[left] = found
+            _put(views, places, more, left)
+            left = left[found[:, 0] == _NO_ROOM]
+        self._mean_bytes = max(1.0, sum(map(len, views)) / len(wanted))
+        return views
+
+    def _buffer(self, size: int) -> npt.NDArray[np.uint8]:
+        """A buffer of at least ``size`` bytes. Memory that was used before needs no new pages of
+        the kernel."""
+        spare, self._spare = self._spare, None
+        # Two: the variable, and the argument of the function.
+        is_unused = spare is not None and sys.getrefcount(spare) == 2
+        if spare is None or not is_unused or len(spare) < size:
+            spare = np.empty(size, np.uint8)
+        self._spare = spare
+        return spare
+
+    def _fill(self, names: tuple[bytes, ...], into: memoryview) -> list[memoryview]:
+        places = self._read(names, into)
+        if (places[:, 0] == _NO_ROOM).any():
+            needed = int(places[:, 1].sum())
+            raise ValueError(
+                f"{len(names)} files have {needed:,} bytes, and the buffer {len(into):,}"
+            )
+        return [into[offset : offset + size] for offset, size in places.tolist()]
+
+    def _read(self, names: tuple[bytes, ...], buffer: memoryview) -> Places:
+        """The place of each file in the buffer, of shape (n, 2). Raises OSError."""
+        if self._fd < 0:
+            raise ValueError("the data set is closed")
+        read = _read_in_python if _read_many is None else _read_many
+        least = min(self._threads, _LEAST_THREADS)
+        found = read(self._fd, names, buffer, least, self._threads)
+        places = np.frombuffer(found, np.int64).reshape(len(names), 2).copy()
+        bad = np.flatnonzero(places[:, 0] == _FAILED)
+        if len(bad):
+            index = int(bad[0])
+            number = int(places[index, 1])
+            name = os.path.join(self._path, names[index])
+            raise OSError(number, os.strerror(number), os.fsdecode(name))
+        return places
+
+    def close(self) -> None:
+        """Closes the directory. Bytes that were read stay valid."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Dataset:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # ``_fd`` is missing if the directory could not be opened.
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self._path, "threads": self._threads}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Dataset.__init__(self, state["path"], threads=state["threads"])
+
+
+def open_dataset(path: Name, *, threads: int = MOST_THREADS) -> Dataset:
+    """The files below the directory ``path``, to be read many at a time (``Dataset``)."""
+    return Dataset(path, threads=threads)
+
+
+def _put(
+    views: list[memoryview], places: Places, buffer: npt.NDArray[np.uint8], indices: Any = None
+) -> None:
+    """Puts a view of ``buffer`` in the place of each file that was read into it."""
+    whole = buffer.data.toreadonly()
+    chosen = range(len(views)) if indices is None else indices.tolist()
+    for index in chosen:
+        offset, size = places[index].tolist()
+        if offset >= 0:
+            views[index] = whole[offset : offset + size]
+
+
+# -- without the C extension -----------------------------------------------------------------------
+
+
+def _read_in_python(
+    directory: int, names: tuple[bytes, ...], buffer: memoryview, least: int, most: int
+) -> bytes:
+    """As ``read_many`` of _many.c, in threads of the interpreter."""
+    places = np.zeros((len(names), 2), np.int64)
+    with ThreadPoolExecutor(most) as pool:
+        contents = pool.map(partial(_content, directory), names)
+        used = 0
+        for place, content in zip(places, contents, strict=True):
+            if isinstance(content, int):
+                place[:] = _FAILED, content
+                continue
+            size = len(content)
+            if used + size > len(buffer):
+                place[:] = _NO_ROOM, size
+                continue
+            buffer[used : used + size] = content
+            place[:] = used, size
+            used += size
+    return places.tobytes()
+
+
+def _content(directory: int, name: bytes) -> bytes | int:
+    """The bytes of a file, or an errno."""
+    try:
+        fd = os.open(name, _FLAGS, dir_fd=directory)
+        with open(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                return errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+            return file.read(status.st_size)
+    except OSError as error:
+        return error.errno or errno.EIO

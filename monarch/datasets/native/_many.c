@@ -1,0 +1,273 @@
+/* Reads many small files at once, with threads that do not need the interpreter
+ * (files.py). */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+/* A call that opens or reads longer than this, in nanoseconds, has waited for a
+ * server: one more thread then waits beside it. */
+#define LONG_NS 500000
+
+#define MOST_THREADS 256
+
+/* Of one file: its place in the buffer, and its size; or FAILED and the errno;
+ * or NO_ROOM and the size of the file. files.py has the same numbers. */
+struct found {
+  int64_t offset;
+  int64_t size;
+};
+
+#define FAILED (-1)
+#define NO_ROOM (-2)
+
+struct many {
+  int directory;
+  const char **names;
+  struct found *found;
+  size_t count;
+  char *buffer;
+  size_t room;
+  atomic_size_t next;
+  atomic_size_t used;
+  /* The threads besides the caller: those allowed, those that exist or are
+   * being started, and those that were started, under the mutex. */
+  pthread_mutex_t mutex;
+  int most;
+  int reserved;
+  int started;
+  pthread_t threads[MOST_THREADS];
+};
+
+static void *read_files(void *arg);
+
+static int64_t now_ns(void) {
+  struct timespec now;
+
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Starts one more thread unless all are running. Without memory for it there
+ * are fewer threads. */
+static void start_thread(struct many *many) {
+  pthread_t thread;
+  bool may;
+
+  pthread_mutex_lock(&many->mutex);
+  may = many->reserved < many->most;
+  many->reserved += may;
+  pthread_mutex_unlock(&many->mutex);
+  if (!may || pthread_create(&thread, NULL, read_files, many) != 0)
+    return;
+  pthread_mutex_lock(&many->mutex);
+  many->threads[many->started++] = thread;
+  pthread_mutex_unlock(&many->mutex);
+}
+
+/* Waits for the thread that was started as number ``number``; whether there is
+ * one. */
+static bool join_thread(struct many *many, int number) {
+  pthread_t thread;
+  bool exists;
+
+  pthread_mutex_lock(&many->mutex);
+  exists = number < many->started;
+  if (exists)
+    thread = many->threads[number];
+  pthread_mutex_unlock(&many->mutex);
+  if (exists)
+    pthread_join(thread, NULL);
+  return exists;
+}
+
+/* Takes ``size`` bytes of the buffer; returns their offset, or NO_ROOM. */
+static int64_t take(struct many *many, size_t size) {
+  size_t used = atomic_load(&many->used);
+
+  do {
+    if (size > many->room - used)
+      return NO_ROOM;
+  } while (!atomic_compare_exchange_weak(&many->used, &used, used + size));
+  return (int64_t)used;
+}
+
+static struct found failed(int number) {
+  return (struct found){FAILED, number};
+}
+
+static struct found read_open(struct many *many, int fd) {
+  struct stat status;
+  struct found found;
+  int64_t done = 0;
+
+  if (fstat(fd, &status) != 0)
+    return failed(errno);
+  if (!S_ISREG(status.st_mode))
+    return failed(S_ISDIR(status.st_mode) ? EISDIR : EINVAL);
+  found.size = status.st_size;
+  found.offset = take(many, (size_t)status.st_size);
+  if (found.offset < 0)
+    return found;
+  while (done < found.size) {
+    ssize_t count =
+        pread(fd, many->buffer + found.offset + done, found.size - done, done);
+
+    if (count < 0 && errno == EINTR)
+      continue;
+    if (count < 0)
+      return failed(errno);
+    if (count == 0)
+      break; /* The file became shorter. */
+    done += count;
+  }
+  found.size = done;
+  return found;
+}
+
+static struct found read_file(struct many *many, const char *name) {
+  struct found found;
+  int fd;
+
+  /* O_NONBLOCK: a fifo must not wait for a process that writes to it. */
+  do
+    fd = openat(many->directory, name,
+                O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  while (fd < 0 && errno == EINTR);
+  if (fd < 0)
+    return failed(errno);
+  found = read_open(many, fd);
+  close(fd);
+  return found;
+}
+
+static void *read_files(void *arg) {
+  struct many *many = arg;
+  int64_t since = now_ns();
+
+  for (;;) {
+    size_t index = atomic_fetch_add(&many->next, 1);
+    int64_t now;
+
+    if (index >= many->count)
+      return NULL;
+    many->found[index] = read_file(many, many->names[index]);
+    now = now_ns();
+    if (now - since > LONG_NS && atomic_load(&many->next) < many->count)
+      start_thread(many);
+    since = now;
+  }
+}
+
+static void read_all(struct many *many, int least) {
+  sigset_t all, before;
+  int number;
+
+  /* Signals are for the threads of the interpreter; new threads inherit the
+   * mask. */
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  for (number = 1; number < least && (size_t)number < many->count; number++)
+    start_thread(many);
+  read_files(many);
+  /* A thread is listed before the thread that has started it ends, so none is
+   * left out. */
+  for (number = 0; join_thread(many, number); number++)
+    ;
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+/* The names as C strings, which live as long as ``sequence``; NULL with an
+ * exception. */
+static const char **names_of(PyObject *sequence, size_t count) {
+  const char **names = PyMem_New(const char *, count ? count : 1);
+  size_t index;
+
+  if (!names) {
+    PyErr_NoMemory();
+    return NULL;
+  }
+  for (index = 0; index < count; index++) {
+    char *name;
+
+    /* Without a length, a name with a zero byte is refused. */
+    if (PyBytes_AsStringAndSize(PySequence_Fast_GET_ITEM(sequence, index),
+                                &name, NULL) != 0) {
+      PyMem_Free(names);
+      return NULL;
+    }
+    names[index] = name;
+  }
+  return names;
+}
+
+/* read_many(directory, names, buffer, least, most): two 64-bit numbers for each
+ * name, as bytes. */
+static PyObject *read_many(PyObject *module, PyObject *args) {
+  PyObject *sequence = NULL, *result = NULL;
+  PyObject *names;
+  Py_buffer buffer;
+  struct many *many;
+  int directory, least, most;
+
+  (void)module;
+  if (!PyArg_ParseTuple(args, "iOw*ii", &directory, &names, &buffer, &least,
+                        &most))
+    return NULL;
+  many = calloc(1, sizeof *many);
+  sequence = PySequence_Fast(names, "names must be a sequence");
+  if (!many || !sequence) {
+    if (!many)
+      PyErr_NoMemory();
+    goto out;
+  }
+  many->count = (size_t)PySequence_Fast_GET_SIZE(sequence);
+  many->names = names_of(sequence, many->count);
+  if (!many->names)
+    goto out;
+  result = PyBytes_FromStringAndSize(
+      NULL, (Py_ssize_t)(many->count * sizeof(struct found)));
+  if (!result)
+    goto out;
+  many->directory = directory;
+  many->found = (struct found *)PyBytes_AS_STRING(result);
+  many->buffer = buffer.buf;
+  many->room = (size_t)buffer.len;
+  many->most = most - 1 < MOST_THREADS ? most - 1 : MOST_THREADS;
+  pthread_mutex_init(&many->mutex, NULL);
+  Py_BEGIN_ALLOW_THREADS;
+  read_all(many, least);
+  Py_END_ALLOW_THREADS;
+  pthread_mutex_destroy(&many->mutex);
+out:
+  if (many)
+    PyMem_Free(many->names);
+  free(many);
+  Py_XDECREF(sequence);
+  PyBuffer_Release(&buffer);
+  return result;
+}
+
+static PyMethodDef methods[] = {
+    {"read_many", read_many, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "monarch.datasets._many",
+    .m_size = 0,
+    .m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit__many(void) { return PyModuleDef_Init(&definition); }

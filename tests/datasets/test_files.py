@@ -1,0 +1,201 @@
+"""Many small files are read in one call."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from monarch.datasets import files
+from monarch.datasets.files import Dataset, open_dataset
+from tests.equipment.slowfs import SlowSource
+from tests.equipment.waiting import wait_until
+
+SIZES = [0, 1, 4095, 4096, 110_000, 1 << 20]
+
+
+@pytest.fixture(params=["native", "python"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the C extension, and without it."""
+    assert files._read_many is not None, "the extension was not built"
+    if request.param == "python":
+        monkeypatch.setattr(files, "_read_many", None)
+    return str(request.param)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> dict[str, bytes]:
+    """Forty files in ``tmp_path``, with their bytes."""
+    rng = random.Random(1)
+    content = {f"{n % 4}/{n}": rng.randbytes(SIZES[n % len(SIZES)]) for n in range(40)}
+    for name, data in content.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    return content
+
+
+@pytest.mark.promise(250)
+def test_each_file_has_its_bytes_in_the_order_of_the_names(
+    reader: str, tmp_path: Path, tree: dict[str, bytes]
+) -> None:
+    rng = random.Random(2)
+    with open_dataset(tmp_path) as dataset:
+        for count in (0, 1, 3, 64, 200):
+            names = rng.choices(list(tree), k=count)
+            views = dataset.get_many(names)
+            assert views == [tree[name] for name in names]
+            assert all(view.readonly for view in views)
+        assert dataset.get(next(iter(tree))) == next(iter(tree.values()))
+
+
+def test_views_of_earlier_calls_keep_their_bytes(
+    reader: str, tmp_path: Path, tree: dict[str, bytes]
+) -> None:
+    names = list(tree)
+    with Dataset(tmp_path) as dataset:
+        kept = [dataset.get_many(names[n : n + 5]) for n in range(0, 40, 5)]
+        dataset.get_many(reversed(names))
+    assert [bytes(view) for views in kept for view in views] == list(tree.values())
+
+
+@pytest.mark.parametrize("kind", [bytearray, lambda size: np.empty(size, np.uint8)])
+def test_the_bytes_are_read_into_memory_of_the_caller(
+    reader: str, tmp_path: Path, tree: dict[str, bytes], kind: Callable[[int], bytearray]
+) -> None:
+    total = sum(map(len, tree.values()))
+    memory = kind(total)
+    with Dataset(tmp_path) as dataset:
+        views = dataset.get_many(tree, into=memory)
+        assert views == list(tree.values())
+        assert not any(view.readonly for view in views)
+        assert sorted(bytes(memory)) == sorted(b"".join(tree.values()))
+        small = kind(total - 1)
+        with pytest.raises(ValueError, match=f"40 files have {total:,} bytes, and the buffer"):
+            dataset.get_many(tree, into=small)
+        with pytest.raises((TypeError, BufferError)):
+            dataset.get_many(tree, into=bytes(total))
+
+
+@pytest.mark.promise(250)
+def test_the_first_file_that_cannot_be_read_is_named(
+    reader: str, tmp_path: Path, tree: dict[str, bytes]
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to("loop")
+    names = list(tree)
+    with Dataset(tmp_path) as dataset:
+        for name, number in [
+            ("none", errno.ENOENT),
+            ("0", errno.EISDIR),
+            ("fifo", errno.EINVAL),
+            ("loop", errno.ELOOP),
+            (f"{names[0]}/x", errno.ENOTDIR),
+        ]:
+            with pytest.raises(OSError, match=name) as caught:
+                dataset.get_many([*names, name, "none"])
+            assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path / name))
+        with pytest.raises(ValueError, match=r"null byte|embedded"):
+            dataset.get_many(["a\0b"])
+        assert dataset.get_many(names) == list(tree.values())
+    with pytest.raises(ValueError, match="closed"):
+        dataset.get(names[0])
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Dataset(tmp_path / "nowhere")
+
+
+def test_names_of_any_bytes_and_links_are_opened_as_by_any_program(
+    reader: str, tmp_path: Path
+) -> None:
+    odd = b"a\xff\n b"
+    (tmp_path / os.fsdecode(odd)).write_bytes(b"odd")
+    (tmp_path / "link").symlink_to(os.fsdecode(odd))
+    with Dataset(os.fsencode(tmp_path)) as dataset:
+        assert dataset.get_many([odd, "link", Path("link"), os.fsdecode(odd)]) == [b"odd"] * 4
+
+
+def test_no_descriptor_and_no_thread_is_left(
+    reader: str, tmp_path: Path, tree: dict[str, bytes]
+) -> None:
+    with Dataset(tmp_path) as dataset:
+        before = sorted(os.listdir("/proc/self/fd")), set(os.listdir("/proc/self/task"))
+        for _ in range(20):
+            dataset.get_many(tree)
+            with pytest.raises(FileNotFoundError):
+                dataset.get_many([*tree, "none"])
+        assert sorted(os.listdir("/proc/self/fd")) == before[0]
+    # A thread that was joined ends a little later, and so may threads of earlier tests.
+    wait_until(lambda: set(os.listdir("/proc/self/task")) <= before[1], "threads are left")
+
+
+def test_threads_forked_processes_and_pickled_copies_read(
+    reader: str, tmp_path: Path, tree: dict[str, bytes]
+) -> None:
+    dataset = Dataset(tmp_path, threads=3)
+    right: list[bool] = []
+
+    def read() -> None:
+        right.extend(dataset.get_many(tree) == list(tree.values()) for _ in range(20))
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 80
+    forked = multiprocessing.get_context("fork").Process(target=_check, args=(dataset, tree))
+    forked.start()
+    forked.join()
+    assert forked.exitcode == 0
+    copy = pickle.loads(pickle.dumps(dataset))
+    dataset.close()
+    assert copy.get_many(tree) == list(tree.values())
+    copy.close()
+
+
+def _check(dataset: Dataset, tree: dict[str, bytes]) -> None:
+    if dataset.get_many(tree) != list(tree.values()):
+        os._exit(1)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[SlowSource]:
+    (tmp_path / "root").mkdir()
+    with SlowSource(tmp_path / "root", tmp_path / "slow") as source:
+        yield source
+
+
+@pytest.mark.promise(251)
+def test_more_threads_wait_while_the_file_system_is_slow(slow: SlowSource) -> None:
+    for number in range(100):
+        (slow.root / f"{number}").write_bytes(b"%d" % number)
+    most = 0
+    is_over = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not is_over.wait(0.005):
+            most = max(most, len(os.listdir("/proc/self/task")))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    before = slow.counters()["open"], len(os.listdir("/proc/self/task"))
+    try:
+        slow.rules("lat open 100")
+        with Dataset(slow.path, threads=16) as dataset:
+            views = dataset.get_many(f"{number}" for number in range(100))
+            assert views == [b"%d" % number for number in range(100)]
+    finally:
+        is_over.set()
+        watching.join()
+    assert slow.counters()["open"] - before[0] == 100
+    # The caller is one of them.
+    assert most - before[1] == 15
