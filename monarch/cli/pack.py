@@ -16,6 +16,7 @@ from monarch.order import chunkwise_order, distinct_labels
 from monarch.packs import mixing
 from monarch.packs.build import BuildReport, Parameters
 from monarch.packs.build import build as build_pack
+from monarch.packs.format import MOST_CHUNK
 from monarch.packs.pack import Pack, PackSummary
 from monarch.packs.rebuild import Damage
 from monarch.packs.rebuild import rebuild as rebuild_pack
@@ -56,8 +57,8 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
         size = parse_bytes(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
-    if not 4096 <= size <= 1 << 40:
-        raise click.BadParameter("give a size from 4KiB to 1TiB")
+    if not 4096 <= size <= MOST_CHUNK:
+        raise click.BadParameter("give a size from 4KiB to 1GiB")
     return size
 
 

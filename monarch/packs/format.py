@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from monarch.errors import PackError
-from monarch.text import MiB
+from monarch.text import GiB, MiB
 
 FORMAT: Final = "monarch-pack"
 VERSION: Final = 1
@@ -58,6 +58,8 @@ TABLE_DTYPE: Final = np.dtype(
 )
 
 MOST_SIZE: Final = (1 << 63) - 1
+# The most bytes of the files of one chunk: a reader may take a file of a chunk into memory.
+MOST_CHUNK: Final = 1 * GiB
 # Limits of Linux: NAME_MAX; PATH_MAX without its NUL; XATTR_LIST_MAX and the size of a value.
 MOST_NAME: Final = 255
 MOST_TARGET: Final = 4095
@@ -166,7 +168,7 @@ def decode_header(raw: bytes) -> Header:
         and header.order < len(ORDERS)
         and header.sequence <= MOST
         and header.large <= MOST
-        and 0 < header.chunk_bytes <= MOST_SIZE
+        and 0 < header.chunk_bytes <= MOST_CHUNK
         and header.entries * TABLE_DTYPE.itemsize <= header.table_bytes
         and header.table_bytes <= MOST_SIZE
         and header.payload_bytes <= (header.chunk_bytes if header.kind == PAYLOAD else 0)

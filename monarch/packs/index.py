@@ -23,6 +23,7 @@ from monarch.packs.format import (
     KINDS,
     LARGE,
     MOST,
+    MOST_CHUNK,
     MOST_SIZE,
     NONE,
     VERSION,
@@ -360,6 +361,7 @@ class Index:
         has_bytes = chunk != NONE
         is_sound = (
             not bool((size > MOST_SIZE).any())
+            and not bool(((chunk < LARGE) & (size > MOST_CHUNK)).any())
             and not bool((has_bytes & ~is_file).any())
             and not bool((is_file & ~has_bytes & (size > 0)).any())
             and bool(((chunk >= LARGE) | (chunk < len(self.chunks))).all())
@@ -391,6 +393,7 @@ class Index:
         is_sound = (
             int(counts.sum()) == len(self.placed) == int(is_placed.sum())
             and np.array_equal(first, self.chunks["first"])
+            and not bool((self.chunks["file_bytes"] > MOST_SIZE).any())
             and int(self.placed.max(initial=0)) < len(self.records)
             and bool(is_placed[self.placed].all())
         )

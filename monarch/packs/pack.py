@@ -23,6 +23,7 @@ from monarch.packs.format import (
     FORMAT,
     LARGE,
     MOST,
+    MOST_CHUNK,
     MOST_SIZE,
     NONE,
     ORDERS,
@@ -371,7 +372,7 @@ def _summary(raw: dict[str, Any]) -> PackSummary:
         )
     limits = {
         **{"files": MOST, "entries": MOST, "bytes": MOST_SIZE, "chunks": MOST, "large": MOST},
-        **{"chunk_bytes": MOST_SIZE, "seed": (1 << 64) - 1},
+        **{"chunk_bytes": MOST_CHUNK, "seed": (1 << 64) - 1},
     }
     for name, limit in limits.items():
         value = raw.get(name)

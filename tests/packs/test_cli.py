@@ -57,7 +57,7 @@ def test_a_file_that_could_not_be_read_has_one_line(
     assert "run the same command again" in str(result.exception)
 
 
-@pytest.mark.parametrize("size", ["0", "1KiB", "2TiB", "many"])
+@pytest.mark.parametrize("size", ["0", "1KiB", "2GiB", "many"])
 def test_a_size_that_no_chunk_has_is_refused(tmp_path: Path, size: str) -> None:
     result = run(tmp_path, "-o", tmp_path / "pack", "--chunk", size)
     assert "size" in str(result.exception)

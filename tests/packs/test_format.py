@@ -262,6 +262,38 @@ def test_entries_that_contradict_each_other_make_no_index(entries: list[Entry]) 
         encode_index(entries, CHUNKS)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry(b"c", FILE, size=1, chunk=0, offset=201),
+        Entry(b"c", FILE, size=1, chunk=0, offset=203),
+        Entry(b"c", FILE, size=(1 << 64) - 1, chunk=0, offset=1),
+        Entry(b"c", FILE, size=1 << 63, chunk=LARGE, offset=1),
+        Entry(b"c", FILE, size=(1 << 30) + 1, chunk=1),
+        Entry(b"..", FOLDER),
+        Entry(b"nul\0", FOLDER),
+        Entry(b"n" * 256, FOLDER),
+        Entry(b"c", 0o644),
+        Entry(b"c", FOLDER | 1 << 20),
+        Entry(b"c", stat.S_IFLNK | 0o777),
+    ],
+    ids=range(11),
+)
+def test_an_index_of_impossible_entries_is_not_sound(entry: Entry) -> None:
+    chunks = [*CHUNKS, ChunkFile(1 << 40, 2)]
+    Index(encode_index(SMALL, chunks)).require_sound()
+    index = Index(encode_index([*SMALL, entry], chunks))
+    with pytest.raises(PackError):
+        index.require_sound()
+
+
+def test_an_index_whose_extents_leave_the_range_of_64_bits_is_not_sound() -> None:
+    entry = Entry(b"c", FILE, size=10, chunk=1, offset=(1 << 64) - 5)
+    index = Index(encode_index([*SMALL, entry], [*CHUNKS, ChunkFile((1 << 64) - 1, 2)]))
+    with pytest.raises(PackError):
+        index.require_sound()
+
+
 def test_no_flipped_bit_of_an_index_gives_more_than_an_error() -> None:
     raw = encode_index(SMALL, CHUNKS)
     draw = random.Random(3)
