@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from monarch.datasets.lmdb_pages import META_BYTES, Meta, page_bytes_of, parse_meta
 from monarch.errors import LmdbError
-from monarch.text import escape_text
+from monarch.text import KiB, escape_text
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 
 # The file of an environment that is a directory.
 _IN_DIRECTORY = "data.mdb"
+# For one advice the kernel reads no more than its readahead, which has 128 KiB by default.
+_READAHEAD_BYTES = 128 * KiB
 # The limit of the kernel for one call.
 _MOST_BYTES = 0x7FFF_F000
 
@@ -74,6 +76,13 @@ class LmdbFile:
             if not count:
                 raise LmdbError(f"ends at byte {offset}; it was changed")
             into, offset = into[count:], offset + count
+
+    def fetch(self, offset: int, length: int) -> None:
+        """Has the kernel read these bytes into the page cache in large parts, in the background;
+        those that are there already are not read. Nothing happens if it cannot."""
+        with suppress(OSError):
+            for begin in range(offset, offset + length, _READAHEAD_BYTES):
+                os.posix_fadvise(self._fd, begin, _READAHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     def require_unchanged(self) -> None:
         """Raises LmdbError if the file was written since it was opened."""

@@ -36,21 +36,28 @@ class LmdbReader:
     read at first. Raises LmdbError if the file cannot be read or its index is stale, and OSError.
     The calls wait for the storage. Threads may share a reader, and so may forked processes. A
     pickled reader opens the same version of the file again.
+
+    With ``whole_extents`` the extents of 4 MiB that have a wanted record are read as a whole into
+    the page cache, in the background. That is for a chunk-wise order of ``extents``, where their
+    other records are wanted soon. In any other order most of these bytes are read in vain.
     """
 
     # None: the records were found in the pages.
     _index: AnyPath | None
+    _whole_extents: bool
 
     def __init__(
         self,
         path: AnyPath,
         index: AnyPath | None = None,
         *,
+        whole_extents: bool = False,
         progress: Progress | None = None,
     ) -> None:
         """``progress`` counts the pages that are read without an index file."""
         self._file, self._table = _opened(path, index, progress)
         self._index = index
+        self._whole_extents = whole_extents
 
     def __len__(self) -> int:
         return len(self._table)
@@ -91,18 +98,19 @@ class LmdbReader:
         if wanted.min() < 0 or wanted.max() >= len(self):
             raise IndexError(f"an index from {wanted.min()} to {wanted.max()}, of {len(self)}")
         offsets, lengths = self._table.offsets[wanted], self._table.lengths[wanted]
+        if self._whole_extents:
+            for extent in np.unique(offsets // EXTENT_BYTES).tolist():
+                self._file.fetch(extent * EXTENT_BYTES, EXTENT_BYTES)
         with naming(self.path):
             return self._read(offsets, lengths)
 
-    def extents(self, extent_bytes: int = EXTENT_BYTES) -> npt.NDArray[np.int64]:
-        """For each record the extent of the file in which its value begins, of shape (n,).
+    def extents(self) -> npt.NDArray[np.int64]:
+        """For each record the extent of 4 MiB in which its value begins, of shape (n,).
 
         Only the extents with a value are counted, from 0 on. They are the chunks of a chunk-wise
         order (``monarch.order.ChunkwiseSampler``).
         """
-        if extent_bytes < 1:
-            raise ValueError(f"extents of {extent_bytes} bytes")
-        _, numbers = np.unique(self._table.offsets // extent_bytes, return_inverse=True)
+        _, numbers = np.unique(self._table.offsets // EXTENT_BYTES, return_inverse=True)
         return numbers.astype(np.int64)
 
     def close(self) -> None:
@@ -120,12 +128,19 @@ class LmdbReader:
         # have it in the page cache.
         table = self._table if self._index is None else None
         version = self._file.version
-        return {"path": self.path, "index": self._index, "table": table, "version": version}
+        return {
+            "path": self.path,
+            "index": self._index,
+            "table": table,
+            "version": version,
+            "whole_extents": self._whole_extents,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         table: Table | None = state["table"]
         version: Version = state["version"]
         self._index = state["index"]
+        self._whole_extents = state["whole_extents"]
         if table is None:
             self._file, self._table = _opened(state["path"], self._index)
         else:

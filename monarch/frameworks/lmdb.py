@@ -3,7 +3,7 @@
 The loader of PyTorch calls ``__getitems__`` with the indices of a batch. With a chunk-wise order
 the batches of an epoch read each extent of the file once, or a few times::
 
-    dataset = LmdbDataset("train.mdb", index="train.mlx", decode=decode)
+    dataset = LmdbDataset("train.mdb", index="train.mlx", decode=decode, whole_extents=True)
     sampler = ChunkwiseSampler(dataset.extents(), group=8, seed=1)
     loader = DataLoader(dataset, batch_size=256, sampler=sampler, num_workers=4)
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from monarch.datasets.lmdb_file import AnyPath
-from monarch.datasets.lmdb_reader import EXTENT_BYTES, LmdbReader
+from monarch.datasets.lmdb_reader import LmdbReader
 
 __all__ = ["LmdbDataset"]
 
@@ -28,8 +28,9 @@ class LmdbDataset(Dataset):
 
     ``decode`` makes a sample from the value of a record, a read-only memoryview that it must not
     keep; without it a sample is the value as ``bytes``. The samples are the records ``keys``, in
-    this order, or without ``keys`` all records in the order of the database. ``path`` and ``index``
-    are as in ``LmdbReader``, which is ``reader``. Raises KeyError for a key that is missing.
+    this order, or without ``keys`` all records in the order of the database. ``path``, ``index``
+    and ``whole_extents`` are as in ``LmdbReader``, which is ``reader``. Raises KeyError for a key
+    that is missing.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class LmdbDataset(Dataset):
         index: AnyPath | None = None,
         decode: Callable[[memoryview], Any] = bytes,
         keys: Iterable[bytes] | None = None,
+        whole_extents: bool = False,
     ) -> None:
-        self.reader = LmdbReader(path, index)
+        self.reader = LmdbReader(path, index, whole_extents=whole_extents)
         self._decode = decode
         self._records: npt.NDArray[np.int64] | None = None
         if keys is not None:
@@ -61,9 +63,9 @@ class LmdbDataset(Dataset):
             wanted = self._records[wanted]
         return [self._decode(value) for value in self.reader.get_many(wanted)]
 
-    def extents(self, extent_bytes: int = EXTENT_BYTES) -> npt.NDArray[np.int64]:
+    def extents(self) -> npt.NDArray[np.int64]:
         """For each sample the number of its extent, for a ``ChunkwiseSampler``."""
-        numbers = self.reader.extents(extent_bytes)
+        numbers = self.reader.extents()
         if self._records is None:
             return numbers
         _, used = np.unique(numbers[self._records], return_inverse=True)

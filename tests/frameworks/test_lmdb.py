@@ -40,7 +40,7 @@ def test_a_loader_yields_the_records_in_the_order_of_the_sampler(
 ) -> None:
     path, records = file
     index = path.with_suffix(".mlx") if with_index else None
-    dataset = adapter.LmdbDataset(path, index=index, decode=first_bytes)
+    dataset = adapter.LmdbDataset(path, index=index, decode=first_bytes, whole_extents=True)
     assert isinstance(dataset, data.Dataset) and len(dataset) == COUNT
     assert dataset[7] == records[7][1][:8]
     calls = []
@@ -51,7 +51,7 @@ def test_a_loader_yields_the_records_in_the_order_of_the_sampler(
         return get_many(self, indices)
 
     monkeypatch.setattr(LmdbReader, "get_many", counting)
-    sampler = ChunkwiseSampler(dataset.extents(1 << 17), group=2, seed=1)
+    sampler = ChunkwiseSampler(dataset.extents(), group=2, seed=1)
     fork = {"multiprocessing_context": "fork"} if workers else {}
     loader = data.DataLoader(
         dataset, batch_size=50, sampler=sampler, num_workers=workers, collate_fn=list, **fork
@@ -68,7 +68,7 @@ def test_chosen_keys_are_the_samples_in_their_order(file: tuple[Path, Records]) 
     dataset = adapter.LmdbDataset(path, keys=keys)
     assert [dataset[place] for place in range(len(dataset))] == [v for _, v in records[::-3]]
     assert dataset.__getitems__([2, 0]) == [records[::-3][2][1], records[::-3][0][1]]
-    extents = dataset.extents(1 << 16)
+    extents = dataset.extents()
     assert len(extents) == len(keys) and set(extents.tolist()) == set(range(extents.max() + 1))
     with pytest.raises(IndexError):
         dataset[len(keys)]
