@@ -9,7 +9,9 @@ from pathlib import Path
 
 from tests.equipment.modes import MODES
 
-SUBJECTS = ("datapath", "epochs", "foresight", "hang", "month", "snapshot", "write")
+SUBJECTS = ("datapath", "epochs", "foresight", "hang", "month", "packs", "snapshot", "write")
+# The parts of the subject packs.
+PARTS_OF_PACKS = ("lmdb",)
 
 _EXAMPLES = """\
 examples:
@@ -20,6 +22,8 @@ examples:
   scripts/bench foresight --only opens
   scripts/bench hang --seconds 10 --modes relay
   scripts/bench month --lines 20000
+  scripts/bench packs --only lmdb --quick
+  scripts/bench packs --only lmdb --json lmdb.json
   scripts/bench snapshot --files 1000000
   scripts/bench write --quick --modes relay,auto
   scripts/bench write --only small --quick --rounds 1 --modes auto
@@ -77,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _hang(subject("hang", "readers of copies while the source hangs", 2000, 500, 3))
     month = "a month of fsynced lines and checkpoints"
     _month(subject("month", month, 2_600_000, 20_000, 1, "--lines"))
+    _packs(subject("packs", "data sets in large files over a slow source", 3264, 640, 3))
     _snapshot(subject("snapshot", "the cost of the names of a large tree", 1_000_000, 50_000, 5))
     _write(subject("write", "checkpoints and small files on a slow source", 2000, 200, 3))
     return parser
@@ -159,6 +164,14 @@ def _month(subject: argparse.ArgumentParser) -> None:
         help="virtual latency of a call of the drain to the source, in s (1)",
     )
     subject.set_defaults(directory=Path("/dev/shm"))
+
+
+def _packs(subject: argparse.ArgumentParser) -> None:
+    subject.add_argument("--only", choices=PARTS_OF_PACKS, help="only this part (all)")
+    subject.add_argument(
+        "--record-kb", type=int, default=110, help="size of a record of an LMDB in KB (110)"
+    )
+    _slow_reads(subject)
 
 
 def _snapshot(subject: argparse.ArgumentParser) -> None:
