@@ -165,6 +165,8 @@ class _Build:
             order=self._parameters.order,
             chunk_bytes=self._parameters.chunk_bytes,
         )
+        # Of each file the plan has another value.
+        tree.entries.clear()
         self._failures = tree.failures
         if self._output.is_complete:
             return self._complete_already(planned)
