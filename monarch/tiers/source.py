@@ -51,7 +51,7 @@ _NOT_READ_LIKE_A_FILE = (errno.EISDIR, errno.ESPIPE)
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO)
 
 # The errors of a descriptor whose file system was unmounted.
-_LEFT_BEHIND = frozenset(
+LEFT_BEHIND = frozenset(
     {errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN, errno.ECONNABORTED, errno.ENODEV}
 )
 # The interval of attempts to open such a source again.
@@ -84,15 +84,21 @@ class SourceFile:
     """An open source file, shared by a reader's binding and the copy that follows the reader.
 
     The last ``release`` passes the descriptor to ``close``. ``read_up_to`` is the position, in
-    bytes, of a reader that reads the file from its start. The object belongs to the event loop;
-    only reads of ``fd`` may run in any thread.
+    bytes, of a reader that reads the file from its start. ``is_fixed``: the file never has another
+    version than at its open, and ``status`` alone tells which. The object belongs to the event
+    loop; only reads of ``fd`` may run in any thread.
     """
 
     fd: int
     status: os.stat_result
     close: Callable[[int], None]
     read_up_to: int = 0
+    is_fixed: bool = False
     _users: int = 1
+
+    def identity_now(self) -> Identity:
+        """The version that the file has now. May wait for the source. Raises OSError."""
+        return identity_of(self.status) if self.is_fixed else identity_now(self.fd)
 
     def note_read(self, offset: int, end: int) -> None:
         """Records that a reader has read from ``offset`` to ``end``."""
@@ -167,7 +173,8 @@ class Source:
 
     @property
     def directory(self) -> int:
-        """The descriptor of the root; its number stays the same when the root is opened again."""
+        """The descriptor of the directory in which each file has its path; its number stays the
+        same when the root is opened again. -1: there is no such directory."""
         return self._root
 
     def status(self, path: bytes) -> os.stat_result:
@@ -209,6 +216,14 @@ class Source:
             os.close(fd)
             raise
         return SourceFile(fd, status, self._close)
+
+    def open_version(self, path: bytes, identity: Identity) -> SourceFile:
+        """As ``open``. Raises SourceChanged if the file has another version than ``identity``."""
+        file = self.open(path)
+        if identity_of(file.status) != identity:
+            os.close(file.fd)
+            raise SourceChanged(f"{os.fsdecode(path)!r} differs from the snapshot")
+        return file
 
     def open_known(self, path: bytes, source_ino: int) -> SourceFile:
         """As ``open``, with the rights of the daemon, of the file with that number; with those of
@@ -260,19 +275,17 @@ class Source:
         try:
             return call(file.fd, *args)
         except OSError as error:
-            if error.errno not in _LEFT_BEHIND or not self._is_renewed(file, path):
+            if error.errno not in LEFT_BEHIND or not self._is_renewed(file, path):
                 raise
         return call(file.fd, *args)
 
     def _is_renewed(self, file: SourceFile, path: bytes) -> bool:
         """Opens a file again, with the same descriptor number, if it is still that version."""
         try:
-            fresh = self.open(path)
+            fresh = self.open_version(path, identity_of(file.status))
         except (OSError, SourceChanged):
             return False
         try:
-            if identity_of(fresh.status) != identity_of(file.status):
-                return False
             os.dup2(fresh.fd, file.fd, inheritable=False)
         finally:
             fresh.release()
@@ -285,7 +298,7 @@ class Source:
         try:
             return call(self._root, *args)
         except OSError as error:
-            if error.errno not in _LEFT_BEHIND:
+            if error.errno not in LEFT_BEHIND:
                 raise
             if self._reopened == seen and not self._is_reopened():
                 raise
@@ -335,6 +348,16 @@ def _xattrs_beneath(root: int, path: bytes, source_ino: int) -> dict[bytes, byte
 
 
 def read_whole(fd: int, identity: Identity) -> Fetched:
+    """Reads a whole file by its descriptor. Raises as ``Source.fetch``."""
+    return _read_whole(fd, identity, lambda: identity_now(fd))
+
+
+def read_open(file: SourceFile, identity: Identity) -> Fetched:
+    """Reads a whole open file. Raises as ``Source.fetch``."""
+    return _read_whole(file.fd, identity, file.identity_now)
+
+
+def _read_whole(fd: int, identity: Identity, identity_now: Callable[[], Identity]) -> Fetched:
     """Reads a whole file in as few reads as possible. Raises OSError, and SourceChanged if it is
     not, or no longer, the version ``identity``."""
     parts: list[bytes] = []
@@ -346,6 +369,6 @@ def read_whole(fd: int, identity: Identity) -> Fetched:
             break
         parts.append(part)
         offset += len(part)
-    if offset != identity.size or identity_now(fd) != identity:
+    if offset != identity.size or identity_now() != identity:
         raise SourceChanged("the file changed while it was read")
     return Fetched(parts[0] if len(parts) == 1 else b"".join(parts), reads)

@@ -22,14 +22,7 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.metrics import Metrics
 from monarch.text import MiB
 from monarch.tiers.doubts import Doubts
-from monarch.tiers.source import (
-    REACH_GAP,
-    Source,
-    SourceFile,
-    identity_now,
-    identity_of,
-    read_whole,
-)
+from monarch.tiers.source import REACH_GAP, Source, SourceFile, read_open
 from monarch.transfer.pace import Pace, TokenBucket
 from monarch.transfer.queue import Arrival, Buffer, Flight
 from monarch.transfer.source_load import SourceLoad
@@ -130,7 +123,7 @@ class SourceReader:
         """Opens the flight's version of a file. Raises SourceChanged, OSError."""
         if flight.file is None:
             path = self.names.path(flight.ino)
-            flight.file = await self._threads.run(self._open_version, path, flight.identity)
+            flight.file = await self._threads.run(self._source.open_version, path, flight.identity)
             self.metrics.source_opened(copy=True)
         self.doubts.fetched(flight.ino, flight.identity, since_ns=time.monotonic_ns())
         return flight.file
@@ -156,7 +149,7 @@ class SourceReader:
                     fetched = await self._threads.run(self._source.fetch, path, flight.identity)
                     self.metrics.source_opened(copy=True)
                 else:
-                    fetched = await self._threads.run(read_whole, file.fd, flight.identity)
+                    fetched = await self._threads.run(read_open, file, flight.identity)
         except BaseException:
             self.buffer.used -= size
             raise
@@ -190,7 +183,7 @@ class SourceReader:
         reader has come first. Raises SourceChanged, OSError."""
         path = self.names.path(flight.ino)
         flight.file = await self._threads.run(
-            _claimed, arrival, self._open_version, path, flight.identity
+            _claimed, arrival, self._source.open_version, path, flight.identity
         )
         if flight.file is not None:
             self.metrics.source_opened(copy=True)
@@ -270,15 +263,6 @@ class SourceReader:
         finally:
             self._pace.ended(trio.current_time() - began)
 
-    def _open_version(self, path: bytes, identity: Identity) -> SourceFile:
-        """In a thread: opens a file that must be the version ``identity``. Raises SourceChanged,
-        OSError."""
-        file = self._source.open(path)
-        if identity_of(file.status) != identity:
-            os.close(file.fd)
-            raise SourceChanged(f"{os.fsdecode(path)!r} differs from the snapshot")
-        return file
-
     def _may_read(self) -> bool:
         now = trio.current_time()
         self._pace.look(self._source_load.waited(now), now)
@@ -330,7 +314,7 @@ def _next_data(file: SourceFile, offset: int) -> int:
 def _check_unchanged(file: SourceFile, identity: Identity) -> None:
     """Raises SourceChanged if the file changed since it was opened, and OSError."""
     try:
-        now = identity_now(file.fd)
+        now = file.identity_now()
     except OSError as error:
         # A server may not keep an open file that another client unlinks.
         if error.errno in (errno.ENOENT, errno.ESTALE):

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import trio
@@ -18,7 +19,7 @@ from monarch.namespace.namespace import Namespace
 from monarch.placement.residency import SOURCE, Residency
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts
-from monarch.tiers.source import Fetched, SourceFile, identity_now, identity_of
+from monarch.tiers.source import Fetched, SourceFile, identity_of
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
 from monarch.types import Attributes, Identity, Ino
@@ -85,14 +86,11 @@ class SourceFiles:
 
     def _open(self, path: bytes, identity: Identity) -> SourceFile:
         """In a thread. Raises OSError, SourceChanged."""
-        file = self._calls.source.open(path)
+        file = self._calls.source.open_version(path, identity)
         if _is_scarce(file.fd):
             # The last descriptors are for files that are fetched, copied and closed again.
             os.close(file.fd)
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        if identity_of(file.status) != identity:
-            os.close(file.fd)
-            raise SourceChanged("not the version of the snapshot")
         return file
 
     def _fetch(self, ino: Ino, path: bytes, identity: Identity, store: bool) -> Fetched:
@@ -105,7 +103,7 @@ class SourceFiles:
     async def identity_now(self, ino: Ino, file: SourceFile) -> Identity:
         """The version that an open file has now. Raises SourceError."""
         return await self._calls.call(
-            ino, self._calls.source.on, file, self._names.path(ino), identity_now
+            ino, self._calls.source.on, file, self._names.path(ino), _identify, file
         )
 
     async def notice_rewriting(self, ino: Ino, file: SourceFile) -> None:
@@ -162,7 +160,13 @@ class SourceFiles:
         try:
             path = self._names.path(ino)
             data, now = await self._calls.call(
-                ino, self._calls.source.on, file, path, _read_and_identify, offset, size
+                ino,
+                self._calls.source.on,
+                file,
+                path,
+                partial(_read_and_identify, file),
+                offset,
+                size,
             )
         except SourceChanged:
             return None
@@ -197,7 +201,7 @@ class SourceFiles:
         """Raises SourceError, ESTALE, if a file that may have been read was overwritten: where the
         kernel sends no opens, its pages of the old version would be mixed with the bytes read
         now."""
-        now = await self._calls.call(ino, identity_now, file.fd)
+        now = await self._calls.call(ino, file.identity_now)
         then = identity_of(file.status)
         if (now.size, now.mtime_ns) != (then.size, then.mtime_ns):
             await self._revalidation.look_again(ino)
@@ -215,9 +219,14 @@ class SourceFiles:
             raise SourceError(f"{self._names.path_text(ino)}: cut short", errno=errno.ESTALE)
 
 
-def _read_and_identify(fd: int, offset: int, size: int) -> tuple[bytes, Identity]:
+def _identify(fd: int, file: SourceFile) -> Identity:
     """In a thread. Raises OSError."""
-    return read_fully(fd, offset, size), identity_now(fd)
+    return file.identity_now()
+
+
+def _read_and_identify(file: SourceFile, fd: int, offset: int, size: int) -> tuple[bytes, Identity]:
+    """In a thread. Raises OSError."""
+    return read_fully(fd, offset, size), file.identity_now()
 
 
 def _is_scarce(fd: int) -> bool:
