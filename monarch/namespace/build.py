@@ -10,8 +10,9 @@ import stat
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import lmdb
 import numpy as np
@@ -89,17 +90,33 @@ def open_source(source: Path | bytes) -> Iterator[tuple[int, bytes]]:
         yield root_fd, path
 
 
+class Tree(Protocol):
+    """The entries that a snapshot is made of. ``batches`` yields every entry in the order of inode
+    numbers, the root first."""
+
+    one_file_system: bool
+
+    def batches(self) -> Iterator[Batch]: ...
+
+
+# The buckets of files by their inode numbers at the source (posix.buckets).
+Buckets: TypeAlias = Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.int64]]
+
+
 def write(
-    scan: Scan,
+    scan: Tree,
     target: Path,
     *,
     source: bytes,
     mode: int | None,
     progress: Progress | None,
     expected: int | None,
+    snapshot_id: str | None = None,
+    buckets: Buckets = buckets,
 ) -> None:
     """Writes the entries of ``scan`` to a snapshot and publishes it as ``target``, with ``mode`` as
-    for ``build``. ``expected`` is the number of entries for the progress, None if unknown."""
+    for ``build``. ``expected`` is the number of entries for the progress, None if unknown. Without
+    ``snapshot_id`` the snapshot gets a new id."""
     started = time.monotonic()
     created_ns = time.time_ns()
     report = paced(progress)
@@ -112,12 +129,13 @@ def write(
     # Begun before the file exists, since Ctrl-C may come between any two lines.
     try:
         held = _stage(part, target)
-        writer = _Writer(part)
+        writer = _Writer(part, buckets)
         try:
             for batch in scan.batches():
                 writer.add(batch)
                 report(writer.entries, expected, "entries")
             writer.finish(
+                snapshot_id=snapshot_id or uuid.uuid4().hex,
                 source=source,
                 created_ns=created_ns,
                 one_file_system=scan.one_file_system,
@@ -194,7 +212,7 @@ def paced(progress: Progress | None) -> Progress:
 class _Writer:
     """Writes batches as blocks into a database that no other process has open."""
 
-    def __init__(self, part: Path) -> None:
+    def __init__(self, part: Path, buckets: Buckets) -> None:
         self._map_bytes = _FIRST_MAP_BYTES
         self._environment = lmdb.open(
             str(part),
@@ -224,7 +242,7 @@ class _Writer:
         self._closed: list[Ino] = []
         self._unreadable = 0
         self._unreadable_paths: list[str] = []
-        self._totals = _Totals()
+        self._totals = _Totals(buckets)
 
     def add(self, batch: Batch) -> None:
         if batch.rank > self._last_rank:
@@ -255,7 +273,13 @@ class _Writer:
             self._put_acls(schema.BLOCK)
 
     def finish(
-        self, *, source: bytes, created_ns: int, one_file_system: bool, scan_seconds: float
+        self,
+        *,
+        snapshot_id: str,
+        source: bytes,
+        created_ns: int,
+        one_file_system: bool,
+        scan_seconds: float,
     ) -> None:
         while self._names:
             self._put_inodes(schema.BLOCK)
@@ -267,7 +291,7 @@ class _Writer:
         self._flag_closed()
         totals = self._totals
         info = SnapshotSummary(
-            id=uuid.uuid4().hex,
+            id=snapshot_id,
             source=source,
             created_ns=created_ns,
             entries=self.entries,
@@ -356,7 +380,8 @@ class _Writer:
 class _Totals:
     """Sums over the records of a snapshot."""
 
-    def __init__(self) -> None:
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
         # By the names of the fields of SnapshotSummary.
         self.counts: Counter[str] = Counter()
         self.largest = 0
@@ -386,7 +411,7 @@ class _Totals:
         # frexp returns the bit length: exact up to 2**53; a larger file may be counted
         # in the next class.
         self.sizes += np.bincount(np.frexp(sizes.astype(np.float64))[1], minlength=65)
-        np.add.at(self.curve, buckets(records["source_ino"][file]), sizes)
+        np.add.at(self.curve, self._buckets(records["source_ino"][file]), sizes)
 
 
 def _publish(part: Path, target: Path, *, mode: int | None, page_bytes: int) -> None:

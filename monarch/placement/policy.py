@@ -159,11 +159,17 @@ def assign(
 
 class NoEvict(FirstCome):
     """Admits the buckets that ``assign`` gives to a tier, or all files if all fit. ``curve`` has
-    the bytes of all files in each bucket."""
+    the bytes of all files in each bucket, which ``bucket`` returns for the key of a file."""
 
     name = "no_evict"
 
-    def __init__(self, curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> None:
+    def __init__(
+        self,
+        curve: npt.NDArray[np.uint64],
+        capacities: Sequence[int],
+        bucket: Callable[[int], int] = bucket,
+    ) -> None:
+        self._bucket = bucket
         self.draw({range(1, len(capacities) + 1): curve}, capacities)
 
     def draw(
@@ -195,7 +201,7 @@ class NoEvict(FirstCome):
             return super().choose(item, ledger)
         # Until the files of a rule for one tier are counted, they have no table of their own.
         table = self._tables.get(ledger.tiers)
-        tier = table[bucket(item.key)] if table is not None else 0
+        tier = table[self._bucket(item.key)] if table is not None else 0
         return Placement(tier) if tier and ledger.fits(tier, item.size) else None
 
     def left(self, tier: int, ledger: Ledger) -> int:
@@ -203,7 +209,7 @@ class NoEvict(FirstCome):
 
     def tier_for(self, item: Item, ledger: Ledger) -> int | None:
         table = self._tables.get(ledger.tiers) if self._tables is not None else None
-        return (table[bucket(item.key)] or None) if table is not None else None
+        return (table[self._bucket(item.key)] or None) if table is not None else None
 
 
 # Copies that must not be evicted which ``Lru`` passes for one file.

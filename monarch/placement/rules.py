@@ -8,7 +8,7 @@ patterns in a directory are kept, so a file costs little more than the compariso
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -104,9 +104,17 @@ class _State:
 
 
 class Rules:
-    """The rules of a mount, the first one that covers a path first. Belongs to the event loop."""
+    """The rules of a mount, the first one that covers a path first. Belongs to the event loop.
+    ``buckets``: those of files by their inode numbers at the source."""
 
-    def __init__(self, rules: Sequence[Rule], names: Names, residency: Residency) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        names: Names,
+        residency: Residency,
+        buckets: Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.int64]] = buckets,
+    ) -> None:
+        self._buckets = buckets
         self.rules = tuple(rules)
         self.counts = [Count() for _ in self.rules]
         self._names = names
@@ -192,7 +200,7 @@ class Rules:
         count.bytes += sum(sizes.tolist())
         count.resident_files += int(np.count_nonzero(resident))
         count.resident_bytes += sum(sizes[resident].tolist())
-        places = buckets(keys)
+        places = self._buckets(keys)
         np.add.at(self._curve, places, sizes)
         if rule.tier is not None and not rule.pin:
             curve = self._curves.setdefault(rule.tier, np.zeros(BUCKETS, np.uint64))
