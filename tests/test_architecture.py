@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("settings", ("config",)),
     ("telemetry", ("telemetry",)),
     ("pillars", ("namespace", "placement", "foresight", "tiers", "packs", "control")),
+    ("mounted packs", ("packed",)),
     ("movement", ("transfer",)),
     ("write-back", ("writeback",)),
     ("file system", ("vfs",)),
@@ -55,8 +56,8 @@ CONFINED = {
     "sqlite3": ("namespace",),
     "yaml": ("config.document",),
     "numpy": (
-        *("posix.buckets", "namespace", "placement", "foresight", "tiers", "packs", "frameworks"),
-        "datasets",
+        *("posix.buckets", "namespace", "placement", "foresight", "tiers", "packs", "packed"),
+        *("frameworks", "datasets"),
     ),
     "torch": ("frameworks",),
     "click": ("cli",),

@@ -1,0 +1,100 @@
+"""The snapshot of a pack: the entries of the original tree, and the same each time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from monarch.namespace.build import build, write
+from monarch.namespace.snapshot import Snapshot
+from monarch.packed import tree as tree_module
+from monarch.packed.source import PackSource
+from monarch.packed.tree import PackTree, snapshot_id
+from monarch.packs.pack import Pack
+from monarch.posix.buckets import BUCKETS
+from monarch.types import ROOT_INO, Ino
+from tests.packs.trees import make_tree, pack
+
+
+def snapshot_of(directory: Path, target: Path) -> Snapshot:
+    with Pack.open(os.fsencode(directory)) as opened:
+        tree = PackTree(opened)
+        write(
+            tree,
+            target,
+            source=os.fsencode(directory),
+            mode=None,
+            progress=None,
+            expected=None,
+            snapshot_id=tree.id,
+            buckets=tree.buckets,
+        )
+    return Snapshot.open(target)
+
+
+def entries(
+    snapshot: Snapshot, directory: Ino = ROOT_INO, path: bytes = b""
+) -> dict[bytes, object]:
+    """What is shown of each entry; files with several names have one number."""
+    found: dict[bytes, object] = {}
+    for name, shown in snapshot.list_from(directory, 0):
+        below = path + b"/" + name
+        found[below] = (
+            *(shown.ino, shown.mode, shown.uid, shown.gid, shown.mtime_ns),
+            *(snapshot.acls(shown.ino), 0 if shown.is_dir else (shown.size, shown.nlink)),
+            snapshot.readlink(shown.ino) if shown.mode & 0o170000 == 0o120000 else b"",
+        )
+        if shown.is_dir:
+            found |= entries(snapshot, shown.ino, below)
+    return found
+
+
+@pytest.mark.promise(230)
+def test_the_snapshot_has_the_entries_of_the_original_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = make_tree(tmp_path / "original")
+    pack(original, tmp_path / "pack")
+    build(original, tmp_path / "scanned")
+    with Snapshot.open(tmp_path / "scanned") as scanned:
+        for batch in (tree_module._BATCH, 3):
+            monkeypatch.setattr(tree_module, "_BATCH", batch)
+            with snapshot_of(tmp_path / "pack", tmp_path / f"packed-{batch}") as packed:
+                assert entries(packed) == entries(scanned)
+                now, then = packed.info(), scanned.info()
+                assert (now.files, now.aliases, now.bytes_total, now.entries) == (
+                    *(then.files, then.aliases, then.bytes_total, then.entries),
+                )
+
+
+def test_the_same_pack_has_the_same_snapshot_id_and_another_pack_another(tmp_path: Path) -> None:
+    original = make_tree(tmp_path / "original")
+    ids = set()
+    for name, seed in (("one", 7), ("two", 7), ("three", 8)):
+        pack(original, tmp_path / name, seed=seed)
+        with Pack.open(os.fsencode(tmp_path / name)) as opened:
+            ids.add(snapshot_id(opened.info))
+    assert len(ids) == 2
+
+
+@pytest.mark.promise(231)
+def test_the_files_of_a_chunk_are_admitted_together(tmp_path: Path) -> None:
+    pack(make_tree(tmp_path / "original"), tmp_path / "pack")
+    source = PackSource(os.fsencode(tmp_path / "pack"))
+    with snapshot_of(tmp_path / "pack", tmp_path / "snapshot") as snapshot:
+        buckets_of = set()
+        expected = np.zeros(BUCKETS, np.uint64)
+        for chunk in range(source.info.chunks):
+            members = source.members(chunk).astype(np.uint64)
+            (bucket,) = set(source.buckets(members).tolist())
+            assert {source.bucket(int(number)) for number in members} == {bucket}
+            buckets_of.add(bucket)
+            expected[bucket] += np.uint64(source.extents(source.members(chunk))[1].sum())
+        assert len(buckets_of) == source.info.chunks
+        curve = snapshot.curve()
+        assert int(curve.sum()) == snapshot.bytes_total
+        assert (curve >= expected).all()
+    source.close()
