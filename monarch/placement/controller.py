@@ -18,7 +18,7 @@ are offered again from time to time, since their next first open may be days awa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
@@ -110,6 +110,36 @@ class Controller:
             return None
         forced = self._residency.is_forced(item.ino)
         return self._promote(item, forced=forced, may_evict=self._is_pinned(item.ino))
+
+    def admits(self, item: Item, *, forced: bool = False) -> bool:
+        """Whether there is a place for an item of this size while no copy leaves for it. ``forced``
+        as in ``warm``."""
+        placement = self._choose(item, forced=forced, may_evict=False)
+        return placement is not None and not placement.evict
+
+    def offered_together(self, items: Sequence[Item], *, forced: bool = False) -> list[Promote]:
+        """Offers items that are read at once, as ``offered`` one: which of them to copy. All get a
+        place in one tier, or none does; the first decides which. Those that a rule keeps out of
+        this tier, and those that have a place, are left out. ``forced`` as in ``warm``."""
+        free = [item for item in items if not self.is_placed(item.ino)]
+        if self._rules is not None and free:
+            rule = self._rules.of(free[0].ino)
+            free = [item for item in free if self._rules.of(item.ino) is rule]
+        if not free:
+            return []
+        total = Item(free[0].ino, sum(item.size for item in free), free[0].key)
+        placement = self._choose(total, forced=forced, may_evict=False)
+        if placement is None or placement.evict:
+            return []
+        if not self._ledger.fits(placement.tier, total.size):
+            raise ValueError(f"{self._policy.name} chose tier {placement.tier}, which has no space")
+        promotes = []
+        for item in free:
+            self._ledger.reserve(placement.tier, item.size)
+            self._residency.want(item.ino, forced=forced or self._residency.is_forced(item.ino))
+            self._residency.start_copy(item.ino)
+            promotes.append(Promote(item, placement.tier))
+        return promotes
 
     def copies(self, tier: int) -> Iterator[Ino]:
         """The items with copies in a tier, partial ones first, pinned ones last, if the others are

@@ -73,10 +73,11 @@ _STATX_IDENTITY = 0x40 | 0x80 | 0x100 | 0x200
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The bytes of a small file. ``reads`` is the number of read calls at the source."""
+    """The bytes of a small file. ``reads`` and ``opens`` are the numbers of calls at the source."""
 
     data: bytes
     reads: int
+    opens: int = 1
 
 
 @dataclass(slots=True, eq=False)

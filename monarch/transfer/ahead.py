@@ -24,6 +24,7 @@ import trio
 from monarch.errors import MonarchError
 from monarch.placement.controller import Controller
 from monarch.placement.policy import Item
+from monarch.transfer.chunks import ChunkReads, Coming
 from monarch.transfer.concurrency import Call, Concurrency
 from monarch.transfer.engine import Engine
 from monarch.transfer.queue import Arrival, Flight
@@ -96,7 +97,7 @@ class Files(Names, Protocol):
 @dataclass(eq=False, repr=False)
 class FetchAhead:
     """Belongs to the event loop. ``run`` is its task. ``is_open`` returns whether a process has a
-    file open or is opening it."""
+    file open or is opening it. The chunks are those of a pack, None if the source is none."""
 
     _foreseen: Foreseen
     _names: Files
@@ -105,8 +106,11 @@ class FetchAhead:
     _reader: SourceReader
     _load: SourceLoad
     is_open: Callable[[Ino], bool]
+    _chunks: ChunkReads | None = None
 
     def __post_init__(self) -> None:
+        if self._chunks is not None:
+            self._chunks.fetched = self._foreseen.fetched
         limits = self._reader.limits
         self._inline_max = limits.inline_max
         self._concurrency = Concurrency(limits.source_concurrency)
@@ -238,7 +242,10 @@ class FetchAhead:
         now, load = trio.current_time(), self._load.totals()
         self._look(load, now)
         self._concurrency.look(load.reads, load.waited_s, load.running, now)
-        is_gain = not self._are_faster(now)
+        if self._chunks is not None:
+            self._chunks.begin_waiting()
+        # Readers of a pack get no byte without the daemon.
+        is_gain = self._chunks is not None or not self._are_faster(now)
         while is_gain and self._concurrency.may_begin(now) and self._may_read(0):
             line = self._next_line()
             if line is None or not self._may_read(self._names.attributes(line[0]).size):
@@ -292,6 +299,10 @@ class FetchAhead:
             return None
         attributes = self._fetchable(ino)
         if attributes is None:
+            return None
+        if self._chunks is not None and (coming := self._chunks.ahead(ino)) is not Coming.ALONE:
+            if coming is Coming.LATER:
+                self._foreseen.refused(ino)
             return None
         was_wanted = self._controller.is_wanted(ino)
         promote = self._controller.offered(Item.of(attributes))

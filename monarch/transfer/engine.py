@@ -166,7 +166,10 @@ class Engine:
         return flight
 
     def end_fetch(
-        self, flight: Flight, content: bytes | None = None, error: Exception | None = None
+        self,
+        flight: Flight,
+        content: bytes | memoryview | None = None,
+        error: Exception | None = None,
     ) -> bool:
         """Ends a fetch: with ``content`` or the open file of the flight the copy is made, with an
         error, or without all of them, it is given up. Returns whether the copy is made."""
@@ -470,7 +473,8 @@ class Engine:
 def _held(flight: Flight, inline_max: int) -> int:
     """The bytes in the buffer of a fetch ahead."""
     size = flight.promote.size
-    return size if size <= inline_max else 0
+    is_whole = flight.arrival is not None and flight.arrival.is_whole
+    return size if size <= inline_max or is_whole else 0
 
 
 def _require_wanted(flight: Flight) -> None:

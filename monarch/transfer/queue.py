@@ -28,9 +28,12 @@ class Arrival:
 
     __slots__ = ("_claimed", "content", "done")
 
+    # Whether ``content`` are the bytes of a large file, too.
+    is_whole = False
+
     def __init__(self) -> None:
         self.done = trio.Event()
-        self.content: bytes | None = None
+        self.content: bytes | memoryview | None = None
         self._claimed = threading.Lock()
 
     def claim(self) -> bool:
@@ -143,7 +146,7 @@ class Flights:
         self._buffer.used += held_bytes
         self._flights[flight.ino] = flight
 
-    def end(self, flight: Flight, held_bytes: int, content: bytes | None) -> bool:
+    def end(self, flight: Flight, held_bytes: int, content: bytes | memoryview | None) -> bool:
         """Ends the fetch of a flight, which must then be queued or given up; its bytes keep their
         place in the buffer. Returns False if it was given up meanwhile."""
         flight.content = content

@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -17,6 +17,7 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.config.settings import LimitSettings
 from monarch.errors import SourceChanged
+from monarch.packed.source import FetchedRun
 from monarch.posix import failpoints
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.metrics import Metrics
@@ -147,7 +148,7 @@ class SourceReader:
                 if file is None:
                     path = self.names.path(flight.ino)
                     fetched = await self._threads.run(self._source.fetch, path, flight.identity)
-                    self.metrics.source_opened(copy=True)
+                    self.metrics.source_opened(fetched.opens, copy=True)
                 else:
                     fetched = await self._threads.run(read_open, file, flight.identity)
         except BaseException:
@@ -172,11 +173,19 @@ class SourceReader:
         )
         if fetched is None:
             return None
-        self.metrics.source_opened(copy=True)
+        self.metrics.source_opened(fetched.opens, copy=True)
         self.metrics.source_reads[1] += fetched.reads
         self.metrics.source_bytes[1] += len(fetched.data)
         self.doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
         return fetched.data
+
+    async def fetch_together(self, fetch: Callable[[], FetchedRun]) -> Sequence[memoryview | None]:
+        """Reads several files of a chunk in one call. Raises OSError."""
+        fetched = await self._threads.run(fetch)
+        self.metrics.source_opened(fetched.opens, copy=True)
+        self.metrics.source_reads[1] += fetched.reads
+        self.metrics.source_bytes[1] += fetched.nbytes
+        return fetched.contents
 
     async def open_ahead(self, flight: Flight, arrival: Arrival) -> None:
         """Opens a large file for its copy and for readers that come meanwhile; does nothing if a

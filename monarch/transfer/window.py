@@ -83,7 +83,7 @@ class Window:
         self._controller.hold(ino)
         return held
 
-    def end(self, held: Held, content: bytes | None) -> bool:
+    def end(self, held: Held, content: bytes | memoryview | None) -> bool:
         """Ends a fetch; without ``content`` the file leaves the window. Returns whether it is in
         the window."""
         if self._held.get(held.ino) is not held:

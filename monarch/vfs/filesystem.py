@@ -137,6 +137,8 @@ class ExtendedAttributes:
         self._metrics = read.metrics
         self._catch_up = readers.catch_up
         self._writing = writing
+        # The attributes in the namespace "user" that a source gives which never changes.
+        self.of_source: Callable[[Ino], Mapping[bytes, bytes]] = _none
 
     async def get(self, ino: Ino, name: bytes) -> bytes | None:
         """The value of an attribute that was set, of ``user.monarch.*`` of a regular file, or of an
@@ -151,6 +153,8 @@ class ExtendedAttributes:
         is_written = writing is not None and self._names.is_rewritten(ino)
         if writing is not None and is_written and name not in (XATTR_TIER, XATTR_STATE):
             return writing.xattr(ino, name)
+        if name in (found := self.of_source(ino)):
+            return found[name]
         if not self._names.attributes(ino).is_file:
             return None
         self._catch_up()
@@ -176,7 +180,7 @@ class ExtendedAttributes:
         SourceError."""
         lists = [name for name in acl.NAMES if self._acl(ino, name)]
         if self._writing is None:
-            return lists
+            return [*lists, *self.of_source(ino)]
         there = await self._writing.xattrs_elsewhere(ino)
         return lists + (list(there) if there is not None else self._writing.xattrs(ino))
 
@@ -187,3 +191,7 @@ class ExtendedAttributes:
         if name == acl.DEFAULT:
             return acls.default
         return acl.with_mode(acls.access, self._names.attributes(ino).mode)
+
+
+def _none(ino: Ino) -> Mapping[bytes, bytes]:
+    return {}

@@ -73,7 +73,7 @@ class Arrival(Protocol):
     when it is ``done``; None if it failed, or if the file is large."""
 
     done: trio.Event
-    content: bytes | None
+    content: bytes | memoryview | None
 
 
 class Flight(Protocol):
@@ -87,6 +87,28 @@ class Flight(Protocol):
 
     @property
     def arrival(self) -> Arrival | None: ...
+
+
+class Chunks(Protocol):
+    """Reads of whole chunks, if the source is a pack. ``open`` returns the flight of a file that
+    comes with its chunk, None if it is to be read alone; ``warm`` whether it comes so."""
+
+    def open(self, ino: Ino) -> Flight | None: ...
+    def warm(self, ino: Ino) -> bool: ...
+    def has_place(self) -> bool: ...
+
+
+class NoChunks:
+    """The source is no pack."""
+
+    def open(self, ino: Ino) -> Flight | None:
+        return None
+
+    def warm(self, ino: Ino) -> bool:
+        return False
+
+    def has_place(self) -> bool:
+        return True
 
 
 class Window(Protocol):

@@ -17,7 +17,7 @@ from monarch.tiers.doubts import Doubts
 from monarch.tiers.source import SourceFile, identity_of
 from monarch.types import Attributes, Ino
 from monarch.vfs.binding import Binding, Bindings
-from monarch.vfs.interfaces import CopyEngine
+from monarch.vfs.interfaces import Chunks, CopyEngine, NoChunks
 
 # If a copy of an open file began but did not arrive, the pause until the next offer doubles up to
 # this value, in seconds.
@@ -52,8 +52,12 @@ class Promotions:
         self.wake = self._engine.wake
         # Waits until removed copies are deleted from the disks of all responsive tiers.
         self.removed = self._engine.removed
-        # Whether ``warm`` would start a copy soon instead of only noting the request.
-        self.has_place = self._engine.has_place
+        # The chunks of a pack, which are read as a whole.
+        self.chunks: Chunks = NoChunks()
+
+    def has_place(self) -> bool:
+        """Whether ``warm`` would start a copy soon instead of only noting the request."""
+        return self._engine.has_place() and self.chunks.has_place()
 
     def opened(self, attributes: Attributes) -> Promote | None:
         """Called before a file is opened at the source: what to copy, if anything. Copies that must
@@ -125,6 +129,8 @@ class Promotions:
             return True
         if self._controller.parts.tier_of(ino) != SOURCE:
             self.forget_copy(ino)
+        if not self._residency.is_copying(ino) and self.chunks.warm(ino):
+            return True
         attributes = self._names.stored(ino)
         promote = self._controller.warm(Item.of(attributes))
         if promote is None:

@@ -186,9 +186,9 @@ class Readers:
 
     async def _bind_flight(self, attributes: Attributes) -> Binding | None:
         """Binds to a copy that is being made, so that the source is not asked twice. Waits for one
-        that is fetched ahead. Raises SourceError."""
+        that is fetched ahead, or comes with its chunk. Raises SourceError."""
         ino, size = attributes.ino, attributes.size
-        flight = self._promotions.flight(ino)
+        flight = self._promotions.flight(ino) or self._promotions.chunks.open(ino)
         if flight is None or flight.identity != attributes.identity:
             return None
         content = flight.content
@@ -198,6 +198,9 @@ class Readers:
             await self._source_files.wait(ino, flight.arrival.done)
             content = flight.arrival.content
         if content is not None:
+            if flight.arrival is not None:
+                # Not a part of the bytes of other files, which would stay in memory with it.
+                content = bytes(content)
             self._promotions.read_from_window(attributes, content)
             return Binding(ino, size, content=content)
         if flight.file is None:

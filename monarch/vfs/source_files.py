@@ -80,7 +80,7 @@ class SourceFiles:
                 self._metrics.source_opened()
             raise
         self._load.ended((time.monotonic_ns() - since_ns) / 1e9)
-        self._metrics.source_opened()
+        self._metrics.source_opened(result.opens if isinstance(result, Fetched) else 1)
         self._doubts.fetched(attributes.ino, attributes.identity, since_ns=since_ns)
         return result
 

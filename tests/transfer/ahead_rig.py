@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import outcome
 import trio
+import trio.testing
 from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.config.settings import ForesightSettings, MountSettings
@@ -37,7 +38,9 @@ from monarch.tiers.records import Records
 from monarch.tiers.source import Source, close_result
 from monarch.tiers.tier import Tier
 from monarch.transfer.ahead import FetchAhead
+from monarch.transfer.chunks import ChunkReads
 from monarch.transfer.engine import Engine
+from monarch.transfer.queue import Buffer
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
@@ -157,6 +160,8 @@ class CountingSource(Source):
 class AheadRig:
     """One file system over ``source`` with fetches ahead. Its tasks run in ``running``."""
 
+    foreseeing = ForesightSettings()
+
     def __init__(
         self,
         root: Path,
@@ -173,16 +178,16 @@ class AheadRig:
         self.sends_opens = sends_opens
         state = root / "state"
         state.mkdir(parents=True)
-        build(source, root / "snapshot")
-        self.snapshot = Snapshot.open(root / "snapshot")
         self.source_path = source
-        self.source = CountingSource(os.fsencode(source))
+        self.source = self._opened_source(source)
+        self._make_snapshot(source, root / "snapshot")
+        self.snapshot = Snapshot.open(root / "snapshot")
         self.tier = Tier(1, "fast", root / "tier", owner=Owner("test"))
         self.tier.use(self.snapshot.id)
         self.records = Records(state, self.snapshot.id, [self.tier.id])
         self.residency = Residency(self.snapshot.entries)
         self.ledger = Ledger([capacity])
-        self.controller = Controller(self.residency, self.ledger, policy or FirstCome())
+        self.controller = Controller(self.residency, self.ledger, self._policy(policy, capacity))
         self.metrics = Metrics(["fast"])
         self.names = Namespace(self.snapshot, self.residency.mark_differing)
         self.threads = ModelThreads(model or Latency(0.01), threads)
@@ -218,7 +223,7 @@ class AheadRig:
             datapath=NoDatapath(),
         )
         self.changed: list[Ino] = []
-        self.window = Window(self.controller, self.reader.buffer, window)
+        self.window = Window(self.controller, self._window_buffer(window), window)
         self.engine = Engine(
             self.monitor,
             self.records,
@@ -253,10 +258,14 @@ class AheadRig:
             doubts=doubts,
             metrics=self.metrics,
         )
-        foresight = Foresight(self.snapshot, ForesightSettings(), self.controller.is_placed)
+        foresight = Foresight(self.snapshot, self.foreseeing, self.controller.is_placed)
         epochs = Epochs(self.snapshot.entries)
         self.filesystem = FileSystem(self.read_side, epochs, foresight, None)
+        self.foresight = foresight
         self.foreseen = Listed([])
+        self.chunks = self._chunk_reads()
+        if self.chunks is not None:
+            self.read_side.promotions.chunks = self.chunks
         self.ahead = FetchAhead(
             self.foreseen,
             self.names,
@@ -265,7 +274,23 @@ class AheadRig:
             self.reader,
             self.load,
             self.read_side.bindings.is_open,
+            self.chunks,
         )
+
+    def _policy(self, policy: Policy | None, capacity: int) -> Policy:
+        return policy or FirstCome()
+
+    def _opened_source(self, source: Path) -> Source:
+        return CountingSource(os.fsencode(source))
+
+    def _make_snapshot(self, source: Path, target: Path) -> None:
+        build(source, target)
+
+    def _window_buffer(self, most: int) -> Buffer:
+        return self.reader.buffer
+
+    def _chunk_reads(self) -> ChunkReads | None:
+        return None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[trio.Nursery]:
@@ -276,6 +301,9 @@ class AheadRig:
             nursery.start_soon(partial(self.engine.run, on_return=never))
             nursery.start_soon(self.calls.run)
             nursery.start_soon(self.ahead.run)
+            if self.chunks is not None:
+                nursery.start_soon(self.chunks.run)
+                await trio.testing.wait_all_tasks_blocked()
             yield nursery
             nursery.cancel_scope.cancel()
         assert self.ledger.reserved(1) == 0
@@ -312,6 +340,7 @@ class AheadRig:
             self.filesystem.release(ino)
 
     def opens_of(self, path: str) -> int:
+        assert isinstance(self.source, CountingSource)
         return self.source.opens.get(path.encode(), 0)
 
 

@@ -1,0 +1,340 @@
+"""Chunks of a pack that are read as a whole: what the source is asked, and what stays in memory."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from monarch.errors import SourceError
+from monarch.packs.pack import chunk_name
+from monarch.transfer import tier_monitor
+from monarch.types import Ino
+from tests.conftest import contents
+from tests.transfer.ahead_rig import InlinePool, until
+from tests.transfer.pack_rig import PackRig, packed
+from tests.transfer.sources import Latency
+
+FILES, CHUNKS, SIZE = 120, 12, 1000
+CHUNK_BYTES = FILES // CHUNKS * SIZE
+
+Rigs = Callable[..., PackRig]
+
+
+@pytest.fixture
+def clock() -> MockClock:
+    return MockClock(autojump_threshold=0)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 files of 1000 bytes in 12 chunks."""
+    directory = tmp_path_factory.mktemp("pack")
+    (directory / "source").mkdir()
+    for number in range(FILES):
+        name = f"{number:03d}"
+        (directory / "source" / name).write_bytes(contents(name, SIZE))
+    return packed(directory / "source", directory / "pack", chunk_bytes=CHUNK_BYTES)
+
+
+@pytest.fixture
+def rigs(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rigs]:
+    """Makes a rig over the pack, or over another one."""
+    monkeypatch.setattr(tier_monitor, "ThreadPool", InlinePool)
+    made: list[PackRig] = []
+
+    def make(source: Path = pack, **settings: object) -> PackRig:
+        rig = PackRig(tmp_path / f"rig-{len(made)}", source, **settings)  # type: ignore[arg-type]
+        made.append(rig)
+        return rig
+
+    before = len(os.listdir("/proc/self/fd"))
+    yield make
+    for rig in made:
+        rig.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def read(rig: PackRig, order: Sequence[Ino]) -> None:
+    for ino in order:
+        name = rig.names.path(ino).decode()
+        assert await rig.content(ino) == contents(name, SIZE), name
+
+
+def in_groups(rig: PackRig, size: int, seed: int = 1) -> list[Ino]:
+    """The order of an epoch: chunks in groups of ``size``, files at random within a group."""
+    draw = random.Random(seed)
+    chunks = rig.by_chunk()
+    draw.shuffle(chunks)
+    order: list[Ino] = []
+    for start in range(0, len(chunks), size):
+        group = [ino for chunk in chunks[start : start + size] for ino in chunk]
+        draw.shuffle(group)
+        order += group
+    return order
+
+
+# -- admitted chunks -------------------------------------------------------------------------------
+
+
+async def test_the_first_open_of_an_admitted_chunk_makes_copies_of_all_its_files(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    rig = rigs()
+    chunk = rig.by_chunk()[3]
+    async with rig.running():
+        await read(rig, chunk[4:5])
+        await until(lambda: all(map(rig.residency.tier_of, chunk)))
+        assert rig.source.reads == {3: 1} and rig.source.nbytes == CHUNK_BYTES
+        await read(rig, chunk)
+    assert rig.source.reads == {3: 1}
+    assert rig.residency.resident_files(1) == len(chunk)
+
+
+async def test_an_epoch_in_any_order_reads_each_admitted_chunk_once(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    rig = rigs()
+    order = [ino for chunk in rig.by_chunk() for ino in chunk]
+    random.Random(1).shuffle(order)
+    async with rig.running():
+        await read(rig, order)
+        await until(lambda: rig.residency.resident_files(1) == FILES)
+    assert rig.source.reads == dict.fromkeys(range(CHUNKS), 1)
+
+
+@pytest.mark.promise(231)
+async def test_in_a_random_order_of_files_no_byte_is_read_that_does_not_stay(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    rig = rigs(in_tier=0.3)
+    order = [ino for chunk in rig.by_chunk() for ino in chunk]
+    random.Random(1).shuffle(order)
+    async with rig.running():
+        await read(rig, order)
+        await until(lambda: rig.residency.wanted == 0)
+        admitted = rig.residency.resident_files(1)
+        assert admitted in range(FILES // CHUNKS, int(0.3 * FILES) + 1)
+        assert rig.source.nbytes == FILES * SIZE
+        # Whole chunks: each file that is not of one is read again.
+        await read(rig, order)
+    assert rig.source.nbytes == (2 * FILES - admitted) * SIZE
+    assert sorted(Counter(rig.source.reads.values())) == [1, 2 * FILES // CHUNKS]
+
+
+async def test_readers_of_one_chunk_wait_for_its_read(rigs: Rigs, clock: MockClock) -> None:
+    rig = rigs(model=Latency(5.0))
+    chunk = rig.by_chunk()[0]
+    done = 0
+
+    async def reader(ino: Ino) -> None:
+        nonlocal done
+        await read(rig, [ino])
+        done += 1
+
+    async with rig.running() as nursery:
+        for number in range(100):
+            nursery.start_soon(reader, chunk[number % len(chunk)])
+        await until(lambda: done == 100)
+    assert rig.source.reads == {0: 1}
+
+
+async def test_a_chunk_that_does_not_fit_into_the_tier_is_not_read(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    rig = rigs()
+    chunk = rig.by_chunk()[0]
+    # Other copies have used all but half of a chunk since the mount.
+    assert rig.ledger.reserve(1, rig.ledger.free(1) - CHUNK_BYTES // 2)
+    async with rig.running():
+        await read(rig, chunk[:3])
+        await until(lambda: rig.residency.resident_files(1) == 3)
+        assert rig.source.nbytes == 3 * SIZE
+        rig.ledger.cancel(1, rig.ledger.reserved(1))
+
+
+async def test_a_disk_that_is_full_in_the_middle_of_a_chunk_keeps_what_fits(
+    rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rigs()
+    chunk = rig.by_chunk()[0]
+    left = [4]
+
+    async def take_room(tier: object, size: int) -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    monkeypatch.setattr(rig.monitor, "take_room", take_room)
+    async with rig.running():
+        await read(rig, chunk)
+        await until(lambda: rig.residency.wanted == 0)
+        assert rig.residency.resident_files(1) == 4
+        assert rig.source.reads == {0: 1}
+
+
+async def test_files_evicted_from_a_chunk_come_back_without_the_others(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    rig = rigs()
+    chunk = rig.by_chunk()[0]
+    async with rig.running():
+        await read(rig, chunk[:1])
+        await until(lambda: rig.residency.resident_files(1) == len(chunk))
+        for ino in chunk[2::4]:
+            rig.read_side.promotions.evict(ino)
+        before = rig.source.nbytes
+        await read(rig, chunk)
+        await until(lambda: rig.residency.resident_files(1) == len(chunk))
+    assert rig.source.nbytes - before == len(chunk[2::4]) * SIZE
+
+
+async def test_a_warm_reads_whole_chunks(rigs: Rigs, clock: MockClock) -> None:
+    rig = rigs(in_tier=0.5)
+    order = [ino for chunk in rig.by_chunk() for ino in chunk]
+    promotions = rig.read_side.promotions
+    async with rig.running():
+        for ino in order[: FILES // 2]:
+            await until(promotions.has_place)
+            assert promotions.warm(ino)
+        await until(lambda: rig.residency.wanted == 0)
+        assert rig.residency.resident_files(1) == FILES // 2
+    assert rig.source.reads == dict.fromkeys(range(CHUNKS // 2), 1)
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+async def test_a_damaged_file_fails_alone_and_the_others_of_its_chunk_are_kept(
+    pack: Path, rigs: Rigs, clock: MockClock, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    os.system(f"cp -r {pack} {damaged}")
+    rig = rigs(damaged)
+    chunk = rig.by_chunk()[2]
+    bad = rig.of_pack.missing(2)[5]
+    with (damaged / chunk_name(2).decode()).open("r+b") as file:
+        file.seek(bad.offset)
+        file.write(b"\xff")
+    async with rig.running():
+        for _ in range(2):
+            with pytest.raises(SourceError) as caught:
+                await rig.content(bad.ino)
+            assert caught.value.errno == 5
+        await read(rig, [ino for ino in chunk if ino != bad.ino])
+        await until(lambda: rig.residency.resident_files(1) == len(chunk) - 1)
+    (found,) = rig.source.damage.files()
+    assert (found.name, found.entries) == (chunk_name(2).decode(), 1)
+    # The chunk, and twice the file.
+    assert rig.source.reads == {2: 3}
+
+
+async def test_a_chunk_that_cannot_be_read_is_left_to_its_readers_for_a_while(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    rig = rigs()
+    chunk = rig.by_chunk()[0]
+    rig.source.failing = {0}
+    async with rig.running():
+        for ino in chunk[:3]:
+            with pytest.raises(SourceError):
+                await rig.content(ino)
+        # Of the chunk once, then of each file.
+        assert rig.source.reads == {0: 4}
+        assert rig.residency.wanted == 0
+        rig.source.failing = set()
+        await trio.sleep(60)
+        await read(rig, chunk)
+        await until(lambda: rig.residency.resident_files(1) == len(chunk))
+    assert rig.source.reads == {0: 5}
+
+
+async def test_the_end_of_a_mount_in_the_middle_of_a_chunk_leaves_nothing(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    rig = rigs(model=Latency(5.0))
+    chunk = rig.by_chunk()[0]
+    async with rig.running() as nursery:
+        nursery.start_soon(rig.content, chunk[0])
+        await until(lambda: rig.engine.flight(chunk[1]) is not None)
+    # What the rig requires: no byte reserved or held, no flight.
+    assert rig.residency.wanted == len(chunk) or rig.residency.wanted == 0
+    assert not rig.tier.count_copies()
+
+
+# -- announced orders ------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(232)
+@pytest.mark.parametrize("group", [1, 4, 12])
+async def test_an_announced_order_of_groups_reads_each_chunk_once_an_epoch(
+    rigs: Rigs, clock: MockClock, group: int
+) -> None:
+    most = (group + 1) * CHUNK_BYTES
+    rig = rigs(in_tier=0, window=most)
+    order = in_groups(rig, group) + in_groups(rig, group, seed=2)
+    async with rig.running():
+        rig.announce(order)
+        for number, ino in enumerate(order):
+            await read(rig, [ino])
+            assert rig.window.bytes <= most
+            if number == FILES - 1:
+                assert set(rig.source.reads.values()) <= {1, 2}
+        assert rig.window.bytes == 0
+    assert rig.source.reads == dict.fromkeys(range(CHUNKS), 2)
+    assert rig.source.nbytes == 2 * FILES * SIZE
+
+
+@pytest.mark.promise(232)
+async def test_without_memory_for_a_group_the_files_are_read_one_by_one(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    most = 2 * CHUNK_BYTES
+    rig = rigs(in_tier=0, window=most)
+    order = in_groups(rig, CHUNKS)
+    async with rig.running():
+        rig.announce(order)
+        for ino in order:
+            await read(rig, [ino])
+            assert rig.window.bytes <= most
+    assert rig.source.nbytes == FILES * SIZE
+    assert min(rig.source.reads.values()) > 1
+
+
+async def test_readers_in_step_share_the_bytes_of_a_chunk(rigs: Rigs, clock: MockClock) -> None:
+    rig = rigs(in_tier=0, window=4 * CHUNK_BYTES)
+    order = in_groups(rig, 2)
+    places = iter(order)
+    async with rig.running() as nursery:
+        rig.announce(order)
+        done = 0
+
+        async def reader() -> None:
+            nonlocal done
+            for ino in places:
+                await read(rig, [ino])
+                done += 1
+
+        for _ in range(4):
+            nursery.start_soon(reader)
+        await until(lambda: done == FILES)
+    assert rig.source.reads == dict.fromkeys(range(CHUNKS), 1)
+
+
+async def test_the_files_of_an_order_that_ends_leave_the_memory(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    rig = rigs(in_tier=0, window=4 * CHUNK_BYTES)
+    order = in_groups(rig, 2)
+    async with rig.running():
+        key = rig.announce(order)
+        await read(rig, order[:1])
+        await until(lambda: rig.window.bytes > 2 * CHUNK_BYTES)
+        rig.foresight.announced.end(key)
+        await until(lambda: rig.window.bytes == 0)
+        assert rig.window.dropped_files > 0
