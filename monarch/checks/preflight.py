@@ -22,10 +22,11 @@ from monarch.config.defaults import is_remote, kind_of, state_beside, state_dire
 from monarch.config.settings import MountSettings, TierSettings
 from monarch.control.registry import MountRecord, alive
 from monarch.control.state_directory import read_note, require_private
-from monarch.errors import MonarchError, SnapshotError, TierError, Unanswered, UsageError
+from monarch.errors import MonarchError, PackError, SnapshotError, TierError, Unanswered, UsageError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible, without_passthrough
 from monarch.namespace.snapshot import Snapshot
+from monarch.packs.pack import Pack, is_pack
 from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.posix.private_directory import read_private
@@ -131,8 +132,27 @@ def check_source(mount: MountSettings) -> Iterator[Check]:
     else:
         if empty:
             yield Check(name, "warn", f"{source} is empty", "check that its file system is mounted")
+        elif is_pack(os.fsencode(source)):
+            yield _check_pack(name, mount)
         else:
             yield Check(name, "ok", f"{source} answers")
+
+
+def _check_pack(name: str, mount: MountSettings) -> Check:
+    source = mount.source
+    try:
+        with Pack.open(os.fsencode(source)) as pack:
+            info = pack.info
+    except PackError as error:
+        return Check(name, "fail", str(error), error.hint)
+    shown = (
+        f"{source} is a pack: {counted(info.files, 'file', 'files')} in"
+        f" {counted(info.chunks, 'chunk', 'chunks')}"
+    )
+    if mount.absorbs:
+        advice = "leave `write` and `absorb` out: writing fails with EROFS"
+        return Check(name, "warn", f"{shown}; a pack is read-only", advice)
+    return Check(name, "ok", shown)
 
 
 def _check_mountpoint(name: str, mount: MountSettings) -> Iterator[Check]:

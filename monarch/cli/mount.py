@@ -132,7 +132,13 @@ def mount(
     # The daemon is imported here, so that mistakes above are reported without delay.
     from monarch.daemon import run as daemon
 
+    was_to_absorb = bool(settings.absorbs)
     settings = daemon.prepare(settings)
+    if was_to_absorb and not settings.absorbs:
+        remark(
+            f"monarch: {escape_text(os.fspath(settings.source))} is a pack, which is read-only:"
+            " `write` and `absorb` have no effect, and writing fails with EROFS"
+        )
     if settings.snapshot.file is not None:
         _report_missing_snapshot(settings.snapshot.file)
     scanning = Scanning(settings.source)

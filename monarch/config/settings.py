@@ -269,12 +269,24 @@ class LimitSettings(Section):
     """Memory for files that are copied from the source to a tier. If not set, at most an eighth of
     the memory that the daemon may use."""
 
+    pack_window: Size = 1024 * MiB
+    """Memory for the files of a pack that no tier has a place for and whose order was announced:
+    their chunks are read as a whole if their files are opened before this is full. With an order of
+    groups of G chunks it must hold G + 1 chunks. If not set, at most an eighth of the memory that
+    the daemon may use."""
+
     def within(self, memory: int) -> LimitSettings:
         """These limits for a process that may use ``memory`` bytes; 0: unknown."""
-        if "buffer_max" in self.model_fields_set or memory <= 0:
+        if memory <= 0:
             return self
         share = max(self.inline_max, int(memory * BUFFER_SHARE))
-        return self.model_copy(update={"buffer_max": min(self.buffer_max, share)})
+        most = {
+            "buffer_max": min(self.buffer_max, share),
+            "pack_window": min(self.pack_window, share),
+        }
+        return self.model_copy(
+            update={key: most[key] for key in most.keys() - self.model_fields_set}
+        )
 
     @model_validator(mode="after")
     def _buffer_holds_an_inline_file(self) -> LimitSettings:

@@ -21,6 +21,7 @@ from typing import Protocol
 from monarch.config.settings import MountSettings
 from monarch.daemon.freshness import FreshnessWatch
 from monarch.fuse.mountpoint import detached_users, mount_at
+from monarch.packed.damage import Damage
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.placement.rules import Rules
@@ -45,6 +46,7 @@ _ANSWERED_S = 60.0
 # Greatest age of the list of processes that use a detached mount: the list reads all of /proc.
 _USERS_S = 5.0
 _SHOWN_PIDS = 10
+_SHOWN_DAMAGE = 3
 # An internal error leaves no trace: it is reported for this long after its last occurrence.
 _INTERNAL_S = 3600.0
 # Descriptors, or the memory of a control group, are reported as scarce above this share in use.
@@ -193,6 +195,29 @@ class SourceCheck:
                 f" {self.log}; if it persists, report it and mount {self.settings.mountpoint}"
                 " again",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class PackCheck:
+    """The chunks and large files of a pack at ``source``."""
+
+    damage: Damage
+    source: Path
+
+    def problems(self) -> Iterator[Problem]:
+        found = self.damage.files()
+        if not found:
+            return
+        files = counted(sum(each.entries for each in found), "file", "files")
+        shown = ", ".join(f"{each.name} {each.what}" for each in found[:_SHOWN_DAMAGE])
+        yield Problem(
+            "pack-damaged",
+            f"{files} of the pack cannot be read (EIO): {shown}"
+            + (", ..." if found[_SHOWN_DAMAGE:] else ""),
+            found[0].since_ns,
+            f"put intact files of the same pack in their place: `monarch pack verify {self.source}`"
+            " lists all damage; all other files are served, and these when they are intact",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,6 +242,9 @@ class Mount:
 
     def __post_init__(self) -> None:
         self._settings = self.parts.settings
+        if (pack := self.parts.pack) is not None:
+            stored = self.filesystem.names.stored
+            self.filesystem.xattrs.of_source = lambda ino: pack.user_xattrs(stored(ino).source_ino)
         self._sweep = Sweep(
             self.tiers.hierarchy,
             self.tiers.residency,
@@ -346,6 +349,8 @@ class Mount:
             "hints": self.hints.run,
             "second look": upkeep.watch.run_second_look,
         }
+        if transfer.chunks is not None:
+            tasks["chunks"] = transfer.chunks.run
         if self.watch is not None:
             tasks["open watch"] = partial(self.watch.run, self.filesystem.readers.catch_up)
         if self._settings.snapshot.freshness != "never":

@@ -28,13 +28,15 @@ from monarch.errors import MonarchError, TierError, sole_cause
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible
 from monarch.namespace.overlay import NAME_BYTES
+from monarch.packed.source import open_source
+from monarch.packs.pack import is_pack
 from monarch.posix import signals
 from monarch.posix.mounts import is_dead
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry import log as log_setup
 from monarch.text import KiB, counted, format_bytes
 from monarch.tiers.hierarchy import require_known
-from monarch.tiers.source import Source, close_result
+from monarch.tiers.source import close_result
 from monarch.types import Progress
 from monarch.writeback import lease
 from monarch.writeback.earlier import require_former_tiers_drained
@@ -54,6 +56,8 @@ _LARGE_BLOCK_BYTES = 256 * KiB
 def prepare(settings: MountSettings) -> MountSettings:
     """Checks everything that can be checked without side effects and fills in the default tier.
     Unmounts the mount of a dead daemon. Raises MonarchError."""
+    if is_pack(os.fsencode(settings.source)):
+        settings = _of_pack(settings)
     abilities = Abilities.here()
     check_possible(settings, abilities)
     names_max = settings.writeback.names_within(abilities.memory_bytes, each=NAME_BYTES)
@@ -71,6 +75,19 @@ def prepare(settings: MountSettings) -> MountSettings:
     settings = with_state_directory(settings, records)
     check_apart(settings, records)
     return settings
+
+
+def _of_pack(settings: MountSettings) -> MountSettings:
+    """The settings of a mount of a pack: its files cannot be written, never change, and are opened
+    as extents of chunks, whose modes say nothing about them."""
+    return settings.model_copy(
+        update={
+            "write": "none",
+            "absorb": (),
+            "snapshot": settings.snapshot.model_copy(update={"freshness": "never"}),
+            "source_identity": "daemon",
+        }
+    )
 
 
 def _clear_stale_mount(mountpoint: Path) -> None:
@@ -109,7 +126,9 @@ def run(
             threads = ThreadPool(
                 settings.limits.source_concurrency, "source", abandon=True, discard=close_result
             )
-            source = Source(os.fsencode(settings.source), lambda fd: threads.start(os.close, fd))
+            source = open_source(
+                os.fsencode(settings.source), lambda fd: threads.start(os.close, fd)
+            )
             cleanup.callback(source.close)
             require_known(settings.tiers, state)
             _require_written(settings, state)

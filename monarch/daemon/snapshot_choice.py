@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 from monarch.config.settings import MountSettings
 from monarch.errors import NewerSnapshot, SnapshotError, SourceError
-from monarch.namespace.build import build, sweep_stages
+from monarch.namespace.build import build, sweep_stages, write
 from monarch.namespace.given import copy_of, own_copy, read_id, remove_other_copies
 from monarch.namespace.refresh import directories_changed, refresh
 from monarch.namespace.schema import damaged
 from monarch.namespace.snapshot import Snapshot
+from monarch.packed.source import PackSource
+from monarch.packed.tree import PackTree, snapshot_id
+from monarch.packs.pack import Pack
 from monarch.posix.cgroups import memory_bytes
 from monarch.text import counted
 from monarch.tiers.source import Source
@@ -59,6 +62,15 @@ def snapshot_for(
     if given is None:
         sweep_stages(path)
     changes = earlier(settings)
+    if isinstance(source, PackSource):
+        if changes.undone:
+            raise SourceError(
+                f"source {os.fsdecode(source.path)!r} is a pack, and lacks"
+                f" {counted(changes.undone, 'change', 'changes')} of earlier mounts",
+                errno=errno.EROFS,
+                hint="mount the directory that they belong to at this path, to drain them",
+            )
+        return Chosen(_of_pack(settings, state, source, progress), just_built=True)
     kept = _kept(changes, state) if changes.undone else None
     if not refreshed:
         _require_same_root(source, kept, changes)
@@ -132,7 +144,7 @@ def _renewed(
         try:
             if refreshed:
                 refresh(settings.source, path, jobs=settings.snapshot.jobs, progress=progress)
-            snapshot = _checked(path) if given is None else _checked_copy(given, state)
+            snapshot = _checked_at(path, given, state)
             reason = _other_source(snapshot, source)
             if not refreshed and (given is None or not reason):
                 _require_content(source, snapshot)
@@ -149,9 +161,7 @@ def _renewed(
             hint = "name another file with --snapshot, or build it with: monarch snapshot build"
             raise SnapshotError(f"snapshot {os.fspath(path)!r} {reason}", hint=hint)
         except SnapshotError as error:
-            # A snapshot of a newer Monarch is not replaced: it may have more information.
-            if given is not None or isinstance(error, NewerSnapshot):
-                raise
+            _require_replaceable(error, given)
             log.warning("building the snapshot anew: %s", error)
     build(
         settings.source,
@@ -161,6 +171,48 @@ def _renewed(
         progress=progress,
     )
     return _opened(path) if given is None else _checked_copy(given, state), True
+
+
+def _of_pack(
+    settings: MountSettings, state: Path, source: PackSource, progress: Progress
+) -> Snapshot:
+    """The kept snapshot if it is of this pack, else one that is made from its index. Raises
+    SnapshotError if a given one is of another source."""
+    given, wanted = settings.snapshot.file, snapshot_id(source.info)
+    path = given or state / "snapshot.lmdb"
+    if _exists(path):
+        try:
+            snapshot = _checked_at(path, given, state)
+            if snapshot.id == wanted:
+                return snapshot
+            snapshot.close()
+            if given is not None:
+                raise SnapshotError(
+                    f"snapshot {os.fspath(given)!r} describes another source, or another pack",
+                    hint="name another file with --snapshot: the mount makes it from the pack",
+                )
+            log.info("the snapshot is not of this pack, and is made anew")
+        except SnapshotError as error:
+            _require_replaceable(error, given)
+            log.warning("making the snapshot anew: %s", error)
+    with Pack.open(source.path, in_memory=True) as pack:
+        tree = PackTree(pack)
+        if tree.id != wanted:
+            raise SourceError(
+                f"pack {os.fsdecode(source.path)!r} was replaced while it was opened",
+                hint="mount it again",
+            )
+        write(
+            tree,
+            path,
+            source=os.path.abspath(source.path),
+            mode=None,
+            progress=progress,
+            expected=pack.info.entries,
+            snapshot_id=tree.id,
+            buckets=tree.buckets,
+        )
+    return _opened(path) if given is None else _checked_copy(given, state)
 
 
 def log_gaps(snapshot: Snapshot) -> None:
@@ -192,6 +244,18 @@ def _exists(path: Path) -> bool:
 
 def _opened(path: Path) -> Snapshot:
     return Snapshot.open(path, memory_max=memory_bytes(Path("/")) // _MEMORY_SHARE)
+
+
+def _checked_at(path: Path, given: Path | None, state: Path) -> Snapshot:
+    """The snapshot at ``path``, or the copy of the given one, checked. Raises SnapshotError."""
+    return _checked(path) if given is None else _checked_copy(given, state)
+
+
+def _require_replaceable(error: SnapshotError, given: Path | None) -> None:
+    """Raises ``error`` again if the snapshot is not made anew: a given one, and one of a newer
+    Monarch, which may have more information."""
+    if given is not None or isinstance(error, NewerSnapshot):
+        raise error
 
 
 def _checked_copy(given: Path, state: Path) -> Snapshot:

@@ -54,6 +54,7 @@ class Status:
 
     def __post_init__(self) -> None:
         parts, metrics, write_back = self._parts, self._metrics, self._write_back
+        pack = parts.pack
         settings, mountpoint = parts.settings, parts.settings.mountpoint
         monitor, calls = self._transfer.monitor, self._transfer.source_calls
         drain = write_back.drain if write_back is not None else None
@@ -70,6 +71,7 @@ class Status:
                     self._upkeep.watch, metrics, mountpoint, parts.put_off, drain
                 ),
                 self._writing,
+                *([health_checks.PackCheck(pack.damage, settings.source)] if pack else []),
             ]
         )
         # Kept open: a report is still possible when the process has no free descriptor.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ from monarch.fuse.datapath_mode import Choice
 from monarch.fuse.session import MountCaches
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
+from monarch.packed.chunks import PackChunks
+from monarch.packed.source import PackSource
 from monarch.placement.admission import Admission
 from monarch.placement.belady import Belady
 from monarch.placement.controller import Controller
@@ -30,6 +32,7 @@ from monarch.placement.ledger import Ledger
 from monarch.placement.policy import FirstCome, Item, Lru, NoEvict, Policy
 from monarch.placement.residency import Residency
 from monarch.placement.rules import Rule, Rules
+from monarch.posix.buckets import bucket, buckets
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Logbook
 from monarch.telemetry.metrics import Metrics
@@ -39,7 +42,9 @@ from monarch.tiers.partial import Found, Layout, remove
 from monarch.tiers.source import Source
 from monarch.tiers.tier import Tier
 from monarch.transfer.ahead import FetchAhead
+from monarch.transfer.chunks import ChunkReads
 from monarch.transfer.engine import Engine
+from monarch.transfer.queue import Buffer
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import DatapathView, NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
@@ -54,6 +59,8 @@ from monarch.writeback.store import make_room
 # The window of files that no tier admits may use this part of the buffer. All fetches ahead leave
 # half of it to readers.
 _WINDOW_SHARE = 4
+# A time of the source that is behind the times of all files, in the year 2262.
+_AFTER_ALL_NS = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,11 @@ class Parts:
     just_built: bool
     put_off: str
     logbook: Logbook
+
+    @property
+    def pack(self) -> PackSource | None:
+        """The source if it is a pack, else None."""
+        return self.source if isinstance(self.source, PackSource) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +111,7 @@ class Transfer:
     source_load: SourceLoad
     doubts: Doubts
     changed: ChangedInodes
+    chunks: ChunkReads | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +125,7 @@ class Upkeep:
 
 def open_tiers(parts: Parts) -> Tiers:
     """Opens the tiers and loads which copies they hold. Raises TierError, LockedError."""
-    settings, snapshot = parts.settings, parts.snapshot
+    settings, snapshot, pack = parts.settings, parts.snapshot, parts.pack
     make_room(settings)
     hierarchy = Hierarchy(
         settings.tiers,
@@ -134,12 +147,21 @@ def open_tiers(parts: Parts) -> Tiers:
     capacities = [room.capacity for room in rooms]
     residency, ledger = Residency(snapshot.entries), Ledger(capacities)
     names = [tier.name for tier in settings.tiers]
-    rules = Rules([Rule.of(rule, names) for rule in settings.rules], snapshot, residency)
+    rules = Rules(
+        [Rule.of(rule, names) for rule in settings.rules],
+        snapshot,
+        residency,
+        buckets if pack is None else pack.buckets,
+    )
     foreseeing = _foresight(settings)
+    if pack is not None:
+        # A chunk that is admitted is read as a whole; another one must not be.
+        foreseeing = foreseeing.model_copy(update={"fill": False})
     foresight = Foresight(snapshot, foreseeing, lambda ino: controller.is_placed(ino))
-    policy = _policy(settings, snapshot, capacities)
+    policy = _policy(settings, snapshot, capacities, bucket if pack is None else pack.bucket)
     belady = None
-    if foreseeing.belady and snapshot.bytes_total > sum(capacities):
+    # Of a pack the tiers keep whole chunks.
+    if foreseeing.belady and pack is None and snapshot.bytes_total > sum(capacities):
         # A fixed share is as good for an order that is the same in each epoch.
         uses = KnownUses(foresight, with_learned=settings.placement.policy == "lru")
         policy = belady = Belady(policy, uses, lambda ino: snapshot.attributes(ino).size)
@@ -201,10 +223,15 @@ def _foresight(settings: MountSettings) -> ForesightSettings:
     return settings.foresight
 
 
-def _policy(settings: MountSettings, snapshot: Snapshot, capacities: list[int]) -> Policy:
+def _policy(
+    settings: MountSettings,
+    snapshot: Snapshot,
+    capacities: list[int],
+    bucket: Callable[[int], int],
+) -> Policy:
     match settings.placement.policy:
         case "no_evict":
-            return NoEvict(snapshot.curve(), capacities)
+            return NoEvict(snapshot.curve(), capacities, bucket)
         case "first_come":
             return FirstCome()
         case "lru":
@@ -230,7 +257,7 @@ def open_datapath(
             decide_opens=settings.verify == "open",
             cache_listings=choice.cache_listings,
             ask_names=bool(settings.absorbs),
-            ask_xattrs=has_written,
+            ask_xattrs=has_written or (parts.pack is not None and parts.pack.has_xattrs),
             as_caller=settings.source_identity == "caller",
         ),
     )
@@ -242,7 +269,9 @@ def build_transfer(
     settings, limits = parts.settings, parts.settings.limits
     view: DatapathView = datapath or NoDatapath()
     source_load = SourceLoad(view)
-    doubts = Doubts(SourceClock(parts.snapshot.newest_ns(), time.monotonic_ns()))
+    # The files of a pack never change, so none is young.
+    newest_ns = parts.snapshot.newest_ns() if parts.pack is None else _AFTER_ALL_NS
+    doubts = Doubts(SourceClock(newest_ns, time.monotonic_ns()))
     monitor = TierMonitor(
         tiers=tiers.hierarchy.tiers,
         keep_free=[
@@ -258,8 +287,7 @@ def build_transfer(
     reader = SourceReader(
         parts.source, names, parts.source_threads, source_load, metrics, limits, doubts
     )
-    most = limits.buffer_max // _WINDOW_SHARE if _foresight(settings).window else 0
-    window = Window(tiers.controller, reader.buffer, most)
+    window = _window(settings, tiers, reader, is_pack=parts.pack is not None)
     engine = Engine(monitor, tiers.hierarchy.records, tiers.controller, reader, changed.add, window)
     source_calls = SourceCalls(
         parts.source,
@@ -270,7 +298,29 @@ def build_transfer(
         datapath=view,
         as_caller=settings.source_identity == "caller",
     )
-    return Transfer(monitor, engine, reader, source_calls, source_load, doubts, changed)
+    chunks = None
+    if parts.pack is not None:
+        chunks = ChunkReads(
+            PackChunks(parts.pack, parts.snapshot, tiers.residency),
+            names,
+            tiers.controller,
+            engine,
+            reader,
+            tiers.foresight.announced,
+        )
+    return Transfer(monitor, engine, reader, source_calls, source_load, doubts, changed, chunks)
+
+
+def _window(
+    settings: MountSettings, tiers: Tiers, reader: SourceReader, *, is_pack: bool
+) -> Window:
+    """The window. That of a pack holds whole chunks, and has memory of its own."""
+    limits = settings.limits
+    if not _foresight(settings).window:
+        return Window(tiers.controller, reader.buffer, 0)
+    if is_pack:
+        return Window(tiers.controller, Buffer(limits.pack_window), limits.pack_window)
+    return Window(tiers.controller, reader.buffer, limits.buffer_max // _WINDOW_SHARE)
 
 
 def build_ruled_files(parts: Parts, tiers: Tiers, names: Namespace, read: ReadSide) -> RuledFiles:
@@ -298,7 +348,10 @@ def build_fetch_ahead(
         transfer.reader,
         transfer.source_load,
         is_open=read.bindings.is_open,
+        _chunks=transfer.chunks,
     )
+    if transfer.chunks is not None:
+        read.promotions.chunks = transfer.chunks
     tiers.foresight.on_more(fetch_ahead.wake)
     ruled.wake = fetch_ahead.wake
     read.promotions.is_expected_again = tiers.foresight.is_expected_again

@@ -23,7 +23,7 @@ STATES: tuple[State, ...] = ("ok", "degraded", "failing")
 # Every kind of problem with the state that it causes, the gravest first. A list of problems is in
 # this order, and its first problem gives the reason.
 _FAILING = (
-    *("source-hangs", "source-errors", "requests-wait", "writes-refused"),
+    *("source-hangs", "source-errors", "pack-damaged", "requests-wait", "writes-refused"),
     *("written-names", "names-unreadable"),
 )
 _DEGRADED = (

@@ -130,7 +130,7 @@ class FakeArrival:
     """A fetch ahead of readers; a reader may take it over until it ``began``."""
 
     began: bool = False
-    content: bytes | None = None
+    content: bytes | memoryview | None = None
     done: trio.Event = field(default_factory=trio.Event)
 
 
