@@ -105,8 +105,9 @@ check "clang-format" "$VENV/bin/clang-format" --dry-run -Werror monarch/fuse/nat
 step "pytest"
 session=$(od -An -N8 -tx8 /dev/urandom | tr -d ' ')
 mounts_before=$(mounts_of_ours)
-output=$(mktemp)
-trap 'rm -f "$output"' EXIT
+outputs=$(mktemp -d)
+trap 'rm -rf "$outputs"' EXIT
+output=$outputs/pytest
 [ "$quick" ] && arguments=(-m "not frameworks" "${arguments[@]}")
 # A test of a mount waits most of its time, for clocks and disks, so there are two workers for each
 # processor. With many more the machine would not answer within the time limits of the tests.
@@ -118,11 +119,25 @@ MONARCH_TEST_SESSION=$session "$PYTHON" -m pytest -n "$workers" --maxschedchunk 
     "${arguments[@]}" 2>&1 | tee "$output"
 [ "${PIPESTATUS[0]}" -eq 0 ] || failed+=(pytest)
 
+declare -A sanitizers
+ended() { # PID FILE: waits for a process and shows what it has written; its exit status
+    wait "$1"
+    local status=$?
+    cat "$2"
+    return $status
+}
+
 # A short choice of tests in the modes of the datapath, under the sanitizers; not when arguments choose
 # other tests.
 if [ -z "$quick" ] && [ ${#arguments[@]} -eq 0 ]; then
+    # Both at once: a part of each run is the work of one process, and its tests often wait.
+    step "sanitizers"
     for kind in address thread; do
-        check "sanitizer: $kind" env MONARCH_VENV="$VENV" scripts/sanitize "$kind"
+        MONARCH_VENV="$VENV" scripts/sanitize "$kind" >"$outputs/$kind" 2>&1 &
+        sanitizers[$kind]=$!
+    done
+    for kind in address thread; do
+        check "sanitizer: $kind" ended "${sanitizers[$kind]}" "$outputs/$kind"
     done
 fi
 
