@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -223,10 +224,6 @@ class PackSource(Source):
                 what = "is cut off" if end > run.nbytes else "is damaged"
                 self.damage.found(number, name, what)
 
-    def _is_read(self, number: int) -> None:
-        if self.damage:
-            self.damage.is_read(number)
-
     def _read(self, chunk: int, offset: int, size: int) -> tuple[bytes | bytearray, int, int]:
         """Up to ``size`` bytes of a chunk, the reads and the opens. Raises OSError."""
         is_retried = False
@@ -245,8 +242,9 @@ class PackSource(Source):
         ``fetch``."""
         number = self._number(identity, path)
         if self._chunk[number] == LARGE:
-            fd = self._opened_large(number)
-            return SourceFile(fd, self._status_of(number), self._close, is_fixed=True)
+            fd, status = self._opened_large(number), self._status_of(number)
+            is_right = partial(self._is_right, number)
+            return SourceFile(fd, status, self._close, is_fixed=True, is_right=is_right)
         content = self.fetch(path, identity).data
         fd, close = self._filled(content)
         return SourceFile(fd, self._status_of(number), close, is_fixed=True)
@@ -277,11 +275,18 @@ class PackSource(Source):
         size = int(self._size[number])
         with closing_fd(self._opened_large(number)) as fd:
             raw, reads = _read_range(fd, 0, size)
-        if len(raw) != size or xxhash.xxh3_64_intdigest(raw) != int(self._digest[number]):
-            self.damage.found(number, large_name(int(self._offset[number])), "is damaged")
+        if len(raw) != size or not self._is_right(number, xxhash.xxh3_64_intdigest(raw)):
             raise OSError(errno.EIO, "its bytes in the pack are damaged")
-        self._is_read(number)
         return Fetched(bytes(raw), reads)
+
+    def _is_right(self, number: int, digest: int) -> bool:
+        """Whether a large file has the digest of its bytes that were read; notes the damage."""
+        is_right = digest == int(self._digest[number])
+        if not is_right:
+            self.damage.found(number, large_name(int(self._offset[number])), "is damaged")
+        elif self.damage:
+            self.damage.is_read(number)
+        return is_right
 
     def _opened_large(self, number: int) -> int:
         name = large_name(int(self._offset[number]))

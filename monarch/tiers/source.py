@@ -86,8 +86,9 @@ class SourceFile:
 
     The last ``release`` passes the descriptor to ``close``. ``read_up_to`` is the position, in
     bytes, of a reader that reads the file from its start. ``is_fixed``: the file never has another
-    version than at its open, and ``status`` alone tells which. The object belongs to the event
-    loop; only reads of ``fd`` may run in any thread.
+    version than at its open, and ``status`` alone tells which. ``is_right`` returns whether the
+    file has the XXH3 (64 bits) of all bytes that were read; None if that is not known. The object
+    belongs to the event loop; only reads of ``fd`` may run in any thread.
     """
 
     fd: int
@@ -95,6 +96,7 @@ class SourceFile:
     close: Callable[[int], None]
     read_up_to: int = 0
     is_fixed: bool = False
+    is_right: Callable[[int], bool] | None = None
     _users: int = 1
 
     def identity_now(self) -> Identity:

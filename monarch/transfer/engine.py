@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import trio
+import xxhash
 
 from monarch.errors import MonarchError, SourceChanged, TierError
 from monarch.placement.controller import Controller, Promote
@@ -372,8 +373,8 @@ class Engine:
         file = await self._reader.open(flight)
         staged = await self._monitor.call(tier, tier.stage, ino)
         try:
-            await self._copy_bytes(flight, file, staged, tier)
-            if not self._controller.is_wanted(ino):
+            is_right = await self._copy_bytes(flight, file, staged, tier)
+            if not (is_right and self._controller.is_wanted(ino)):
                 if not flight.is_abandoned:
                     self._flights.give_up(flight, retry=False)
                 return
@@ -386,15 +387,21 @@ class Engine:
 
     async def _copy_bytes(
         self, flight: Flight, file: SourceFile, staged: Staged, tier: Tier
-    ) -> None:
-        """Writes the bytes of a file in order; stops if the file is evicted meanwhile."""
+    ) -> bool:
+        """Writes the bytes of a file in order; stops if the file is evicted meanwhile. Returns
+        whether the source knows them as right, or does not know."""
+        digest = xxhash.xxh3_64()
         async with aclosing(self._reader.turns(flight.ino, file, flight.promote.size)) as turns:
             async for turn in turns:
                 flight.copied += turn.size
                 _require_wanted(flight)
                 await self._monitor.call(tier, _append_all, staged, turn.pieces, size=turn.size)
+                if file.is_right is not None:
+                    for piece in turn.pieces:
+                        digest.update(piece)
                 if not self._controller.is_wanted(flight.ino):
-                    break
+                    return True
+        return file.is_right is None or file.is_right(digest.intdigest())
 
     # -- how a flight ends ---------------------------------------------------------------------
 

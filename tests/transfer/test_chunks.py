@@ -13,7 +13,7 @@ import trio
 from trio.testing import MockClock
 
 from monarch.errors import SourceError
-from monarch.packs.pack import chunk_name
+from monarch.packs.pack import chunk_name, large_name
 from monarch.transfer import tier_monitor
 from monarch.types import Ino
 from tests.conftest import contents
@@ -338,3 +338,25 @@ async def test_the_files_of_an_order_that_ends_leave_the_memory(
         rig.foresight.announced.end(key)
         await until(lambda: rig.window.bytes == 0)
         assert rig.window.dropped_files > 0
+
+
+# -- large files -----------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(233)
+@pytest.mark.parametrize("is_damaged", [False, True])
+async def test_a_damaged_large_file_gets_no_copy(
+    rigs: Rigs, clock: MockClock, tmp_path: Path, is_damaged: bool
+) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "large").write_bytes(contents("large", 3 * CHUNK_BYTES))
+    directory = packed(tmp_path / "tree", tmp_path / "pack", chunk_bytes=CHUNK_BYTES)
+    if is_damaged:
+        with (directory / large_name(0).decode()).open("r+b") as file:
+            file.write(b"x")
+    rig = rigs(directory, limits={"inline_max": CHUNK_BYTES})
+    async with rig.running():
+        await rig.content(rig.ino("large"))
+        await until(lambda: not rig.residency.wanted)
+        assert rig.residency.resident_files(1) == (not is_damaged)
+    assert len(rig.source.damage.files()) == is_damaged
