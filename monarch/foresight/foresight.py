@@ -116,7 +116,7 @@ class Foresight:
         is_complete = stream.opened(ino, process)
         if is_complete and stream.pattern == "same order":
             self.has_learned = True
-        if is_complete or stream.is_filling:
+        if is_complete or (stream.is_filling and self._settings.fill):
             self._wake()
         elif stream.pattern == "skewed":
             self._skewed_open(ino)
