@@ -65,16 +65,6 @@ class Bits:
         self.count += 1
         return True
 
-    def add_all(self, numbers: npt.NDArray[np.int64]) -> bool:
-        """Adds different numbers; False, without a change, if one of them was there."""
-        bits, places = np.frombuffer(self._bits, np.uint8), numbers >> 3
-        masks = (1 << (numbers & 7)).astype(np.uint8)
-        if (bits[places] & masks).any():
-            return False
-        np.bitwise_or.at(bits, places, masks)
-        self.count += len(numbers)
-        return True
-
     def clear(self) -> None:
         self._bits = bytearray(len(self._bits))
         self.count = 0
@@ -239,33 +229,32 @@ class Stream:
 
     def opened_all(self, inos: Sequence[Ino]) -> bool:
         """As ``opened`` for each of ``inos``, by unknown processes; whether any window is complete.
-        Files that are new in the epoch are recorded in lots. Unless the pattern says where the
-        readers are, only the last two windows of many opens are tested: a test takes as long as
-        some hundred opens."""
+        Unless the pattern says where the readers are, only the last two windows of many opens are
+        tested: a test takes as long as some hundred opens."""
         is_complete = False
-        done = 0
-        untested = len(inos) - 3 * self._window_size
-        while done < len(inos):
-            lot = inos[done : done + self._window_size - len(self._latest)]
-            done += len(lot)
-            positions = np.array(lot, np.int64) - self._start
-            wanted: list[int] = positions.tolist()
-            latest = dict.fromkeys(wanted, 0)
-            is_new = len(latest) == len(lot) and latest.keys().isdisjoint(self._latest)
-            if not is_new or not self._seen.add_all(positions):
-                for ino in lot:
-                    is_complete |= self.opened(ino)
+        start, size, latest, run = self._start, self._window_size, self._latest, self._run
+        left, seen, order = len(inos), self._seen, self._order
+        for ino in inos:
+            left -= 1
+            position = ino - start
+            if position in latest:
                 continue
-            self._latest |= latest
-            self.opens += len(lot)
-            if self._order is not None:
-                self._order.extend(wanted)
-            self.repeats += len(self._run)
-            self._run.clear()
-            if self.is_filling:
-                credit = self._fill_credit + _FILL_PER_OPEN * len(lot)
-                self._fill_credit = min(_MOST_FILL, credit)
-            is_complete |= self._ends_window(is_tested=done > untested or self.pattern in _LOCAL)
+            latest[position] = 0
+            self.opens += 1
+            if not seen.add(position):
+                self._repeated(position)
+                order = self._order
+            else:
+                if order is not None:
+                    order.append(position)
+                if run:
+                    self.repeats += len(run)
+                    run.clear()
+            if len(latest) >= size:
+                if self.is_filling:
+                    self._fill_credit = min(_MOST_FILL, self._fill_credit + _FILL_PER_OPEN * size)
+                is_tested = left < 3 * size or self.pattern in _LOCAL
+                is_complete |= self._ends_window(is_tested=is_tested)
         return is_complete
 
     def _ends_window(self, *, is_tested: bool = True) -> bool:

@@ -23,8 +23,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from monarch.types import Ino
 
 _KEPT_EPOCHS = 100
@@ -33,8 +31,6 @@ _MIN_RUN_INODES = 2
 # epoch is detected after 64 opens, whatever the size of the data set.
 _MAX_RUN_INODES = 64
 _LAST_MARK = 255
-# Opens that are counted together.
-_LOT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +87,27 @@ class Epochs:
             self._begin_epoch()
 
     def opened_all(self, inos: Sequence[Ino]) -> None:
-        """As ``opened`` for each of ``inos``, none of them a hit. Files that are new in the epoch
-        are counted in lots."""
-        marks = np.frombuffer(self._seen_in, np.uint8)
-        for start in range(0, len(inos), _LOT):
-            lot = inos[start : start + _LOT]
-            if len(set(lot)) < len(lot) or bool((marks[lot] == self._mark).any()):
-                for ino in lot:
-                    self.opened(ino, hit=False)
+        """As ``opened`` for each of ``inos``, none of them a hit."""
+        seen_in, mark = self._seen_in, self._mark
+        # Those since the last file that was not new.
+        new = 0
+        for ino in inos:
+            if seen_in[ino] != mark:
+                seen_in[ino] = mark
+                new += 1
                 continue
-            marks[lot] = self._mark
-            self._opens += len(lot)
-            self._distinct += len(lot)
-            self._forget_run()
+            if new:
+                self._opened_new(new)
+                new = 0
+            self.opened(ino, hit=False)
+            mark = self._mark
+        if new:
+            self._opened_new(new)
+
+    def _opened_new(self, count: int) -> None:
+        self._opens += count
+        self._distinct += count
+        self._forget_run()
 
     def _begin_epoch(self) -> None:
         self._finished.append(
