@@ -17,6 +17,9 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from monarch.errors import LmdbError
 from monarch.text import counted, escape_text
 
@@ -37,12 +40,16 @@ _FORMAT = 1
 _LATER = (2, 999)
 _NO_PAGE = (1 << 64) - 1
 
-_BRANCH, _LEAF, _META, _KIND = 0x01, 0x02, 0x08, 0x6F
+# A page of the file is of one kind. The other bits are those of pages in memory, and of lists of
+# values for one key.
+_BRANCH, _LEAF, _OVERFLOW, _META, _KIND = 0x01, 0x02, 0x04, 0x08, 0x7F
 _BIG, _SUBDATABASE = 0x01, 0x02
 _NODE_BYTES = 8
 
 # number, padding, flags, lower, upper
 _HEADER = struct.Struct("<QHHHH")
+# number, padding, flags, number of pages
+_OVERFLOW_HEADER = struct.Struct("<QHHI")
 # magic, version, address, size of the map
 _META_HEAD = struct.Struct("<IIQQ")
 # padding (the page size, in the first database), flags, depth, branch, leaf and overflow pages,
@@ -118,8 +125,8 @@ def parse_meta(first: bytes, second: bytes, size: int) -> Meta:
         raise LmdbError("is damaged: its two meta pages have different page sizes")
     # As LMDB: the first one, if their numbers are equal.
     page_bytes, map_bytes, main, _, transaction = max(found, key=lambda meta: meta[-1])
-    _, flags, depth, branch, leaf, overflow, entries, root = main
-    _require_plain(flags)
+    value_bytes, flags, depth, branch, leaf, overflow, entries, root = main
+    _require_plain(flags, value_bytes)
     empty = root == _NO_PAGE
     if empty != (depth == 0) or empty != (entries == 0) or depth > MOST_LEVELS:
         raise LmdbError(f"is damaged: its tree has {depth} levels and {entries} records")
@@ -150,7 +157,7 @@ def _meta(head: bytes, number: int) -> tuple[int, int, tuple[int, ...], int, int
         )
     own, _, kind, _, _ = _HEADER.unpack_from(head)
     magic, version, _, map_bytes = _META_HEAD.unpack_from(head, HEADER_BYTES)
-    if magic != _MAGIC or kind & _KIND != _META or own != number:
+    if magic != _MAGIC or not kind & _META or own != number:
         raise LmdbError(
             _other_format(head) or f"is not an LMDB file, or its meta page {number} is damaged",
             hint="give the file data.mdb, or its directory",
@@ -177,12 +184,15 @@ def _other_format(head: bytes) -> str:
     return ""
 
 
-def _require_plain(flags: int) -> None:
+def _require_plain(flags: int, value_bytes: int) -> None:
+    """``value_bytes`` is only set with several values for one key, all of that length."""
     unknown = flags & ~(REVERSED | INTEGERS)
     if unknown & 0x04:
         raise LmdbError(
             "has several values for one key (DUPSORT), which is not supported", hint=_REMAKE
         )
+    if value_bytes and not unknown:
+        raise LmdbError("is damaged: its database has values of one length")
     if unknown:
         raise LmdbError(f"has a database with unknown flags {unknown:#x}", hint=_REMAKE)
 
@@ -223,7 +233,7 @@ def leaf(page: bytes | memoryview, number: int, meta: Meta) -> Leaf:
             raise _damaged(number, "a record exceeds it")
         key = bytes(page[at + _NODE_BYTES : value])
         if flags == _BIG:
-            offsets.append(_overflow(page, value, length, number, meta))
+            offsets.append(_value_of(page, value, length, number, meta))
         elif flags:
             raise _refused(flags, key, number)
         else:
@@ -236,6 +246,26 @@ def leaf(page: bytes | memoryview, number: int, meta: Meta) -> Leaf:
     return Leaf(keys, offsets, lengths)
 
 
+def is_overflow(offset: npt.NDArray[np.uint64], page_bytes: int) -> npt.NDArray[np.bool_]:
+    """Which of the values at these places of a file are in overflow pages: those that begin right
+    behind a page header. In a leaf page no value does, since the places of the nodes are there."""
+    found: npt.NDArray[np.bool_] = offset % np.uint64(page_bytes) == HEADER_BYTES
+    return found
+
+
+def require_overflow(head: bytes | memoryview, offset: int, length: int, page_bytes: int) -> None:
+    """Raises LmdbError if ``head``, of ``HEADER_BYTES``, is not the header of the overflow pages
+    of a value of ``length`` bytes at ``offset``."""
+    number = offset // page_bytes
+    own, _, kind, pages = _OVERFLOW_HEADER.unpack(head)
+    if own != number or kind & _KIND != _OVERFLOW or pages < _pages_of(length, page_bytes):
+        raise _damaged(number, "it is not the page of a large value")
+
+
+def _pages_of(length: int, page_bytes: int) -> int:
+    return (HEADER_BYTES + length - 1) // page_bytes + 1
+
+
 def require_order(keys: Sequence[bytes], number: int, meta: Meta) -> None:
     """Raises LmdbError if ``keys``, which end in page ``number``, are not strictly ascending."""
     compared = list(map(meta.order(), keys)) if meta.flags else keys
@@ -243,10 +273,10 @@ def require_order(keys: Sequence[bytes], number: int, meta: Meta) -> None:
         raise _damaged(number, "its keys are not in order (or the program has an order of its own)")
 
 
-def _overflow(page: bytes | memoryview, value: int, length: int, number: int, meta: Meta) -> int:
+def _value_of(page: bytes | memoryview, value: int, length: int, number: int, meta: Meta) -> int:
     """The place of a value in overflow pages, whose number is at ``value``."""
     (first,) = _PAGE_NUMBER.unpack_from(page, value)
-    pages = (HEADER_BYTES + length - 1) // meta.page_bytes + 1
+    pages = _pages_of(length, meta.page_bytes)
     if not 2 <= first <= meta.pages - pages:
         raise _damaged(number, f"it refers to {pages} pages from {first} on of {meta.pages}")
     return int(first) * meta.page_bytes + HEADER_BYTES

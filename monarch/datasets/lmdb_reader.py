@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from monarch.datasets.lmdb_file import AnyPath, LmdbFile, Version, naming
 from monarch.datasets.lmdb_index import open_indexed
+from monarch.datasets.lmdb_pages import HEADER_BYTES, is_overflow, require_overflow
 from monarch.datasets.lmdb_table import Keys, Table, read_table
 from monarch.datasets.ranges import merged
 from monarch.errors import LmdbError
@@ -153,7 +154,12 @@ class LmdbReader:
     def _read(
         self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint32]
     ) -> list[memoryview]:
-        ranges = list(merged(offsets, lengths))
+        page_bytes = self._file.meta.page_bytes
+        # The header of an overflow page is read with its value, and compared.
+        large = is_overflow(offsets, page_bytes)
+        before = large * np.uint64(HEADER_BYTES)
+        begins = offsets - before
+        ranges = list(merged(begins, lengths + before))
         # Not filled with zeros first.
         buffer = np.empty(sum(found.length for found in ranges), np.uint8).data
         values = [buffer] * len(offsets)
@@ -161,8 +167,12 @@ class LmdbReader:
         for found in ranges:
             self._file.read_into(buffer[place : place + found.length], found.offset)
             for member in found.members.tolist():
-                begin = place + int(offsets[member]) - found.offset
-                values[member] = buffer[begin : begin + int(lengths[member])].toreadonly()
+                offset, length = int(offsets[member]), int(lengths[member])
+                begin = place + offset - found.offset
+                if large[member]:
+                    head = buffer[begin - HEADER_BYTES : begin]
+                    require_overflow(head, offset, length, page_bytes)
+                values[member] = buffer[begin : begin + length].toreadonly()
             place += found.length
         self._file.require_unchanged()
         return values

@@ -25,7 +25,7 @@ class Range:
 
 def merged(
     offsets: npt.NDArray[np.uint64],
-    lengths: npt.NDArray[np.uint32],
+    lengths: npt.NDArray[np.uint32] | npt.NDArray[np.uint64],
     *,
     gap_bytes: int = GAP_BYTES,
     most_bytes: int | None = None,

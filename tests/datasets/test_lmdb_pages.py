@@ -143,6 +143,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "several values for one key",
     ),
     "unknown flags": (of_bytes(built(4096, numbered(3), flags=0x80)), "unknown flags 0x80"),
+    "values of one length": (of_bytes(GOOD[:4184] + b"\1" + GOOD[4185:]), "values of one length"),
     "LMDB 1.0": (
         of_bytes(meta_page(0, 4096, version=2) + meta_page(1, 4096, version=2)),
         "format of LMDB 1.0",
@@ -263,6 +264,26 @@ def test_a_hostile_leaf_is_refused(name: str, tmp_path: Path) -> None:
     )
     with pytest.raises(LmdbError, match=reason):
         LmdbReader(put(tmp_path / "f", content))
+
+
+@pytest.mark.promise(243)
+def test_a_page_that_is_not_of_a_large_value_is_an_error_when_it_is_read(tmp_path: Path) -> None:
+    value = node(9999, 1, b"a", struct.pack("<Q", 3))
+    good = struct.pack("<QHHI", 3, 0, 4, 3)
+    for head, reason in (
+        (good, ""),
+        (struct.pack("<QHHI", 4, 0, 4, 3), "page 3"),
+        (struct.pack("<QHHI", 3, 0, 2, 3), "page 3"),
+        (struct.pack("<QHHI", 3, 0, 4, 2), "page 3"),
+    ):
+        pages = {2: tree_page(2, 2, [value], 4096), 3: head.ljust(3 * 4096, b"x")}
+        content = assembled(4096, pages, depth=1, entries=1, root=2, transaction=9)
+        with LmdbReader(put(tmp_path / "f", content)) as reader:
+            if not reason:
+                assert bytes(reader.get(0)) == b"x" * 9999
+                continue
+            with pytest.raises(LmdbError, match=reason):
+                reader.get(0)
 
 
 def is_right(path: Path, found: Records, records: Records) -> bool:

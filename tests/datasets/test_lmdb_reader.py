@@ -101,7 +101,13 @@ def test_256_random_records_take_no_more_reads_than_there_are_ranges(
     file: tuple[Path, Records], index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = LmdbReader(file[0], index)
-    places = [*zip(reader.table.offsets.tolist(), reader.table.lengths.tolist(), strict=True)]
+    # The 16 bytes before a value in overflow pages are their header.
+    places = [
+        (offset - 16, length + 16) if offset % 4096 == 16 else (offset, length)
+        for offset, length in zip(
+            reader.table.offsets.tolist(), reader.table.lengths.tolist(), strict=True
+        )
+    ]
     for seed in range(5):
         indices = random.Random(seed).sample(range(len(reader)), 256)
         expected = ranges_of([places[place] for place in indices], GAP)
