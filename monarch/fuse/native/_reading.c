@@ -256,7 +256,8 @@ void do_read(struct thread *thread, struct in_header *request, size_t size, uint
             relay(thread, request, fd, tier, whole, begin, entry, false))
             return;
         /* Python knows which version an inode has that it has bound. */
-        if (decided && fd < 0 && !LOAD(entry->bound) && relay_by_name(thread, request, false, begin))
+        if (decided && fd < 0 && !LOAD(entry->bound) &&
+            relay_by_name(thread, request, false, begin))
             return;
         if (tier && is_made(dp, request->nodeid) && LOAD(entry->kind) == OPEN_RELAY) {
             /* Python does not know of this open, only of the object. */
