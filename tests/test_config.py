@@ -760,8 +760,8 @@ def test_the_mount_table_is_read_with_its_escapes() -> None:
         b"23 22 0:22 / /a\\040b\\134 rw shared:5 master:1 - fuse.sshfs x:/ rw\n"
     )
     assert mount_table(text) == [
-        MountedFileSystem(Path("/"), "ext4", "0:21", 22),
-        MountedFileSystem(Path("/a b\\"), "fuse.sshfs", "0:22", 23),
+        MountedFileSystem(Path("/"), "ext4", "0:21", 22, "/dev/vda"),
+        MountedFileSystem(Path("/a b\\"), "fuse.sshfs", "0:22", 23, "x:/"),
     ]
     assert ("/proc", "proc") in [(str(it.mount_point), it.kind) for it in mount_table()]
 
