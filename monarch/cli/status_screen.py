@@ -20,7 +20,7 @@ from monarch.control.registry import MountRecord, Registry
 from monarch.telemetry import report as reports
 from monarch.telemetry.foresight_report import ForesightReport
 from monarch.telemetry.health import Health, Problem, State
-from monarch.telemetry.placement_report import AdmissionReport, RuleReport
+from monarch.telemetry.placement_report import AdmissionReport, PackReport, RuleReport
 from monarch.text import counted, escape_text, format_bytes
 
 WATCH_SECONDS = 2.0
@@ -200,6 +200,7 @@ def _detail_lines(
     pairs: list[tuple[str, str]] = [
         ("mount point", report.mountpoint),
         ("source", report.source),
+        *([("pack", _pack(report.pack))] if report.pack is not None else []),
         ("state", f"{report.state} for {up}, pid {report.pid}, version {report.version}"),
         *([("now", now)] if now else []),
         ("resident", _resident(report, ascii_only)),
@@ -483,6 +484,13 @@ def _admission(admission: AdmissionReport) -> Iterable[tuple[str, str]]:
         )
     if admission.spared:
         yield "scans", f"{counted(admission.spared, 'file', 'files')} read, no copy removed"
+
+
+def _pack(pack: PackReport) -> str:
+    """The chunks of a pack, and what was read of them."""
+    chunks = f"{counted(pack.chunks, 'chunk', 'chunks')} of {format_bytes(pack.chunk_bytes)}"
+    damaged = f"; {counted(pack.damaged, 'file', 'files')} of it damaged" if pack.damaged else ""
+    return f"{chunks}; {pack.read:,} read as a whole{damaged}"
 
 
 def _rule(rule: RuleReport) -> str:

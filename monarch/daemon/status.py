@@ -21,7 +21,7 @@ from monarch.telemetry import report as reports
 from monarch.telemetry.foresight_report import NextUseReport
 from monarch.telemetry.health import Health, health_of
 from monarch.telemetry.metrics import Metrics
-from monarch.telemetry.placement_report import AdmissionReport, RuleReport
+from monarch.telemetry.placement_report import AdmissionReport, PackReport, RuleReport
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.open_watch import OpenWatch
 from monarch.writeback.setup import WriteBack
@@ -184,7 +184,15 @@ class Status:
             rules=self._rule_reports(),
             admission=AdmissionReport(admission.replaced, admission.refused, admission.spared),
             copied_per_wanted=metrics.copied_per_wanted() if mode.counts_tier_reads else None,
+            pack=self._pack_report(),
         )
+
+    def _pack_report(self) -> PackReport | None:
+        pack, chunks = self._parts.pack, self._transfer.chunks
+        if pack is None or chunks is None:
+            return None
+        info, damaged = pack.info, len(pack.damage.files())
+        return PackReport(info.chunks, info.chunk_bytes, chunks.read, damaged)
 
     def _not_counted(self, mode: reports.Mode) -> str:
         """Why opens are not counted; empty if they are."""

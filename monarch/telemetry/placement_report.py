@@ -17,6 +17,17 @@ class AdmissionReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PackReport:
+    """The chunks of a pack: how often one was read as a whole since the mount, and the number of
+    its files, chunks and large ones, of which bytes cannot be read now."""
+
+    chunks: int
+    chunk_bytes: int
+    read: int
+    damaged: int
+
+
+@dataclass(frozen=True, slots=True)
 class RuleReport:
     """A rule for the paths that ``match`` covers: ``action`` as in the configuration. Its files,
     and those of them with copies. ``counted``: all of its files were found since the mount."""

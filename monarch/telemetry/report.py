@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from monarch.telemetry.foresight_report import ForesightReport
 from monarch.telemetry.health import Health
-from monarch.telemetry.placement_report import AdmissionReport, RuleReport
+from monarch.telemetry.placement_report import AdmissionReport, PackReport, RuleReport
 
 State = Literal["starting", "serving", "stopping"]
 
@@ -284,7 +284,7 @@ class StatusReport(Report):
     that a tier served, None before the first, and if the kernel sends no opens. ``opens`` and
     ``epochs`` are None if opens are not counted, for the reason ``opens_not_counted``; ``reads``
     and ``bytes`` if the kernel reads copies itself. ``writing`` is None for a read-only mount.
-    ``warming``: the unfinished requests of `monarch warm`.
+    ``warming``: the unfinished requests of `monarch warm`. ``pack``: None for another source.
     ``copied_per_wanted``: bytes of the source for each byte that readers got, if that is counted.
     """
 
@@ -320,6 +320,7 @@ class StatusReport(Report):
     rules: list[RuleReport] = field(default_factory=list)
     admission: AdmissionReport = field(default_factory=AdmissionReport)
     copied_per_wanted: float | None = None
+    pack: PackReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

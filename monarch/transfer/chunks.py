@@ -108,7 +108,7 @@ class ChunkReads:
         # the one that has its turn, with the bytes that it needs.
         self._waiting: dict[int, Ino] = {}
         self._next: tuple[int, int] | None = None
-        # Chunks that were read as a whole.
+        # How often a chunk was read as a whole.
         self.read = 0
         # Is called with each file that was fetched ahead, and its size.
         self.fetched: Callable[[Ino, int], None] = _ignore

@@ -76,6 +76,7 @@ def test_a_pack_shows_the_tree_that_it_was_made_of(
     accounts_agree(mounted)
     status = account(mounted)
     assert status["health"]["state"] == "ok"
+    assert status["pack"]["read"] == status["pack"]["chunks"]
     # One open for each chunk and each large file.
     with Pack.open(os.fsencode(packed)) as opened:
         assert status["source_totals"]["opens"] == opened.info.chunks + opened.info.large
