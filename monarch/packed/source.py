@@ -1,7 +1,7 @@
 """The source of a mount that shows a pack: its files are extents of chunks, or large files.
 
 The number of a record of the pack is the inode number at the source. So a version leads to the
-bytes of a file without its path. What the mount needs of the index, some 40 bytes a file, is in
+bytes of a file without its path. What the mount needs of the index, some 50 bytes a file, is in
 memory: another program that cuts the index off does not disturb the process.
 
 All bytes of a small file are compared with the digest of the index each time they are read. A file
