@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from scripts.benchmark.open_cost import BAR_US, OpenCost
 from scripts.benchmark.requirements import require_slow_source
 from scripts.benchmark.rows import BenchError, Result, Row, measure
 from scripts.datasets.main import make
-from scripts.tools.loader import WORKERS
+from scripts.tools.loader import WORKERS, Files
 from scripts.tools.mount import Mount
 from tests.equipment.slowfs import SlowSource
 
@@ -38,20 +38,6 @@ COPIERS = 8
 # unmodified.
 SOURCES = ((10.0, 400.0, 3.0, 1.5), (1.0, 50.0, 0.98, 0.98))
 ALL_OFF = "foresight.announced=false,foresight.ahead=false,foresight.fill=false"
-
-
-class Files:
-    """A map-style data set of paths that names its files as torchvision's ImageFolder does."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.samples = [(path, 0) for path in paths]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> int:
-        with open(self.samples[index][0], "rb", buffering=0) as file:
-            return len(file.read())
 
 
 class Lab:

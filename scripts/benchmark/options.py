@@ -11,7 +11,7 @@ from tests.equipment.modes import MODES
 
 SUBJECTS = ("datapath", "epochs", "foresight", "hang", "month", "packs", "snapshot", "write")
 # The parts of the subject packs.
-PARTS_OF_PACKS = ("lmdb",)
+PARTS_OF_PACKS = ("lmdb", "trees", "many")
 
 _EXAMPLES = """\
 examples:
@@ -24,6 +24,9 @@ examples:
   scripts/bench month --lines 20000
   scripts/bench packs --only lmdb --quick
   scripts/bench packs --only lmdb --json lmdb.json
+  scripts/bench packs --only trees --quick
+  scripts/bench packs --only trees --json trees.json --plot trees.png
+  scripts/bench packs --only many --modes relay,auto
   scripts/bench snapshot --files 1000000
   scripts/bench write --quick --modes relay,auto
   scripts/bench write --only small --quick --rounds 1 --modes auto
@@ -81,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     _hang(subject("hang", "readers of copies while the source hangs", 2000, 500, 3))
     month = "a month of fsynced lines and checkpoints"
     _month(subject("month", month, 2_600_000, 20_000, 1, "--lines"))
-    _packs(subject("packs", "data sets in large files over a slow source", 3264, 640, 3))
+    _packs(subject("packs", "packs and data sets in large files over a slow source", 20_000, 0, 3))
     _snapshot(subject("snapshot", "the cost of the names of a large tree", 1_000_000, 50_000, 5))
     _write(subject("write", "checkpoints and small files on a slow source", 2000, 200, 3))
     return parser
@@ -171,6 +174,19 @@ def _packs(subject: argparse.ArgumentParser) -> None:
     subject.add_argument(
         "--record-kb", type=int, default=110, help="size of a record of an LMDB in KB (110)"
     )
+    subject.add_argument(
+        "--file-kb", type=int, choices=(10, 110), help="size of the files of trees in KB (both)"
+    )
+    subject.add_argument(
+        "--peers",
+        type=_names,
+        help="other formats: webdataset,tfrecord,litdata (the installed ones), or none",
+    )
+    subject.add_argument(
+        "--modes", type=_names, help=f"modes to read many files in: {','.join(MODES)},auto (all)"
+    )
+    # Each part has a number of files of its own.
+    subject.set_defaults(sizes=(0, 0))
     _slow_reads(subject)
 
 

@@ -17,6 +17,8 @@ from scripts.benchmark.quantities import spread, with_unit
 from scripts.benchmark.rows import Lab, Result
 from scripts.tools.mount import monarch
 
+# Bars of a figure beside each other.
+MOST_IN_A_LINE = 12
 STYLES = {"good": "green", "missed": "red"}
 
 
@@ -88,11 +90,15 @@ def plot(title: str, results: Sequence[Result[Lab]], path: Path) -> None:
     from matplotlib import pyplot
 
     compared = [result for result in results if result.against]
-    width = max(6.0, 2.2 * len(compared))
+    lines = -(-len(compared) // MOST_IN_A_LINE)
+    columns = -(-len(compared) // lines)
+    width = max(6.0, 2.2 * columns)
     figure, axes = pyplot.subplots(
-        1, len(compared), figsize=(width, 4), layout="constrained", squeeze=False
+        lines, columns, figsize=(width, 4 * lines), layout="constrained", squeeze=False
     )
-    for result, axis in zip(compared, axes[0], strict=True):
+    for axis in axes.flat[len(compared) :]:
+        axis.remove()
+    for result, axis in zip(compared, axes.flat, strict=False):
         for place, values, colour in (
             (0, result.against, "#b8b8b8"),
             (1, result.values, "#e07b00"),
@@ -103,7 +109,8 @@ def plot(title: str, results: Sequence[Result[Lab]], path: Path) -> None:
         names = [textwrap.fill(result.row.against_name, 12), "Monarch"]
         axis.set_xticks([0, 1], names, fontsize=8)
         ratio = statistics.median(result.ratios)
-        axis.set_title(f"{result.row.name}\n{ratio:.2f} x", fontsize=9)
+        name = textwrap.fill(result.row.name, 26)
+        axis.set_title(f"{name}\n{ratio:.2f} x", fontsize=9)
         axis.set_ylabel(result.row.unit, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(textwrap.fill(title, int(width * 13)), fontsize=9)
