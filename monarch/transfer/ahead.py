@@ -53,8 +53,10 @@ _FILE_S = 0.0005
 # source is their highest number, which fades by this factor each ``_SWEEP_S``.
 _READS = 32
 _FADING = 0.95
-# Readers that have not called the source for so long do not, in seconds.
+# Readers that have not called the source for so long do not, in seconds. The interval of looks at
+# readers that do.
 _PAUSED_S = 1.0
+_LOOK_S = 0.05
 
 
 class Foreseen(Protocol):
@@ -160,6 +162,8 @@ class FetchAhead:
 
     def _pause_s(self) -> float:
         """How long to wait for ``wake``."""
+        if not self._is_gain(trio.current_time()):
+            return _LOOK_S
         is_idle = not (self._small or self._large or self._concurrency.running)
         if not is_idle or self._foresees():
             return _STEP_S
@@ -244,13 +248,15 @@ class FetchAhead:
         self._concurrency.look(load.reads, load.waited_s, load.running, now)
         if self._chunks is not None:
             self._chunks.begin_waiting()
-        # Readers of a pack get no byte without the daemon.
-        is_gain = self._chunks is not None or not self._are_faster(now)
+        is_gain = self._is_gain(now)
         while is_gain and self._concurrency.may_begin(now) and self._may_read(0):
             line = self._next_line()
             if line is None or not self._may_read(self._names.attributes(line[0]).size):
                 break
             self._begin(line.popleft(), nursery)
+        while self._small and not is_gain:
+            # A file that waits may be read meanwhile, and would then be fetched in vain.
+            self._foreseen.refused(self._small.popleft())
         self._copying = [
             flight for flight in self._copying if self._engine.flight(flight.ino) is flight
         ]
@@ -271,10 +277,12 @@ class FetchAhead:
             self._read_s += (latency_s - self._read_s) * share
         self._seen = load
 
-    def _are_faster(self, now: float) -> bool:
-        """Whether readers fetch more files from the source than the daemon could fetch ahead."""
-        is_known = self._seen.reads > 0 and now < self._seen_s + _PAUSED_S
-        return is_known and self._read_s < max(1.0, self._readers) * _FILE_S
+    def _is_gain(self, now: float) -> bool:
+        """False while readers fetch more files from the source than the daemon could fetch ahead.
+        The chunks of a pack are read by the daemon alone."""
+        are_reading = self._seen.reads > 0 and now < self._seen_s + _PAUSED_S
+        are_faster = are_reading and self._read_s < max(1.0, self._readers) * _FILE_S
+        return self._chunks is not None or not are_faster
 
     def _next_line(self) -> deque[Ino] | None:
         """The queue whose first file is the next; None if there is none now."""

@@ -73,7 +73,9 @@ async def test_nothing_is_fetched_ahead_while_readers_are_faster(
             await trio.sleep(0.05)
             rig.load.ended(0.002)
         assert not rig.foreseen.coming
-        assert not rig.foreseen.refusals, "the files wait"
+        # A file that waited would be fetched after its reader has read it.
+        assert len(rig.foreseen.order) + len(rig.foreseen.refusals) == 400
+        assert len(rig.foreseen.refusals) <= 1
         # The source has become slow.
         for _ in range(100):
             await trio.sleep(0.01)
