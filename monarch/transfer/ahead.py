@@ -53,8 +53,8 @@ _FILE_S = 0.0005
 # source is their highest number, which fades by this factor each ``_SWEEP_S``.
 _READS = 32
 _FADING = 0.95
-# Readers that have not called the source for so long do not, in seconds. The interval of looks at
-# readers that do.
+# Readers that have not called the source for so long do not, in seconds. While they do, it is
+# checked again after the second time.
 _PAUSED_S = 1.0
 _LOOK_S = 0.05
 
