@@ -80,6 +80,7 @@ PURE = (
     *("monarch.writeback.history", "monarch.writeback.op", "monarch.writeback.conflicts"),
     "monarch.writeback.journal_records",
     *("monarch.packs.format", "monarch.packs.index", "monarch.packs.plan"),
+    "monarch.datasets.staging_table",
 )
 IMPURE = frozenset(
     (
@@ -111,6 +112,7 @@ ENTRIES = frozenset(
         *("monarch.frameworks.checkpoint", "monarch.frameworks.torch", "monarch.order"),
         *("monarch.frameworks.tensorflow", "monarch.frameworks.webdataset"),
         "monarch.frameworks.lmdb",
+        "monarch.datasets.staging",
     )
 )
 
