@@ -31,7 +31,7 @@ from monarch.telemetry.report import SnapshotReport
 from monarch.text import counted
 from monarch.tiers.doubts import Doubt, Doubts
 from monarch.tiers.hierarchy import Hierarchy
-from monarch.tiers.source import Source, identity_of
+from monarch.tiers.source import Source, at_one_of, identity_of
 from monarch.types import Identity, Ino
 from monarch.vfs.revalidation import Revalidation
 
@@ -146,7 +146,9 @@ class FreshnessWatch:
         self.stale = changed > 0
 
     async def _differing(self, batch: Sequence[Ino]) -> list[tuple[Ino, Identity | None]]:
-        questions = [(ino, self.names.path(ino), self.names.stored(ino).identity) for ino in batch]
+        questions = [
+            (ino, self.names.source_paths(ino), self.names.stored(ino).identity) for ino in batch
+        ]
         self.checks += len(questions)
         return await self.source_threads.run(_differing, self.source, questions)
 
@@ -173,7 +175,7 @@ class FreshnessWatch:
             and not self.names.is_gone(ino)
             and self.names.stored(ino).identity == doubt.identity
         ]
-        questions = [(ino, self.names.path(ino), doubt.identity) for ino, doubt in asked]
+        questions = [(ino, self.names.source_paths(ino), doubt.identity) for ino, doubt in asked]
         differing = dict(await self.source_threads.run(_differing, self.source, questions))
         for ino, doubt in batch:
             if (ino, doubt) not in asked:
@@ -211,9 +213,9 @@ class FreshnessWatch:
         if doubt.identity.size > self.inline_max:
             self.revalidation.distrust(ino, differs=False)
             return
-        path = self.names.path(ino)
+        paths, fetch = self.names.source_paths(ino), self.source.fetch
         try:
-            fetched = await self.source_threads.run(self.source.fetch, path, doubt.identity)
+            fetched = await self.source_threads.run(at_one_of, paths, fetch, doubt.identity)
         except SourceChanged:
             await self.revalidation.look_again(ino)
             return
@@ -255,15 +257,15 @@ class ChangedInodes:
 
 
 def _differing(
-    source: Source, questions: Sequence[tuple[Ino, bytes, Identity]]
+    source: Source, questions: Sequence[tuple[Ino, Sequence[bytes], Identity]]
 ) -> list[tuple[Ino, Identity | None]]:
     """The entries that differ, with their present identity."""
     found = []
-    for ino, path, identity in questions:
+    for ino, paths, identity in questions:
         now: Identity | None = None
         # If it is missing or the source fails, the next comparison finds out which.
         with suppress(OSError):
-            now = identity_of(source.status(path))
+            now = identity_of(at_one_of(paths, source.status))
         if now != identity:
             found.append((ino, now))
     return found

@@ -61,6 +61,8 @@ class Tree:
         self.is_written = self._overlay.has
         self.put_away = self._overlay.put_away
         self.answers = self._overlay.answers
+        # The paths at which an entry of a path may be at the source while renames wait.
+        self._places: Callable[[bytes], list[bytes]] = _only
 
     # -- numbers ---------------------------------------------------------------------------------
 
@@ -245,8 +247,30 @@ class Tree:
 
     # -- paths -----------------------------------------------------------------------------------
 
+    def know_places(self, places: Callable[[bytes], list[bytes]]) -> None:
+        """Registers the function that returns the paths at which the source may have the entry of
+        a path on the mount, the earliest first and that path last: renames may wait."""
+        self._places = places
+
+    def source_paths(self, ino: Ino, named: Named | None = None) -> list[bytes]:
+        """The paths at which the source may have an entry: the last is its path on the mount, the
+        others are those that it had before renames that the source may lack, the earliest first.
+        At the source it moves from an earlier one to a later one only. With ``named``, a directory
+        and a name in it, those of this name. Raises as ``path``."""
+        if named is not None:
+            return self._places(self.path_of(*named))
+        node = self._overlay.peek(ino)
+        if node is not None and node.names:
+            # A directory above may have lost its own name since.
+            with suppress(Refused):
+                moved = self._known.moved(ino)
+                is_shown = moved is not None and moved in self.visible_paths(ino)
+                return self._places(moved if moved and is_shown else self.visible_path(ino))
+        return [self.path(ino)]
+
     def path(self, ino: Ino) -> bytes:
-        """The path of the entry at the source, relative to its root.
+        """The path of the entry at the source, relative to its root, without regard to renames that
+        the source lacks (``source_paths``).
 
         An inode that was made through the mount is where the mount shows it, unless ``move``
         records another path; raises Refused, ENOENT, if it has no name. A file of the snapshot that
@@ -317,6 +341,10 @@ class Tree:
         """The names of an inode that has no node."""
         if ino < WRITTEN_INO and not self.is_gone(ino):
             yield from self._known.names(ino)
+
+
+def _only(path: bytes) -> list[bytes]:
+    return [path]
 
 
 def first_name(node: Node) -> Named:

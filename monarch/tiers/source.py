@@ -20,7 +20,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -49,6 +49,9 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 _NOT_READ_LIKE_A_FILE = (errno.EISDIR, errno.ESPIPE)
 
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO)
+
+# The errors for a file that was removed or replaced.
+NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
 
 # The errors of a descriptor whose file system was unmounted.
 LEFT_BEHIND = frozenset(
@@ -140,6 +143,24 @@ def identity_now(fd: int) -> Identity:
     mtime_s, mtime_ns = struct.unpack_from("=qI", buffer, 112)
     mtime_ns, ctime_ns = mtime_s * 10**9 + mtime_ns, ctime_s * 10**9 + ctime_ns
     return Identity(size, kept_ns(mtime_ns), kept_ns(ctime_ns), source_ino)
+
+
+def at_one_of(
+    paths: Sequence[bytes], call: Callable[[bytes, Unpack[Args]], T], *args: Unpack[Args]
+) -> T:
+    """The result of ``call`` for the first of ``paths`` at which it finds its file. The file may
+    be moved from an earlier path to a later one meanwhile. In a thread. Raises OSError, and
+    SourceChanged."""
+    *earlier, last = dict.fromkeys(paths)
+    for path in earlier:
+        try:
+            return call(path, *args)
+        except SourceChanged:
+            continue
+        except OSError as error:
+            if error.errno not in NOT_THERE:
+                raise
+    return call(last, *args)
 
 
 def identity_of(status: os.stat_result) -> Identity:
@@ -269,23 +290,23 @@ class Source:
     def on(
         self,
         file: SourceFile,
-        path: bytes,
+        paths: Sequence[bytes],
         call: Callable[[int, Unpack[Args]], T],
         *args: Unpack[Args],
     ) -> T:
-        """Returns ``call(fd, *args)`` of an open file; a lost file is opened again. Raises its
-        errors."""
+        """Returns ``call(fd, *args)`` of an open file; a lost file is opened again at the first
+        of ``paths`` that has it. Raises its errors."""
         try:
             return call(file.fd, *args)
         except OSError as error:
-            if error.errno not in LEFT_BEHIND or not self._is_renewed(file, path):
+            if error.errno not in LEFT_BEHIND or not self._is_renewed(file, paths):
                 raise
         return call(file.fd, *args)
 
-    def _is_renewed(self, file: SourceFile, path: bytes) -> bool:
+    def _is_renewed(self, file: SourceFile, paths: Sequence[bytes]) -> bool:
         """Opens a file again, with the same descriptor number, if it is still that version."""
         try:
-            fresh = self.open_version(path, identity_of(file.status))
+            fresh = at_one_of(paths, self.open_version, identity_of(file.status))
         except (OSError, SourceChanged):
             return False
         try:

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,7 +20,8 @@ from typing import TypeVar
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
-from monarch.errors import SourceChanged, SourceError
+from monarch.errors import Refused, SourceChanged, SourceError
+from monarch.namespace.listing import Named
 from monarch.namespace.namespace import Namespace
 from monarch.posix.acl import Acls
 from monarch.posix.credentials import Credentials, credentials_of
@@ -27,7 +29,7 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
 from monarch.text import errno_words
-from monarch.tiers.source import Source
+from monarch.tiers.source import NOT_THERE, Source, at_one_of
 from monarch.transfer.source_load import DatapathView
 from monarch.types import Ino
 
@@ -42,9 +44,6 @@ _TROUBLE_S = 60.0
 _CHECKS = 8
 # How long a call may last before the source is reported as hanging, in seconds.
 _HANGS_S = 5.0
-# The errors for a file that was removed or replaced.
-_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
-
 # The errors for a process that may not read a file. They are expected and raise no alarm.
 _REFUSED = frozenset({errno.EACCES, errno.EPERM})
 
@@ -140,12 +139,26 @@ class SourceCalls:
             asker = CALLER.get()
             if number in _REFUSED and rights is None and asker is not None and asker.uid != 0:
                 self._metrics.source_refused(ino)
-            if number in _NOT_THERE:
+            if number in NOT_THERE:
                 raise SourceChanged(f"{self._names.path_text(ino)}: {error.strerror}") from error
             raise self.failed(ino, number) from error
         finally:
             del self._checks[scope]
         raise self.failed(ino, errno.ETIMEDOUT)
+
+    async def at(
+        self, ino: Ino, call: Callable[[bytes, Unpack[Args]], T], *args: Unpack[Args]
+    ) -> T:
+        """The same for a call that gets the path of ``ino`` at the source: it is made for each path
+        that the file may have there, until it succeeds."""
+        paths = self._names.source_paths(ino)
+        while True:
+            try:
+                return await self.call(ino, at_one_of, paths, call, *args)
+            except SourceChanged:
+                before, paths = paths, self._paths_now(ino, paths)
+                if paths == before:
+                    raise
 
     async def wait(self, ino: Ino, done: trio.Event) -> None:
         """Waits for a call for ``ino`` that another task makes, as long as for one of its own.
@@ -184,10 +197,35 @@ class SourceCalls:
                 raise self.failed(ino, errno.ESTALE) from error
             return None
 
-    async def acls(self, ino: Ino, path: bytes) -> Acls:
+    async def status_of(
+        self, ino: Ino, source_ino: int, named: Named | None = None
+    ) -> os.stat_result | None:
+        """The status of an inode, which has the number ``source_ino`` at the source; if the source
+        has it at none of its paths, that of another file there, or None. With ``named``, a
+        directory and a name in it, only this name of the file counts. Raises SourceError."""
+        paths = self._names.source_paths(ino, named)
+        while True:
+            found = None
+            for path in dict.fromkeys(paths):
+                status = await self.status(ino, path)
+                if status is not None:
+                    found = status
+                    if status.st_ino == source_ino:
+                        return found
+            before, paths = paths, self._paths_now(ino, paths, named)
+            if paths == before:
+                return found
+
+    def _paths_now(self, ino: Ino, paths: list[bytes], named: Named | None = None) -> list[bytes]:
+        """The present paths of an inode at the source; ``paths`` if it has no name any more."""
+        with suppress(Refused):
+            return self._names.source_paths(ino, named)
+        return paths
+
+    async def acls(self, ino: Ino) -> Acls:
         """The access control lists of an entry. Raises SourceError, ESTALE if it was removed."""
         try:
-            return await self.call(ino, self.source.acls, path)
+            return await self.at(ino, self.source.acls)
         except SourceChanged as error:
             raise SourceError(f"{self._names.path_text(ino)}: gone", errno=errno.ESTALE) from error
 

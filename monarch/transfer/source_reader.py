@@ -23,7 +23,7 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.metrics import Metrics
 from monarch.text import MiB
 from monarch.tiers.doubts import Doubts
-from monarch.tiers.source import REACH_GAP, Source, SourceFile, read_open
+from monarch.tiers.source import REACH_GAP, Source, SourceFile, at_one_of, read_open
 from monarch.transfer.pace import Pace, TokenBucket
 from monarch.transfer.queue import Arrival, Buffer, Flight
 from monarch.transfer.source_load import SourceLoad
@@ -48,7 +48,7 @@ _HOLE = bytes(_PIECE_BYTES)
 class Names(Protocol):
     """The functions of the namespace that copies use."""
 
-    def path(self, ino: Ino) -> bytes: ...
+    def source_paths(self, ino: Ino) -> list[bytes]: ...
     def path_text(self, ino: Ino) -> str: ...
     def attributes(self, ino: Ino) -> Attributes: ...
     def stored(self, ino: Ino) -> Attributes: ...
@@ -123,8 +123,7 @@ class SourceReader:
     async def open(self, flight: Flight) -> SourceFile:
         """Opens the flight's version of a file. Raises SourceChanged, OSError."""
         if flight.file is None:
-            path = self.names.path(flight.ino)
-            flight.file = await self._threads.run(self._source.open_version, path, flight.identity)
+            flight.file = await self._at(flight.ino, self._source.open_version, flight.identity)
             self.metrics.source_opened(copy=True)
         self.doubts.fetched(flight.ino, flight.identity, since_ns=time.monotonic_ns())
         return flight.file
@@ -146,8 +145,7 @@ class SourceReader:
             await trio.sleep(self._bucket.take(size, trio.current_time()))
             async with self._courtesy(flight.ino, file, size):
                 if file is None:
-                    path = self.names.path(flight.ino)
-                    fetched = await self._threads.run(self._source.fetch, path, flight.identity)
+                    fetched = await self._at(flight.ino, self._source.fetch, flight.identity)
                     self.metrics.source_opened(fetched.opens, copy=True)
                 else:
                     fetched = await self._threads.run(read_open, file, flight.identity)
@@ -159,6 +157,14 @@ class SourceReader:
         flight.content = fetched.data
         self.doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
 
+    async def _at(
+        self, ino: Ino, call: Callable[[bytes, Unpack[Args]], T], *args: Unpack[Args]
+    ) -> T:
+        """Makes a call for each path that a file may have at the source, until it succeeds. Raises
+        SourceChanged, OSError."""
+        paths = self.names.source_paths(ino)
+        return await self._threads.run(at_one_of, paths, call, *args)
+
     def spend(self, size: int) -> float:
         """Takes ``size`` bytes of ``limits.source_bandwidth``; returns the seconds until the limit
         allows more."""
@@ -167,9 +173,9 @@ class SourceReader:
     async def fetch_ahead(self, flight: Flight | Held, arrival: Arrival) -> bytes | None:
         """Reads a whole small file in the only call at the source; None if a reader makes that
         call. Raises SourceChanged, OSError."""
-        path, since_ns = self.names.path(flight.ino), time.monotonic_ns()
+        paths, since_ns = self.names.source_paths(flight.ino), time.monotonic_ns()
         fetched = await self._threads.run(
-            _claimed, arrival, self._source.fetch, path, flight.identity
+            _claimed, arrival, at_one_of, paths, self._source.fetch, flight.identity
         )
         if fetched is None:
             return None
@@ -190,9 +196,9 @@ class SourceReader:
     async def open_ahead(self, flight: Flight, arrival: Arrival) -> None:
         """Opens a large file for its copy and for readers that come meanwhile; does nothing if a
         reader has come first. Raises SourceChanged, OSError."""
-        path = self.names.path(flight.ino)
+        paths = self.names.source_paths(flight.ino)
         flight.file = await self._threads.run(
-            _claimed, arrival, self._source.open_version, path, flight.identity
+            _claimed, arrival, at_one_of, paths, self._source.open_version, flight.identity
         )
         if flight.file is not None:
             self.metrics.source_opened(copy=True)

@@ -65,14 +65,14 @@ class Revalidation:
                 await self._look_again_at_written(node)
             return
         known = self._names.attributes(ino)
-        status = await self._source_calls.status(ino, self._names.path(ino))
+        status = await self._source_calls.status_of(ino, known.source_ino)
         if status is None and await self._has_another_name(known):
             return
         is_other = status is not None and status.st_ino != known.source_ino
         if is_other and await self._has_another_name(known):
             # Its other names must not show the file that replaced this one.
             self._noticed(ino, "has lost one of its names to another file at the source")
-            status = await self._source_calls.status(ino, self._names.path(ino))
+            status = await self._source_calls.status_of(ino, known.source_ino)
         if status is None and not await self._can_be_gone(known):
             raise self._source_calls.failed(ino, errno.EIO)
         if status is None or not stat.S_ISREG(status.st_mode):
@@ -87,7 +87,7 @@ class Revalidation:
         """A file of the snapshot has changed; ``acls`` are its lists as known so far."""
         ino = known.ino
         access, stored = (*self._shown_access(ino), acls), self._names.stored(ino).identity
-        acls = await self._source_calls.acls(ino, self._names.path(ino))
+        acls = await self._source_calls.acls(ino)
         if (*self._shown_access(ino), self._names.stored(ino).identity) != (*access[:3], stored):
             # Attributes were changed on the mount meanwhile, and ``status`` may be older.
             return
@@ -138,7 +138,7 @@ class Revalidation:
     async def _look_again_at_written(self, node: Node) -> None:
         """The same for a file that was written or changed here and is read from the source now."""
         ino, path = node.ino, self._names.visible_path(node.ino)
-        status = await self._settled_status(ino, path)
+        status = await self._settled_status(ino)
         if len(node.names) > 1:
             await self._drop_names_of_others(node)
         if status is None and not await self._can_be_gone(node.attributes):
@@ -152,7 +152,7 @@ class Revalidation:
         if node.has_source_bytes:
             await self._look_again_at_changed(node, status)
             return
-        acls = await self._source_calls.acls(ino, path)
+        acls = await self._source_calls.acls(ino)
         known = node.attributes
         # The source had all that was set here, and another program has changed it.
         node.follow_all()
@@ -168,13 +168,13 @@ class Revalidation:
         if (known.mode, known.uid, known.gid) != (now.mode, now.uid, now.gid):
             raise SourceError(f"{os.fsdecode(path)!r}: access changed", errno=errno.ESTALE)
 
-    async def _settled_status(self, ino: Ino, path: bytes) -> os.stat_result | None:
+    async def _settled_status(self, ino: Ino) -> os.stat_result | None:
         """The status of a file at the source. A change by the drain that the mount has not recorded
         yet is awaited, up to ``_RECORDED_S``. Raises SourceError."""
         until = trio.current_time() + _RECORDED_S
         while True:
             stored = self._names.stored(ino).identity
-            status = await self._source_calls.status(ino, path)
+            status = await self._source_calls.status_of(ino, stored.source_ino)
             if self._names.stored(ino).identity != stored:
                 # The status may be older than the change that the drain has made meanwhile.
                 until = trio.current_time() + _RECORDED_S
@@ -211,12 +211,7 @@ class Revalidation:
         are. Raises SourceError, ESTALE, if there were any: the caller looks its name up again."""
         others = []
         for named in list(node.names):
-            status = await self._source_calls.status(node.ino, self._names.path_of(*named))
-            if status is None:
-                above = self._names.visible_path(named[0])
-                if await self._source_calls.status(node.ino, above) is None:
-                    # The drain may be about to rename this directory, or one above it.
-                    continue
+            status = await self._source_calls.status_of(node.ino, node.source_ino, named)
             if status is None or status.st_ino != node.source_ino:
                 others.append(named)
         others = [named for named in others if named in node.names]
@@ -252,11 +247,12 @@ class Revalidation:
 
     async def find_again(self, ino: Ino) -> None:
         """Asks the source for a file that was gone. Raises SourceError, ENOENT if it still is."""
-        status = await self._source_calls.status(ino, self._names.path(ino))
+        known = self._names.stored(ino)
+        status = await self._source_calls.status_of(ino, known.source_ino)
         if status is None or not stat.S_ISREG(status.st_mode):
             raise self._gone(ino)
         if self._names.is_gone(ino):
-            acls = await self._source_calls.acls(ino, self._names.path(ino))
+            acls = await self._source_calls.acls(ino)
             mode = self._shown_mode(status, acls)
             parent = self._names.attributes(ino).parent
             self._names.refresh(ino, attributes_of(status, ino, parent, mode), acls)
@@ -269,10 +265,10 @@ class Revalidation:
         SourceError."""
         while known.ino != ROOT_INO:
             known = self._names.attributes(known.parent)
-            now = await self._source_calls.status(known.ino, self._names.path(known.ino))
+            # A directory that was changed on the mount shows the times of that change.
+            then = self._names.at_source(known.ino) or known
+            now = await self._source_calls.status_of(known.ino, then.source_ino)
             if now is not None:
-                # A directory that was changed on the mount shows the times of that change.
-                then = self._names.at_source(known.ino) or known
                 mtime_ns, ctime_ns = kept_ns(now.st_mtime_ns), kept_ns(now.st_ctime_ns)
                 return mtime_ns > then.mtime_ns or ctime_ns > then.ctime_ns
         return False

@@ -52,14 +52,13 @@ class SourceFiles:
 
     async def open(self, attributes: Attributes) -> SourceFile:
         """Raises SourceError; SourceChanged if the source has another version."""
-        path = self._names.path(attributes.ino)
-        return await self._count(attributes, self._open, path, attributes.identity)
+        return await self._count(attributes, self._open, attributes.identity)
 
     async def fetch(self, attributes: Attributes, *, store: bool) -> bytes:
         """The bytes of a small file. With ``store`` the kernel gets them at once, before any read.
         Raises SourceError; SourceChanged if the source has another version."""
-        ino, path = attributes.ino, self._names.path(attributes.ino)
-        fetched = await self._count(attributes, self._fetch, ino, path, attributes.identity, store)
+        ino, identity = attributes.ino, attributes.identity
+        fetched = await self._count(attributes, self._fetch, ino, identity, store)
         self._metrics.source_reads[0] += fetched.reads
         self._metrics.source_bytes[0] += len(fetched.data)
         if fetched.data and store:
@@ -68,12 +67,15 @@ class SourceFiles:
         return fetched.data
 
     async def _count(
-        self, attributes: Attributes, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]
+        self,
+        attributes: Attributes,
+        call: Callable[[bytes, Unpack[Args]], T],
+        *args: Unpack[Args],
     ) -> T:
         """Runs a call that opens a file, and counts the open."""
         since_ns = time.monotonic_ns()
         try:
-            result = await self._calls.call(attributes.ino, call, *args)
+            result = await self._calls.at(attributes.ino, call, *args)
         except SourceChanged as error:
             if error.__cause__ is None:
                 # The file was opened, and is another version.
@@ -93,7 +95,7 @@ class SourceFiles:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return file
 
-    def _fetch(self, ino: Ino, path: bytes, identity: Identity, store: bool) -> Fetched:
+    def _fetch(self, path: bytes, ino: Ino, identity: Identity, store: bool) -> Fetched:
         """In a thread. Raises OSError, SourceChanged."""
         fetched = self._calls.source.fetch(path, identity)
         if fetched.data and store:
@@ -103,7 +105,7 @@ class SourceFiles:
     async def identity_now(self, ino: Ino, file: SourceFile) -> Identity:
         """The version that an open file has now. Raises SourceError."""
         return await self._calls.call(
-            ino, self._calls.source.on, file, self._names.path(ino), _identify, file
+            ino, self._calls.source.on, file, self._names.source_paths(ino), _identify, file
         )
 
     async def notice_rewriting(self, ino: Ino, file: SourceFile) -> None:
@@ -128,9 +130,9 @@ class SourceFiles:
         began = trio.current_time()
         self._load.begin(began)
         try:
-            path = self._names.path(ino)
+            paths = self._names.source_paths(ino)
             data = await self._calls.call(
-                ino, self._calls.source.on, file, path, read_fully, offset, size
+                ino, self._calls.source.on, file, paths, read_fully, offset, size
             )
             if not self._kernel.sends_opens:
                 await self._require_version(ino, file)
@@ -158,12 +160,12 @@ class SourceFiles:
         began = trio.current_time()
         self._load.begin(began)
         try:
-            path = self._names.path(ino)
+            paths = self._names.source_paths(ino)
             data, now = await self._calls.call(
                 ino,
                 self._calls.source.on,
                 file,
-                path,
+                paths,
                 partial(_read_and_identify, file),
                 offset,
                 size,

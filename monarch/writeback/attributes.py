@@ -197,7 +197,7 @@ class WrittenAttributes:
         if self._gate.patterns and not self._gate.patterns.covers(path):
             return None
         with self._undrained.reading(ino) as changes:
-            found = await self._at_source(ino, path)
+            found = await self._at_source(ino)
         if found is None:
             return None
         there = {name: value for name, value in found.items() if not name.startswith(_OURS)}
@@ -207,18 +207,16 @@ class WrittenAttributes:
             return _changed(there, node)
         return applied(there, changes)
 
-    async def _at_source(self, ino: Ino, path: bytes) -> dict[bytes, bytes] | None:
-        """The source's extended attributes of an entry. The source may have another entry at its
-        ``path`` there, if it has lost this name. None if the source has no such entry."""
-        call, xattrs = self._source_calls.call, self._source_calls.source.xattrs
-        there, shown = self._names.at_source(ino), next(self._names.visible_paths(ino), path)
-        if there is not None:
-            for known in {path: None, shown: None}:
-                with suppress(SourceChanged):
-                    return await call(ino, xattrs, known, there.source_ino)
+    async def _at_source(self, ino: Ino) -> dict[bytes, bytes] | None:
+        """The source's extended attributes of an entry; None if the source has no such entry."""
+        at, xattrs = self._source_calls.at, self._source_calls.source.xattrs
+        there = self._names.at_source(ino)
+        if there is not None and there.source_ino:
+            with suppress(SourceChanged):
+                return await at(ino, xattrs, there.source_ino)
         with suppress(SourceChanged):
             # Others have put another entry there, as the next comparison will find.
-            return await call(ino, xattrs, shown, 0)
+            return await at(ino, xattrs, 0)
         return None
 
     async def set_xattr(
@@ -241,7 +239,7 @@ class WrittenAttributes:
         elif is_file:
             await self._copies.copy_up(ino, empty=False, by=by)
         elif self._names.attributes(ino).is_dir:
-            await self._know_xattrs_of_source(ino, path)
+            await self._know_xattrs_of_source(ino)
         # It, or a directory above, may have got another name meanwhile.
         path = self._names.visible_path(ino)
         self._require_memory(ino, name, value)
@@ -303,16 +301,13 @@ class WrittenAttributes:
         self._undrained.show_xattrs(node, {name: value})
         return node
 
-    async def _know_xattrs_of_source(self, ino: Ino, path: bytes) -> None:
+    async def _know_xattrs_of_source(self, ino: Ino) -> None:
         """Know those that the source has of a directory: an earlier mount may have set them."""
         node = self._names.node(ino)
         if self._names.at_source(ino) is None or (node is not None and node.has_source_xattrs):
             return
-        try:
-            found = await self._source_calls.call(ino, self._source_calls.source.xattrs, path)
-        except SourceChanged:
-            # It has another name there, or is gone.
-            found = {}
+        # The source may have lost it.
+        found = await self._at_source(ino) or {}
         self._gate.require_held(ino)
         node = self._names.copy_up(ino)
         if not node.has_source_xattrs:

@@ -183,17 +183,15 @@ class CopyUp:
 
     async def _copy(self, ino: Ino, fd: int, *, empty: bool) -> dict[bytes, bytes]:
         calls, names, attempts = self._source.calls, self._names, 0
-        path = names.visible_path(ino) if names.is_written(ino) else names.path(ino)
         while True:
             attempts += 1
             identity = (names.at_source(ino) or names.attributes(ino)).identity
             try:
-                return await calls.call(ino, _copy_file, calls.source, path, identity, fd, empty)
+                return await calls.at(ino, _copy_file, calls.source, identity, fd, empty)
             except SourceChanged:
                 if attempts == _ATTEMPTS:
                     raise
             await self._source.look_again(ino)
-            path = self._source.path(ino)
 
 
 def object_of(names: Namespace, ino: Ino) -> int:
@@ -215,7 +213,7 @@ class _NoRoomError(Exception):
 
 
 def _copy_file(
-    source: Source, path: bytes, identity: Identity, fd: int, empty: bool
+    path: bytes, source: Source, identity: Identity, fd: int, empty: bool
 ) -> dict[bytes, bytes]:
     """Copy a whole file of the source into ``fd``; its attributes in the namespace "user".
 

@@ -13,11 +13,13 @@ import errno
 import logging
 import math
 import os
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
+from operator import attrgetter
 
 import trio
 
@@ -26,7 +28,6 @@ from monarch.text import errno_words
 from monarch.types import Identity
 from monarch.writeback.conflicts import PathSet, PendingNames
 from monarch.writeback.expected import Conflict
-from monarch.writeback.history import moved
 from monarch.writeback.op import Op, above
 from monarch.writeback.source_contents import Place
 from monarch.writeback.wakeups import BACKOFF_S, Cause, Wakeups
@@ -183,6 +184,8 @@ class DrainQueue:
         self.retries = 0
         self.refused = 0
         self._entries: deque[Entry] = deque()
+        # The waiting renames by their new names, each list by sequence numbers.
+        self._renames_to: dict[bytes, list[Entry]] = {}
         self._wakeups = wakeups
         self._mark_aside = mark_aside
         # The users, files and paths of the held changes; those of the changes that are set aside.
@@ -219,15 +222,25 @@ class DrainQueue:
         if entry.op.synced:
             self.last_synced = entry.seq
         self._entries.append(entry)
+        if entry.op.kind == "rename":
+            self._renames_to.setdefault(entry.op.to, []).append(entry)
         self.waiting_bytes += entry.op.size
         self.pending.add(entry.op)
 
     def remove_front(self) -> None:
         """Removes the change at the front: it was made, or need not be made."""
         entry = self._entries.popleft()
+        self._forget_rename(entry)
         self.pending.remove(entry.op)
         self.waiting_bytes -= entry.op.size
         self._aside.discard(entry.seq)
+
+    def _forget_rename(self, entry: Entry) -> None:
+        renames = self._renames_to.get(entry.op.to) if entry.op.kind == "rename" else None
+        if renames is not None:
+            renames.remove(entry)
+            if not renames:
+                del self._renames_to[entry.op.to]
 
     # -- held changes ------------------------------------------------------------------------
 
@@ -335,15 +348,29 @@ class DrainQueue:
         """The path in the first waiting change of an object; None if there is none."""
         return next((entry.op.path for entry in self.entries() if entry.op.object == number), None)
 
-    def source_path(self, path: bytes) -> bytes:
-        """The path at the source of an entry that has ``path`` on the mount: renames of it, or of
-        directories above it, may wait."""
-        for entry in reversed([*self.entries()]):
-            op = entry.op
-            if op.kind == "rename" and not entry.is_moot:
-                back = replace(op, path=op.to, to=op.path)
-                path = op.path if path == op.to else moved(path, back)
-        return path
+    def source_paths(self, path: bytes) -> list[bytes]:
+        """The paths at which the source may have the entry that has ``path`` on the mount: renames
+        of it, or of directories above it, may wait. The earliest first, ``path`` last."""
+        paths = [path]
+        rename = self._last_rename(path, math.inf) if self._renames_to else None
+        while rename is not None:
+            path = rename.op.path + path[len(rename.op.to) :]
+            paths.append(path)
+            rename = self._last_rename(path, rename.seq)
+        return paths[::-1]
+
+    def _last_rename(self, path: bytes, before: float) -> Entry | None:
+        """The last waiting rename to a path, or to a directory above it, with a sequence number
+        below ``before``."""
+        last: Entry | None = None
+        for name in (path, *above(path)):
+            renames = self._renames_to.get(name, ())
+            at = bisect_left(renames, before, key=attrgetter("seq"))
+            while at and renames[at - 1].is_moot:
+                at -= 1
+            if at and (last is None or renames[at - 1].seq > last.seq):
+                last = renames[at - 1]
+        return last
 
     def refusals(self) -> list[Refusal]:
         """The changes that the source refuses, in their order."""

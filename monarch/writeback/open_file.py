@@ -187,14 +187,14 @@ class SourceBytes(FileBytes):
 
     async def run(self, function: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         try:
-            path = self._names.visible_path(self._ino)
+            paths = self._names.source_paths(self._ino)
         except Refused as error:
             if error.errno != errno.ENOENT:
                 raise
             # A file without a name is read as long as it is open. It cannot be opened again.
             return await self._calls.call(self._ino, function, self.fd, *args)
         on = self._calls.source.on
-        return await self._calls.call(self._ino, on, self._file, path, function, *args)
+        return await self._calls.call(self._ino, on, self._file, paths, function, *args)
 
     async def sync(self, node: Node) -> int:
         return node.size

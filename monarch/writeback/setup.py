@@ -210,6 +210,7 @@ def build_write_back(
         busy=source_load.busy,
         is_urgent=reserve.is_short,
     )
+    names.know_places(drain.queue.source_paths)
     front = WriteFront(
         place,
         settings=settings,

@@ -15,7 +15,7 @@ from monarch.errors import Refused, SourceChanged, SourceError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.posix.credentials import Credentials, can_act_as_others
-from monarch.tiers.source import SourceFile, identity_of
+from monarch.tiers.source import Source, SourceFile, identity_of
 from monarch.transfer.source_calls import SourceCalls
 from monarch.types import ROOT_INO, Ino
 from monarch.writeback.drain import Drain
@@ -258,34 +258,24 @@ class SourceFiles:
     async def open(self, ino: Ino) -> SourceFile:
         """A file whose object was released, as the version that the source has now. Raises
         SourceError, and Refused, ESTALE, if others have removed it."""
-        source, path = self.calls.source, self._names.visible_path(ino)
+        source = self.calls.source
         for _ in range(_ATTEMPTS):
+            known = self._names.at_source(ino)
             with suppress(SourceChanged):
-                file = await self.calls.call(ino, source.open, path)
+                source_ino = 0 if known is None else known.source_ino
+                file = await self.calls.at(ino, _open_file, source, source_ino)
                 known = self._names.at_source(ino)
                 if known is None or identity_of(file.status) == known.identity:
                     return file
                 file.release()
             await self.look_again(ino)
-            path = self.path(ino)
         raise SourceChanged("changes all the time")
-
-    def path(self, ino: Ino) -> bytes:
-        """The path of a file at the source. This reads the whole queue of the drain."""
-        if not self._names.is_written(ino):
-            return self._names.path(ino)
-        return self._drain.queue.source_path(self._names.visible_path(ino))
 
     async def look_again(self, ino: Ino) -> None:
         """Reads a file anew that has changed at the source. Raises Refused, ESTALE if gone."""
         if self._names.is_written(ino):
             # It, or a directory above, may have a name that the source does not know yet.
-            paths = [*self._names.visible_paths(ino)]
-            await self._drain.progress.settle_paths(paths)
-            if any(self._drain.queue.source_path(path) != path for path in paths):
-                # The source refuses a rename: it has the file under another path, and the
-                # comparison would take the file for one that others have removed.
-                return
+            await self._drain.progress.settle_paths([*self._names.visible_paths(ino)])
             self._opens.outdated.add(ino)
         try:
             await self._revalidate(ino)
@@ -318,6 +308,15 @@ class SourceFiles:
         self._unlinked.remove_object(number)
         with suppress(Refused, SourceError):
             await self.look_again(node.ino)
+
+
+def _open_file(path: bytes, source: Source, source_ino: int) -> SourceFile:
+    """Opens the file with that number, or any if it is 0. Raises OSError, SourceChanged."""
+    file = source.open(path)
+    if source_ino not in (0, file.status.st_ino):
+        file.release()
+        raise SourceChanged(f"{os.fsdecode(path)!r} is another file")
+    return file
 
 
 def _discard(staged: StagedContents, path: bytes, number: int, fd: int) -> None:

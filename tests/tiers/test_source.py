@@ -129,13 +129,13 @@ def test_a_source_mounted_anew_is_found_under_the_descriptor_that_others_have(
     os.close(os.open("directory/file", os.O_RDONLY, dir_fd=number))
     assert not os.get_inheritable(number)
     # A file that is being read continues where it was, if it is the same.
-    assert opened.on(file, b"directory/file", os.pread, 4, 3) == b"tent"
+    assert opened.on(file, [b"directory/file"], os.pread, 4, 3) == b"tent"
     slow.kill()
     slow.restart()
     (slow.root / "directory" / "file").write_bytes(b"another")
     wait_until(lambda: _is_there(opened), "it is found again")
     with pytest.raises(OSError) as changed:
-        opened.on(file, b"directory/file", os.pread, 4, 3)
+        opened.on(file, [b"directory/file"], os.pread, 4, 3)
     assert changed.value.errno == errno.ENOTCONN
     file.release()
     opened.close()

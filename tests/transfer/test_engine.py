@@ -67,8 +67,8 @@ class Names:
             rdev=0,
         )
 
-    def path(self, ino: Ino) -> bytes:
-        return str(ino).encode()
+    def source_paths(self, ino: Ino) -> list[bytes]:
+        return [str(ino).encode()]
 
     def path_text(self, ino: Ino) -> str:
         return repr(str(ino))

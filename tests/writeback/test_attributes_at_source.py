@@ -242,7 +242,7 @@ async def test_extended_attributes_that_the_drain_brings_during_a_read_of_the_so
     rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: str, moment: str
 ) -> None:
     async with rig.mount(works=False) as session:
-        call, was_overtaken = session.source_calls.call, False
+        call, was_overtaken = session.source_calls.at, False
 
         async def overtaken(ino: Ino, function: Callable[..., Any], *arguments: Any) -> Any:
             nonlocal was_overtaken
@@ -265,7 +265,7 @@ async def test_extended_attributes_that_the_drain_brings_during_a_read_of_the_so
         await session.chmod(b"a", 0o640)
         if moment == "before":
             await change(session)
-        monkeypatch.setattr(session.source_calls, "call", overtaken)
+        monkeypatch.setattr(session.source_calls, "at", overtaken)
         if kind == "open":
             ino = await session.open(b"a")
             session.files.release(ino)

@@ -233,3 +233,35 @@ async def test_a_pause_ends_when_a_caller_comes(rig: Rig, clock: Clock) -> None:
         await trio.testing.wait_all_tasks_blocked()
         rig.make()
     assert trio.current_time() == pytest.approx(1)
+
+
+async def test_the_paths_at_the_source_are_those_before_the_renames_that_wait(rig: Rig) -> None:
+    def rename(path: bytes, to: bytes) -> Entry:
+        seq = rig.queue.last_seq + 1
+        entry = Entry(seq, Op(kind="rename", path=path, to=to), 0, 0, was_tried=False)
+        rig.queue.append(entry)
+        return entry
+
+    paths = rig.queue.source_paths
+    assert paths(b"a") == [b"a"]
+    rename(b"a", b"b")
+    given_up = rename(b"c", b"d")
+    rig.put(b"a")
+    rename(b"b/x", b"b/y")
+    rename(b"b", b"a/z")
+    assert paths(b"a/z/y/1") == [b"a/x/1", b"b/x/1", b"b/y/1", b"a/z/y/1"]
+    assert paths(b"a/z") == [b"a", b"b", b"a/z"]
+    # It has the name of the directory that was renamed, and names that only begin as others.
+    assert paths(b"a/n") == [b"a/n"]
+    assert paths(b"a/zz") == [b"a/zz"]
+    assert paths(b"d/1") == [b"c/1", b"d/1"]
+    given_up.is_moot = True
+    assert paths(b"d/1") == [b"d/1"]
+    rig.refuse()
+    assert paths(b"a/z") == [b"a", b"b", b"a/z"]
+    rig.queue.sift()
+    while rig.queue:
+        rig.queue.remove_front()
+        rig.queue.sift()
+    # The first rename, which the source refuses, is held, with those that depend on it.
+    assert paths(b"a/z") == [b"a", b"b", b"a/z"]
