@@ -126,8 +126,9 @@ def by_litdata(place: Place) -> Epoch:
 
 
 def imported_tensorflow() -> Any:
-    """TensorFlow, without the lines that it writes when it is imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    """TensorFlow, without the lines that it writes when it is imported. oneDNN computes nothing
+    here."""
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", TF_ENABLE_ONEDNN_OPTS="0")
     import tensorflow
 
     return tensorflow
