@@ -258,9 +258,11 @@ def test_jobs_and_brokers_are_killed_at_any_moment(
         try:
             # Each kill is while the first job stops; the others are somewhere up to 16 ahead.
             stop = (rng.choice("PU"), rng.randrange(1, 8))
-            jobs.start("a", stop=stop, jobs=1, count=24)
+            # The others wait so long for the first job, if it ended before they find a new broker.
+            patience = 3.0
+            jobs.start("a", stop=stop, jobs=1, count=24, stall_timeout=patience)
             jobs.wait_for_stop("a")
-            jobs.start("b", "c", jobs=1, count=24)
+            jobs.start("b", "c", jobs=1, count=24, stall_timeout=patience)
             uses = rng.randrange(stop[1])
             wait_until(lambda jobs=jobs, uses=uses: len(jobs.lines("b", "U")) >= uses, "b works")
             victim = rng.choice(("a", "b", "broker"))
