@@ -244,7 +244,9 @@ class SourceEntries:
         """Changes attributes of the older version of a file, if one of the file's names leads to
         it. The next content replaces that version and keeps its attributes."""
         older = replace(expected, over=(), ours=frozenset())
-        path = _own_path(directories, op, directories.user_of(op), older, version=True)
+        # A change of a file with a single name has no list of names.
+        named = replace(op, paths=op.paths or (op.path,))
+        path = _own_path(directories, named, directories.user_of(op), older, version=True)
         if path is None:
             return None
         return self.change_attributes(

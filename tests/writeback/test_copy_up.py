@@ -299,3 +299,30 @@ async def test_a_file_in_a_directory_whose_rename_the_source_refuses_is_shown_an
     assert (rig.source / "e/a").read_bytes() == b"old"
     assert (rig.source / "e/a").stat().st_mode & 0o777 == 0o600
     assert os.getxattr(rig.source / "e/a", "user.note") == b"1"
+
+
+@pytest.mark.promise(62)
+async def test_the_mode_of_an_open_file_that_has_replaced_another_comes_to_its_last_name(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    """Its older version is at the source until its newest bytes come."""
+    for name in ("a", "c"):
+        (rig.source / name).write_bytes(b"old")
+        (rig.source / name).chmod(0o644)
+    (rig.source / "b").hardlink_to(rig.source / "a")
+    async with rig.mount() as session:
+        ino = await session.open(b"a")
+        await session.files.write(ino, 0, b"new")
+        await session.rename(b"b", b"c")
+        # The recorded bytes are left out: the object has others already.
+        await session.files.write(ino, 0, b"newer")
+        await session.at_rest()
+        await session.write(b"d", b"another")
+        await session.rename(b"d", b"c")
+        await session.chmod(b"a", 0o751)
+        await session.at_rest()
+        session.files.release(ino)
+        await session.drained()
+    assert (rig.source / "a").read_bytes() == b"newer"
+    assert (rig.source / "c").read_bytes() == b"another"
+    assert (rig.source / "a").stat().st_mode & 0o7777 == 0o751
