@@ -170,4 +170,4 @@ def test_doctor_sees_that_the_source_is_read_only(
     try:
         assert f"{source} is on a read-only file system" in messages_of(planned(), "fail")
     finally:
-        subprocess.run(["umount", str(source)], check=True)
+        subprocess.run(["umount", "-l", str(source)], check=True)
