@@ -105,7 +105,8 @@ if [ -d "$cache$ROOT/monarch" ]; then
 fi
 export PYTHONPYCACHEPREFIX=$own
 unset PYTHONDONTWRITEBYTECODE
-"$work/venv/bin/python" -m pytest -p no:cacheprovider --timeout 300 "$@"
+# Directories of its own: of two runs at once, one may remove old directories that the other lists.
+"$work/venv/bin/python" -m pytest -p no:cacheprovider --timeout 300 --basetemp="$work/tests" "$@"
 status=$?
 
 shopt -s nullglob
