@@ -283,22 +283,18 @@ class Pack:
             raise self._error(f"record {number} is not a large file")
         return self._open(large_name(record.offset), record.size)
 
-    def open_tree(self) -> int:
-        """A descriptor of the tree chunk, to read. Raises PackError."""
-        return self._open(TREE, None)
-
     def _require_chunk(self, chunk: int) -> None:
         if not 0 <= chunk < self.info.chunks:
             raise self._error(f"there is no chunk {chunk}")
 
-    def _open(self, name: bytes, size: int | None) -> int:
+    def _open(self, name: bytes, size: int) -> int:
         """A descriptor of a file of the pack, a regular one of ``size`` bytes."""
         try:
             fd = open_beneath(self._root, name, _READ)
         except OSError as error:
             raise self._error(f"{name.decode()}: {error.strerror}", _VERIFY) from error
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or size not in (None, status.st_size):
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             os.close(fd)
             raise self._error(f"{name.decode()} is cut off or damaged", _VERIFY)
         return fd
