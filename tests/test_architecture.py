@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("settings", ("config",)),
     ("telemetry", ("telemetry",)),
     ("pillars", ("namespace", "placement", "foresight", "tiers", "packs", "control")),
-    ("mounted packs", ("packed",)),
+    ("mounted packs", ("packed", "peers")),
     ("movement", ("transfer",)),
     ("write-back", ("writeback",)),
     ("file system", ("vfs",)),
@@ -57,7 +57,7 @@ CONFINED = {
     "yaml": ("config.document",),
     "numpy": (
         *("posix.buckets", "namespace", "placement", "foresight", "tiers", "packs", "packed"),
-        *("frameworks", "datasets"),
+        *("frameworks", "datasets", "peers.ownership"),
     ),
     "torch": ("frameworks",),
     "click": ("cli",),
@@ -81,6 +81,7 @@ PURE = (
     "monarch.writeback.journal_records",
     *("monarch.packs.format", "monarch.packs.index", "monarch.packs.plan"),
     "monarch.datasets.staging_table",
+    *("monarch.peers.members", "monarch.peers.ownership"),
 )
 IMPURE = frozenset(
     (
@@ -113,6 +114,7 @@ ENTRIES = frozenset(
         *("monarch.frameworks.tensorflow", "monarch.frameworks.webdataset"),
         "monarch.frameworks.lmdb",
         "monarch.datasets.staging",
+        "monarch.peers.members",
     )
 )
 
