@@ -13,6 +13,7 @@ import importlib
 import os
 import stat
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,7 +28,7 @@ from monarch.text import KiB
 
 Name = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 Places = npt.NDArray[np.int64]
-ReadMany = Callable[[int, "tuple[bytes, ...]", memoryview, int, int], bytes]
+ReadMany = Callable[[int, "tuple[Name, ...]", memoryview, int, int], bytes]
 
 
 def _extension() -> ReadMany | None:
@@ -41,8 +42,10 @@ def _extension() -> ReadMany | None:
 
 _read_many = _extension()
 
-# Threads that begin at once; more are started while calls wait for a server.
-_LEAST_THREADS = os.cpu_count() or 1
+# As many threads begin at once as the process has cores, but no more than one for so many files,
+# since a thread costs about as much as reading ten small files. More are started while calls wait
+# for a server.
+_FILES_A_THREAD = 16
 MOST_THREADS = 32
 
 # In the place of an offset: the file could not be read, or there was no room for it. The same in
@@ -71,8 +74,9 @@ class Dataset:
         self._threads = threads
         self._fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._mean_bytes = float(_FIRST_BYTES)
-        # The buffer of the last call, which is used again if the caller has kept no view of it.
-        self._spare: npt.NDArray[np.uint8] | None = None
+        # The buffers of the last calls. One is used again when the caller has no view of it any
+        # more. Two: in a loop the caller still has the views of the call before.
+        self._buffers: deque[npt.NDArray[np.uint8]] = deque(maxlen=2)
 
     def get(self, name: Name) -> memoryview:
         """The bytes of one file. As ``get_many``."""
@@ -92,59 +96,71 @@ class Dataset:
         read: also for a directory (EISDIR), and for what is no regular file (EINVAL). Ctrl-C ends
         the call when the calls to the file system that run have ended.
         """
-        wanted = tuple(map(os.fsencode, names))
+        wanted = tuple(names)
         if into is not None:
             return self._fill(wanted, memoryview(into).cast("B"))
         if not wanted:
             return []
         buffer = self._buffer(int(len(wanted) * self._mean_bytes * _SPARE))
         places = self._read(wanted, buffer.data)
-        views = [memoryview(b"")] * len(wanted)
-        _put(views, places, buffer)
+        views = _views(buffer.data.toreadonly(), places)
         left = np.flatnonzero(places[:, 0] == _NO_ROOM)
         while len(left):
             # Their sizes are known now, unless they grow.
             more = np.empty(int(places[left, 1].sum()), np.uint8)
             found = self._read(tuple(wanted[index] for index in left), more.data)
             places[left] = found
-            _put(views, places, more, left)
+            again = _views(more.data.toreadonly(), found)
+            for index, view in zip(left.tolist(), again, strict=True):
+                views[index] = view
             left = left[found[:, 0] == _NO_ROOM]
-        self._mean_bytes = max(1.0, sum(map(len, views)) / len(wanted))
+        self._mean_bytes = max(1.0, float(places[:, 1].mean()))
         return views
 
     def _buffer(self, size: int) -> npt.NDArray[np.uint8]:
         """A buffer of at least ``size`` bytes. Memory that was used before needs no new pages of
         the kernel."""
-        spare, self._spare = self._spare, None
-        # Two: the variable, and the argument of the function.
-        is_unused = spare is not None and sys.getrefcount(spare) == 2
-        if spare is None or not is_unused or len(spare) < size:
-            spare = np.empty(size, np.uint8)
-        self._spare = spare
-        return spare
+        for _ in range(len(self._buffers)):
+            try:
+                # A list: the number of references from a variable depends on the interpreter.
+                taken = [self._buffers.popleft()]
+            except IndexError:
+                # Another thread has taken it.
+                break
+            # Two: the list, and the argument of the function.
+            is_unused = sys.getrefcount(taken[0]) == 2
+            if is_unused and len(taken[0]) < size:
+                continue
+            self._buffers.append(taken[0])
+            if is_unused:
+                return taken[0]
+        buffer = np.empty(size, np.uint8)
+        self._buffers.append(buffer)
+        return buffer
 
-    def _fill(self, names: tuple[bytes, ...], into: memoryview) -> list[memoryview]:
+    def _fill(self, names: tuple[Name, ...], into: memoryview) -> list[memoryview]:
         places = self._read(names, into)
         if (places[:, 0] == _NO_ROOM).any():
             needed = int(places[:, 1].sum())
             raise ValueError(
                 f"{len(names)} files have {needed:,} bytes, and the buffer {len(into):,}"
             )
-        return [into[offset : offset + size] for offset, size in places.tolist()]
+        return _views(into, places)
 
-    def _read(self, names: tuple[bytes, ...], buffer: memoryview) -> Places:
+    def _read(self, names: tuple[Name, ...], buffer: memoryview) -> Places:
         """The place of each file in the buffer, of shape (n, 2). Raises OSError."""
         if self._fd < 0:
             raise ValueError("the data set is closed")
         read = _read_in_python if _read_many is None else _read_many
-        least = min(self._threads, _LEAST_THREADS)
+        cores = len(os.sched_getaffinity(0))
+        least = min(self._threads, cores, 1 + len(names) // _FILES_A_THREAD)
         found = read(self._fd, names, buffer, least, self._threads)
         places = np.frombuffer(found, np.int64).reshape(len(names), 2).copy()
         bad = np.flatnonzero(places[:, 0] == _FAILED)
         if len(bad):
             index = int(bad[0])
             number = int(places[index, 1])
-            name = os.path.join(self._path, names[index])
+            name = os.path.join(self._path, os.fsencode(names[index]))
             raise OSError(number, os.strerror(number), os.fsdecode(name))
         return places
 
@@ -182,28 +198,22 @@ def open_dataset(path: Name, *, threads: int = MOST_THREADS) -> Dataset:
     return Dataset(path, threads=threads)
 
 
-def _put(
-    views: list[memoryview], places: Places, buffer: npt.NDArray[np.uint8], indices: Any = None
-) -> None:
-    """Puts a view of ``buffer`` in the place of each file that was read into it."""
-    whole = buffer.data.toreadonly()
-    chosen = range(len(views)) if indices is None else indices.tolist()
-    for index in chosen:
-        offset, size = places[index].tolist()
-        if offset >= 0:
-            views[index] = whole[offset : offset + size]
+def _views(buffer: memoryview, places: Places) -> list[memoryview]:
+    """The view of each file that was read into ``buffer``; of the others a view without a
+    meaning."""
+    return [buffer[offset : offset + size] for offset, size in places.tolist()]
 
 
 # -- without the C extension -----------------------------------------------------------------------
 
 
 def _read_in_python(
-    directory: int, names: tuple[bytes, ...], buffer: memoryview, least: int, most: int
+    directory: int, names: tuple[Name, ...], buffer: memoryview, least: int, most: int
 ) -> bytes:
     """As ``read_many`` of _many.c, in threads of the interpreter."""
     places = np.zeros((len(names), 2), np.int64)
     with ThreadPoolExecutor(most) as pool:
-        contents = pool.map(partial(_content, directory), names)
+        contents = pool.map(partial(_content, directory), map(os.fsencode, names))
         used = 0
         for place, content in zip(places, contents, strict=True):
             if isinstance(content, int):

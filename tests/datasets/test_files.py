@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from monarch.datasets import files
@@ -65,6 +66,31 @@ def test_views_of_earlier_calls_keep_their_bytes(
         kept = [dataset.get_many(names[n : n + 5]) for n in range(0, 40, 5)]
         dataset.get_many(reversed(names))
     assert [bytes(view) for views in kept for view in views] == list(tree.values())
+
+
+def test_a_loop_uses_the_memory_of_earlier_calls_again(
+    reader: str, tmp_path: Path, tree: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def empty(size: int, kind: type) -> npt.NDArray[np.uint8]:
+        made.append(size)
+        return np.zeros(size, kind)
+
+    names = list(tree)
+    with Dataset(tmp_path) as dataset:
+        kept = dataset.get_many(names)
+        for _ in range(2):
+            views = dataset.get_many(names)
+        monkeypatch.setattr(files.np, "empty", empty)
+        for _ in range(10):
+            # The views of the call before are dropped when this one has returned.
+            views = dataset.get_many(names)
+            assert views == list(tree.values())
+        assert not made
+        held = [dataset.get_many(names) for _ in range(3)]
+        assert made
+        assert [kept, *held] == [list(tree.values())] * 4
 
 
 @pytest.mark.parametrize("kind", [bytearray, lambda size: np.empty(size, np.uint8)])

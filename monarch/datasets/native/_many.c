@@ -187,73 +187,75 @@ static void read_all(struct many *many, int least) {
   pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* The names as C strings, which live as long as ``sequence``; NULL with an
- * exception. */
-static const char **names_of(PyObject *sequence, size_t count) {
-  const char **names = PyMem_New(const char *, count ? count : 1);
+/* The names as the system has them: of str, bytes and os.PathLike; as a list of
+ * bytes, with the C strings of these in ``names``. NULL with an exception. */
+static PyObject *encode(PyObject *sequence, const char **names, size_t count) {
+  PyObject *encoded = PyList_New((Py_ssize_t)count);
   size_t index;
 
-  if (!names) {
-    PyErr_NoMemory();
-    return NULL;
-  }
-  for (index = 0; index < count; index++) {
-    char *name;
+  for (index = 0; encoded && index < count; index++) {
+    PyObject *name;
 
-    /* Without a length, a name with a zero byte is refused. */
-    if (PyBytes_AsStringAndSize(PySequence_Fast_GET_ITEM(sequence, index),
-                                &name, NULL) != 0) {
-      PyMem_Free(names);
-      return NULL;
+    /* Refuses a name with a zero byte. */
+    if (!PyUnicode_FSConverter(PyTuple_GET_ITEM(sequence, index), &name)) {
+      Py_CLEAR(encoded);
+      break;
     }
-    names[index] = name;
+    PyList_SET_ITEM(encoded, index, name);
+    names[index] = PyBytes_AS_STRING(name);
   }
-  return names;
+  return encoded;
 }
 
-/* read_many(directory, names, buffer, least, most): two 64-bit numbers for each
- * name, as bytes. */
-static PyObject *read_many(PyObject *module, PyObject *args) {
-  PyObject *sequence = NULL, *result = NULL;
-  PyObject *names;
-  Py_buffer buffer;
-  struct many *many;
-  int directory, least, most;
-
-  (void)module;
-  if (!PyArg_ParseTuple(args, "iOw*ii", &directory, &names, &buffer, &least,
-                        &most))
-    return NULL;
-  many = calloc(1, sizeof *many);
-  sequence = PySequence_Fast(names, "names must be a sequence");
-  if (!many || !sequence) {
-    if (!many)
-      PyErr_NoMemory();
-    goto out;
-  }
-  many->count = (size_t)PySequence_Fast_GET_SIZE(sequence);
-  many->names = names_of(sequence, many->count);
-  if (!many->names)
-    goto out;
-  result = PyBytes_FromStringAndSize(
+/* Reads the files of ``many``; its names, its room and its directory are set.
+ * Returns the places as bytes; NULL with an exception. */
+static PyObject *places_of(struct many *many, int least, int most) {
+  PyObject *result = PyBytes_FromStringAndSize(
       NULL, (Py_ssize_t)(many->count * sizeof(struct found)));
+
   if (!result)
-    goto out;
-  many->directory = directory;
+    return NULL;
   many->found = (struct found *)PyBytes_AS_STRING(result);
-  many->buffer = buffer.buf;
-  many->room = (size_t)buffer.len;
   many->most = most - 1 < MOST_THREADS ? most - 1 : MOST_THREADS;
   pthread_mutex_init(&many->mutex, NULL);
   Py_BEGIN_ALLOW_THREADS;
   read_all(many, least);
   Py_END_ALLOW_THREADS;
   pthread_mutex_destroy(&many->mutex);
-out:
+  return result;
+}
+
+/* read_many(directory, names, buffer, least, most): two 64-bit numbers for each
+ * name of the tuple ``names``, as bytes. */
+static PyObject *read_many(PyObject *module, PyObject *args) {
+  PyObject *encoded = NULL, *result = NULL;
+  PyObject *names;
+  Py_buffer buffer;
+  struct many *many;
+  int directory, least, most;
+
+  (void)module;
+  if (!PyArg_ParseTuple(args, "iO!w*ii", &directory, &PyTuple_Type, &names,
+                        &buffer, &least, &most))
+    return NULL;
+  many = calloc(1, sizeof *many);
+  if (many) {
+    many->directory = directory;
+    many->count = (size_t)PyTuple_GET_SIZE(names);
+    many->buffer = buffer.buf;
+    many->room = (size_t)buffer.len;
+    many->names = calloc(many->count ? many->count : 1, sizeof *many->names);
+  }
+  if (!many || !many->names)
+    PyErr_NoMemory();
+  else
+    encoded = encode(names, many->names, many->count);
+  if (encoded)
+    result = places_of(many, least, most);
+  Py_XDECREF(encoded);
   if (many)
-    PyMem_Free(many->names);
+    free(many->names);
   free(many);
-  Py_XDECREF(sequence);
   PyBuffer_Release(&buffer);
   return result;
 }
