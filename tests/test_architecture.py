@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("telemetry", ("telemetry",)),
     ("pillars", ("namespace", "placement", "foresight", "tiers", "packs", "control")),
     ("mounted packs", ("packed", "peers")),
+    ("analysis", ("analysis",)),
     ("movement", ("transfer",)),
     ("write-back", ("writeback",)),
     ("file system", ("vfs",)),
@@ -57,9 +58,11 @@ CONFINED = {
     "yaml": ("config.document",),
     "numpy": (
         *("posix.buckets", "namespace", "placement", "foresight", "tiers", "packs", "packed"),
-        *("frameworks", "datasets", "peers.ownership"),
+        *("frameworks", "datasets", "peers.ownership", "analysis"),
+        *("cli.recorded", "cli.simulate", "cli.simulate_nodes"),
     ),
     "torch": ("frameworks",),
+    "matplotlib": ("cli.plots",),
     "click": ("cli",),
     "rich": ("cli",),
     "prometheus_client": ("telemetry.metric_families",),
@@ -71,8 +74,7 @@ ITS_MODULES = ("monarch.fuse.datapath", "monarch.namespace.look")
 
 # The time is an argument of these modules, and so is all other state of the machine.
 PURE = (
-    "monarch.placement",
-    "monarch.foresight",
+    *("monarch.analysis", "monarch.placement", "monarch.foresight"),
     "monarch.tiers.doubts",
     *("monarch.transfer.concurrency", "monarch.transfer.outages", "monarch.transfer.pace"),
     *("monarch.frameworks.sampler", "monarch.frameworks.interval", "monarch.frameworks.format"),
@@ -114,7 +116,6 @@ ENTRIES = frozenset(
         *("monarch.frameworks.tensorflow", "monarch.frameworks.webdataset"),
         "monarch.frameworks.lmdb",
         "monarch.datasets.staging",
-        "monarch.peers.members",
     )
 )
 

@@ -151,7 +151,8 @@ def test_the_completion_script_names_our_variable(shell: str) -> None:
 
 def test_completion_offers_the_verbs_that_begin_so() -> None:
     words = {"_MONARCH_COMPLETE": "bash_complete", "COMP_WORDS": "monarch s", "COMP_CWORD": "1"}
-    assert monarch(**words).stdout.split() == ["plain,status", "plain,snapshot"]
+    expected = ["plain,status", "plain,snapshot", "plain,simulate"]
+    assert monarch(**words).stdout.split() == expected
 
 
 def completed(directory: Path, *words: str) -> tuple[list[str], list[str]]:

@@ -187,8 +187,8 @@ def test_each_package_that_is_imported_is_a_dependency() -> None:
     assert declared is not None
     names = {name.replace("-", "_") for name in re.findall(r'"([a-z0-9-]+)>=', declared[1])}
     # The names of their distributions, and modules that belong to one of the same version. The
-    # adapters of frameworks are optional.
-    others = {"yaml", "pydantic_core", "monarch", "torch", "tensorflow", "webdataset"}
+    # adapters of frameworks are optional, and so are figures.
+    others = {"yaml", "pydantic_core", "monarch", "torch", "tensorflow", "webdataset", "matplotlib"}
     known = names | others | sys.stdlib_module_names
     imported = set()
     for path in (ROOT / "monarch").rglob("*.py"):

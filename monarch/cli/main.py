@@ -36,6 +36,7 @@ VERBS = {
     "snapshot": Verb("monarch.cli.snapshot:snapshot", "Build, show, verify or diff snapshots."),
     "pack": Verb("monarch.cli.pack:pack", "Put small files into large chunks; check and unpack."),
     "lmdb": Verb("monarch.cli.lmdb:lmdb", "Make the index of an LMDB file, or show the file."),
+    "simulate": Verb("monarch.cli.simulate:simulate", "Compute hits and traffic before a job."),
     "doctor": Verb("monarch.cli.doctor:doctor", "Check whether this node can mount, and how well."),
     "completion": Verb(
         "monarch.cli.complete:completion", "Print the completion script of a shell."

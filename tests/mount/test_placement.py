@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,6 +103,28 @@ def test_files_that_do_not_all_fit_are_admitted_exactly_as_the_hash_says(
     # The fixed share stays: nothing is written to a tier after the first epoch.
     assert settled(mounted)["copies"] == first["copies"]
     assert resident(mounted, content) == expected
+
+
+@pytest.mark.promise(285)
+@pytest.mark.modes("relay", "passthrough")
+def test_a_simulation_of_the_snapshot_has_the_hits_of_the_mount(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = image_folder()
+    tree(content)
+    capacity = 2 * total(content) // 5
+    mounted = monarch.mount(source, tiers={"fast": str(capacity)})
+    epoch(mounted, content, shuffled(content, 1))
+    settled(mounted)
+    copied = len(copies(mounted)["fast"])
+    with OpenCounter(source) as counter:
+        epoch(mounted, content, shuffled(content, 2))
+        hits = len(content) - sum(counter.paths().values())
+    options = ("--capacity", str(capacity), "--policies", "no_evict", "--epochs", "2", "--json")
+    answer = monarch("simulate", mounted.status()["snapshot"]["file"], *options).stdout
+    (only,) = json.loads(answer)["policies"]
+    assert [each["hits"] for each in only["epochs"]] == [0, hits]
+    assert [each["copies"] for each in only["epochs"]] == [copied, 0]
 
 
 def test_first_come_places_exactly_what_fits_in_the_order_of_arrival(

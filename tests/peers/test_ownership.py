@@ -35,6 +35,7 @@ def test_the_numbers_of_items_are_as_even_as_those_of_a_random_choice() -> None:
         assert 0.7 < deviation.std() < 1.3
 
 
+@pytest.mark.promise(287)
 def test_the_loss_of_a_member_moves_only_what_it_owned() -> None:
     whole = ownership(4)
     before = whole.owners(ITEMS)
@@ -59,6 +60,7 @@ def test_a_new_member_takes_its_share_and_moves_nothing_else() -> None:
     assert moved.sum() == pytest.approx(len(ITEMS) / 8, rel=0.1)
 
 
+@pytest.mark.promise(287)
 def test_the_owners_depend_on_names_and_not_on_their_order() -> None:
     names = ["n3", "n1", "login", "n2"]
     one = Ownership([Member(name, 1 + len(name)) for name in names], 9)
@@ -109,6 +111,7 @@ def test_a_larger_weight_only_takes_items_from_others() -> None:
     assert differ.sum() <= 1
 
 
+@pytest.mark.promise(287)
 def test_the_owners_are_those_of_every_machine_and_version() -> None:
     """Nodes of one job may run on different processors: these values must never change."""
     items = np.arange(1, 25)
