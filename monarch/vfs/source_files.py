@@ -147,10 +147,10 @@ class SourceFiles:
         return data
 
     async def read_version(
-        self, binding: Binding, identity: Identity, offset: int, size: int
+        self, binding: Binding, identity: Identity, offset: int, size: int, *, alone: bool
     ) -> bytes | None:
         """``size`` bytes of the version ``identity``; None if the source has another version by
-        now. Raises SourceError."""
+        now. ``alone``: the client of the source must not read ahead. Raises SourceError."""
         ino = binding.ino
         try:
             file = await self._opened(binding)
@@ -159,6 +159,8 @@ class SourceFiles:
         file.retain()
         began = trio.current_time()
         self._load.begin(began)
+        if alone:
+            file.begin_alone()
         try:
             paths = self._names.source_paths(ino)
             data, now = await self._calls.call(
@@ -173,6 +175,8 @@ class SourceFiles:
         except SourceChanged:
             return None
         finally:
+            if alone:
+                file.end_alone()
             self._load.end(trio.current_time())
             file.release()
         self._load.ended(trio.current_time() - began)

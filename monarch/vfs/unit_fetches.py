@@ -133,7 +133,9 @@ class UnitFetches:
         self, binding: Binding, part: OpenPart, offset: int, size: int
     ) -> bytes | None:
         """``size`` bytes of the source; None if it has another version. Raises SourceError."""
-        data = await self._source_files.read_version(binding, part.identity, offset, size)
+        data = await self._source_files.read_version(
+            binding, part.identity, offset, size, alone=part.is_held_behind(offset, size)
+        )
         if data is None:
             self.changed(part)
         return data

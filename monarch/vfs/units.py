@@ -19,6 +19,7 @@ import trio
 
 from monarch.errors import SourceError
 from monarch.placement.parts import BLOCK, PartAdmission
+from monarch.text import KiB
 from monarch.tiers.partial import ABSENT, GRANULE, PartialFile
 from monarch.types import Identity, Ino
 
@@ -26,6 +27,9 @@ from monarch.types import Identity, Ino
 _MOST = 256
 # The granules of a unit that is fetched ahead, and of a range that is one unit: 1 MiB.
 _PIECE = 8
+# The bytes that a client of the source reads ahead: Linux reads up to 128 KiB by default, or as
+# much as was requested, and as much again when a reader comes to these.
+_READ_AHEAD = 256 * KiB
 # Sequential readers of one file that are followed at the same time.
 _FOLLOWED = 16
 _GRANULES_OF_BLOCK = BLOCK // GRANULE
@@ -98,6 +102,14 @@ class OpenPart:
         while end < stop and self.is_missing(end) and self.admits(end) == admitted:
             end += 1
         return end
+
+    def is_held_behind(self, offset: int, size: int) -> bool:
+        """Whether the tier has bytes that the client of the source may read ahead of a read; False
+        if all granules are admitted."""
+        if self.admission.blocks is None:
+            return False
+        first, end = (offset + size) // GRANULE, offset + size + max(_READ_AHEAD, 2 * size)
+        return any(state != ABSENT for state in self.file.map[first : -(-end // GRANULE)])
 
     def begin(self, start: int, stop: int, *, room: int) -> list[Unit]:
         """New units, one behind the other, from the missing granule ``start`` on. The first has

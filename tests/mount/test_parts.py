@@ -51,9 +51,10 @@ def touched(places: Sequence[int]) -> int:
 
 
 def read_at(path: Path, places: Sequence[int]) -> None:
-    """One open, and 4 KiB at each place, none from the pages that the kernel has."""
+    """One open, and 4 KiB at each place: none from the pages of the kernel, and none ahead."""
     fd = os.open(path, os.O_RDONLY)
     try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         forget_pages(fd)
         for place in places:
             assert os.pread(fd, 4096, place) == BYTES[place : place + 4096], place
@@ -292,3 +293,26 @@ def test_an_lmdb_of_twice_the_tier_is_read_from_the_share_that_fits(
     assert first <= 1.02 * size
     # Whole blocks of the file, always the same.
     assert later == [size - (held - Layout(size).overhead)] * 2
+
+
+@pytest.mark.promise(210)
+@pytest.mark.modes("relay")
+def test_the_client_of_the_source_reads_nothing_ahead_that_the_tier_has(
+    slow: SlowSource, monarch: MonarchCommand, source: Path
+) -> None:
+    put_big(source)
+    mounted = monarch.mount(slow.path, tiers={"fast": "13MiB"}, options=OPTIONS)
+
+    def read_from(places: Sequence[int]) -> int:
+        before = slow.counters()["read_bytes"]
+        read_and_release(mounted, places)
+        return slow.counters()["read_bytes"] - before
+
+    # The eleventh granule and those behind it, of each block: the tier has three blocks of six.
+    blocks = range(0, SIZE, 4 * MIB)
+    behind = [block + granule * GRANULE for block in blocks for granule in (12, 11, 10)]
+    read_and_release(mounted, [FROM, *behind])
+    block = next(block for block in blocks if not read_from([block + 10 * GRANULE]))
+    # The two before them, in order, so that the client of the source begins to read ahead.
+    before = range(block + 8 * GRANULE, block + 10 * GRANULE, 4096)
+    assert read_from(before) == 2 * GRANULE
