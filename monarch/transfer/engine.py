@@ -261,7 +261,9 @@ class Engine:
             await trio.sleep(_WANTED_S)
             now = trio.current_time()
             while (
-                self._flights.waiting_copies < self._limits.copy_workers
+                # Otherwise each of them is being copied.
+                self._controller.wanted > len(self._flights)
+                and self._flights.waiting_copies < self._limits.copy_workers
                 and not self._failures.rests(now)
             ):
                 is_resting = partial(self._failures.is_resting, now=now)
