@@ -97,7 +97,7 @@ def _numbers(opened: Pack, top: bytes, paths: Sequence[AnyPath]) -> npt.NDArray[
     """The record of each path. Each directory is listed once. Raises ValueError."""
     places: dict[bytes, list[tuple[bytes, int]]] = {}
     for place, path in enumerate(paths):
-        directory, name = os.path.split(_relative(os.fsencode(path), top))
+        directory, _, name = _relative(os.fsencode(path), top).rpartition(b"/")
         places.setdefault(directory, []).append((name, place))
     numbers = np.zeros(len(paths), np.int64)
     for directory, of_directory in places.items():
@@ -114,7 +114,9 @@ def _numbers(opened: Pack, top: bytes, paths: Sequence[AnyPath]) -> npt.NDArray[
 def _relative(path: bytes, top: bytes) -> bytes:
     if os.path.isabs(path):
         path = os.path.relpath(path, top)
-    return os.path.normpath(path)
+    if path.startswith(b".") or b"//" in path or b"/." in path or path.endswith(b"/"):
+        return os.path.normpath(path)
+    return path
 
 
 def _listed(opened: Pack, directory: bytes) -> Iterator[tuple[bytes, int]]:
