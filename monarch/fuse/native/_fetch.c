@@ -107,10 +107,10 @@ static bool is_version(int fd, const struct identity *identity) {
            nanoseconds(now.stx_ctime) == identity->ctime_ns && now.stx_ino == identity->source_ino;
 }
 
-static bool read_whole(int fd, struct content *content, struct fetch_cost *cost) {
+bool content_read(struct content *content, int fd, uint64_t offset, struct fetch_cost *cost) {
     while (cost->bytes < content->size) {
         ssize_t got = pread(fd, content->bytes + cost->bytes, content->size - cost->bytes,
-                            (off_t)cost->bytes);
+                            (off_t)(offset + cost->bytes));
         if (got < 0 && errno == EINTR)
             continue;
         if (got <= 0)
@@ -121,19 +121,26 @@ static bool read_whole(int fd, struct content *content, struct fetch_cost *cost)
     return true;
 }
 
+struct content *content_new(uint64_t size, int64_t *held) {
+    struct content *content = malloc(sizeof *content + size);
+    if (content) {
+        *content = (struct content){.users = 1, .held = held, .size = size};
+        __atomic_add_fetch(held, (int64_t)size, __ATOMIC_RELAXED);
+    }
+    return content;
+}
+
 struct content *fetch(int root, const char *path, const struct identity *identity, int64_t *held,
                       const struct caller *caller, struct fetch_cost *cost) {
     *cost = (struct fetch_cost){0};
-    struct content *content = malloc(sizeof *content + identity->size);
+    struct content *content = content_new(identity->size, held);
     if (!content)
         return NULL;
-    *content = (struct content){.users = 1, .held = held, .size = identity->size};
-    __atomic_add_fetch(held, (int64_t)identity->size, __ATOMIC_RELAXED);
     int fd = open_as(root, path, caller);
     bool whole = false;
     if (fd >= 0) {
         cost->opens = 1;
-        whole = read_whole(fd, content, cost) && is_version(fd, identity);
+        whole = content_read(content, fd, 0, cost) && is_version(fd, identity);
         close(fd);
     }
     if (whole)

@@ -28,6 +28,10 @@ struct fetch_cost {
  * ``caller``, or with the daemon's if that is NULL. Waits for the source. */
 struct content *fetch(int root, const char *path, const struct identity *identity, int64_t *held,
                       const struct caller *caller, struct fetch_cost *cost);
+/* Memory for ``size`` bytes, with one user; NULL if there is none. */
+struct content *content_new(uint64_t size, int64_t *held);
+/* Reads all bytes from ``offset`` of a file on; false if there are fewer, or on failure. */
+bool content_read(struct content *content, int fd, uint64_t offset, struct fetch_cost *cost);
 struct content *content_retain(struct content *content);
 void content_release(struct content *content);
 

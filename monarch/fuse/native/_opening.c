@@ -102,6 +102,20 @@ void opening_settle_content(struct datapath *dp, struct open_inode *entry, uint6
     }
 }
 
+/* Whether a file has no copy, and may be fetched here: its version, and its path. */
+static bool may_fetch(struct datapath *dp, uint64_t ino, struct identity *identity, char *name,
+                      size_t room) {
+    if ((dp->source < 0 && !dp->pack.records) || dp->decide_opens || ino < 1 ||
+        ino > dp->names.entries || LOAD(dp->residency[ino]) ||
+        LOAD(dp->marks[ino]) & (dp->unusable | dp->copying))
+        return false;
+    enum names_answer known = dp->pack.records ? names_version(&dp->names, ino, identity)
+                                               : names_file(&dp->names, ino, identity, name, room);
+    return known == NAMES_YES && identity->size <= dp->fetch_max &&
+           LOAD(dp->held) + (int64_t)identity->size <= dp->hold_max &&
+           (!dp->pack.records || pack_may_fetch(&dp->pack, identity));
+}
+
 /* Fetches a small file without a copy as a whole, for the request that settles its entry. Python
  * must then be notified, and decides whether the bytes are kept. ``*content`` is NULL if Python
  * must handle the file first. False if the request waits in a queue. */
@@ -112,10 +126,7 @@ bool opening_fetch(struct thread *thread, const struct in_header *request, struc
     char name[4096];
     struct identity identity;
     *content = NULL;
-    if (dp->source < 0 || dp->decide_opens || ino < 1 || ino > dp->names.entries ||
-        LOAD(dp->residency[ino]) || LOAD(dp->marks[ino]) & (dp->unusable | dp->copying) ||
-        names_file(&dp->names, ino, &identity, name, sizeof name) != NAMES_YES ||
-        identity.size > dp->fetch_max || LOAD(dp->held) + (int64_t)identity.size > dp->hold_max)
+    if (!may_fetch(dp, ino, &identity, name, sizeof name))
         return true;
     enum turn turn = begin_source_call(thread, request, entry, true, begin);
     if (turn != TURN_NOW)
@@ -127,7 +138,9 @@ bool opening_fetch(struct thread *thread, const struct in_header *request, struc
         return true;
     }
     struct fetch_cost cost;
-    *content = fetch(dp->source, name, &identity, &dp->held, as_caller ? &caller : NULL, &cost);
+    *content = dp->pack.records ? pack_fetch(&dp->pack, &identity, &dp->held, &cost)
+                                : fetch(dp->source, name, &identity, &dp->held,
+                                        as_caller ? &caller : NULL, &cost);
     end_source_call(thread);
     caller_free(&caller);
     ADD(dp->source_opens, cost.opens);

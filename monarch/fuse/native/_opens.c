@@ -92,7 +92,7 @@ static struct open_inode *take(struct opens *opens, struct opens_stripe *stripe,
         *bucket = entry;
         entry->users = 1;
         entry->python_handles = entry->creating = 0;
-        entry->outdated = entry->held = false;
+        entry->outdated = entry->held = entry->kept = false;
         entry->backing_id = 0;
         entry->leaving = NULL;
         __atomic_store_n(&entry->bound, false, __ATOMIC_RELAXED);
@@ -162,6 +162,22 @@ struct content *opens_content(struct opens *opens, struct open_inode *entry, uin
     struct content *content = has ? content_retain(entry->content) : NULL;
     unlock(stripe_with(opens, entry));
     return content;
+}
+
+bool opens_keep(struct opens *opens, uint64_t ino, struct content *content) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    bool fresh = false;
+    lock(stripe);
+    struct open_inode *entry = find(stripe, ino) ? NULL : take(opens, stripe, ino, &fresh);
+    if (entry) {
+        entry->kept = true;
+        __atomic_store_n(&entry->content, content_retain(content), __ATOMIC_RELEASE);
+        settle(entry, OPEN_CONTENT, -1, 0, 0, content->size);
+    }
+    unlock(stripe);
+    if (entry)
+        __atomic_sub_fetch(&opens->users, 1, __ATOMIC_RELAXED);
+    return entry;
 }
 
 struct open_inode *opens_at(struct opens *opens, uint32_t slot, uint64_t ino) {
@@ -316,7 +332,8 @@ bool opens_drop(struct opens *opens, uint64_t ino, bool by_python, struct open_r
     *to_close = (struct open_remains){.fd = -1};
     lock(stripe);
     struct open_inode *entry = find(stripe, ino);
-    bool known = entry && entry->users > entry->held && (!by_python || entry->python_handles);
+    bool known = entry && entry->users > (uint32_t)(entry->held + entry->kept) &&
+                 (!by_python || entry->python_handles);
     if (known) {
         if (by_python)
             entry->python_handles--;
@@ -327,6 +344,19 @@ bool opens_drop(struct opens *opens, uint64_t ino, bool by_python, struct open_r
     if (known)
         __atomic_sub_fetch(&opens->users, 1, __ATOMIC_RELAXED);
     return known;
+}
+
+void opens_unkeep(struct opens *opens, uint64_t ino, struct open_remains *to_close) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    *to_close = (struct open_remains){.fd = -1};
+    lock(stripe);
+    struct open_inode *entry = find(stripe, ino);
+    if (entry && entry->kept) {
+        entry->kept = false;
+        if (--entry->users == 0)
+            forget(stripe, entry, to_close);
+    }
+    unlock(stripe);
 }
 
 static struct written *written_new(struct opens *opens, struct opens_stripe *stripe, int fd,
@@ -531,7 +561,7 @@ uint64_t opens_lowest(struct opens *opens, uint64_t ino, bool forget) {
     }
 
 QUESTION(bool, can_bind, can_bind(entry))
-QUESTION(bool, is_open, entry != NULL)
+QUESTION(bool, is_open, entry && entry->users > entry->kept)
 QUESTION(bool, is_passed, entry && entry->kind == OPEN_PASSTHROUGH)
 QUESTION(uint64_t, changes, entry && entry->held ? entry->changes : 0)
 QUESTION(int64_t, reached, entry ? __atomic_load_n(&entry->reached, __ATOMIC_RELAXED) : 0)

@@ -50,7 +50,8 @@ struct open_inode {
     struct open_inode *next;
     struct content *content; /* atomic */
     uint32_t slot;
-    uint32_t users; /* opens without a release, including unanswered ones, and Python if ``held`` */
+    uint32_t users; /* opens without a release, including unanswered ones, and Python if ``held``
+                       or ``kept`` */
     uint32_t python_handles; /* those of them with a plain handle of pyfuse3 */
     int32_t backing_id;
     int fd;                /* atomic */
@@ -63,6 +64,7 @@ struct open_inode {
     bool bound;            /* Python decided the open and gets the release; atomic */
     bool outdated;   /* the source has another version: Python gets an event of the last release */
     bool held;       /* Python has not released the written file yet */
+    bool kept;       /* Python has given the bytes, before any open; it is one of the users */
     bool has_set_id; /* the mode may have set-ID bits that a user's write removes; atomic */
     uint32_t creating; /* those of the users with a creation that Python has not answered yet */
     struct written *written;
@@ -122,6 +124,11 @@ bool opens_settle(struct opens *opens, struct open_inode *entry, enum open_kind 
                   int32_t backing_id, uint8_t tier, uint64_t size);
 /* Settles an entry by all its bytes; the entry becomes a user of them. */
 bool opens_settle_content(struct opens *opens, struct open_inode *entry, struct content *content);
+/* Keeps the bytes of an inode that is not open, for opens to come, until opens_unkeep; the entry
+ * becomes a user of them. False if the inode is open, or without memory. */
+bool opens_keep(struct opens *opens, uint64_t ino, struct content *content);
+/* Ends opens_keep. Existing opens keep the bytes. */
+void opens_unkeep(struct opens *opens, uint64_t ino, struct open_remains *to_close);
 /* The entry of a handle, if it is that of the inode; takes no lock. */
 struct open_inode *opens_at(struct opens *opens, uint32_t slot, uint64_t ino);
 /* Binds an inode that Python opens. False if it has readers that must stay with Python. If true,

@@ -154,6 +154,7 @@ static void datapath_dealloc(Datapath *self) {
                 close(dp->tiers[tier].directory);
         names_free(&dp->names);
         opens_free(&dp->opens);
+        pack_free(&dp->pack);
         absorbed_free(&dp->absorbed);
         missing_free(&dp->missing);
         direct_free(&dp->direct);
@@ -352,7 +353,7 @@ static PyTypeObject content_type = {
     .tp_as_buffer = &content_as_buffer,
 };
 
-static PyObject *view_of(Datapath *self, struct content *content) {
+PyObject *view_of(Datapath *self, struct content *content) {
     if (!content)
         Py_RETURN_NONE;
     Content *made = PyObject_New(Content, &content_type);

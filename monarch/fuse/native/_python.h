@@ -24,8 +24,10 @@ int to_place(PyObject *given, void *number);
 /* The same to a struct attr, from a tuple of inode, mode, links, user, group, device, size, blocks,
  * and the times of access, modification and change in ns. */
 int to_attr(PyObject *given, void *attr);
+/* Fetched bytes as a memoryview, which is a user of them; None for NULL. */
+PyObject *view_of(Datapath *self, struct content *content);
 
-/* -- _python_files.c, _python_direct.c, _python_watched.c ------------------------------------- */
+/* -- _python_files.c, _python_direct.c, _python_packs.c, _python_watched.c -------------------- */
 
 /* Each method there, and how it takes its arguments. */
 #define OTHER_METHODS(X)                                                                           \
@@ -40,7 +42,9 @@ int to_attr(PyObject *given, void *attr);
         X(was_given, METH_O), X(take_over, METH_NOARGS), X(requests, METH_NOARGS),                 \
         X(requests_so_far, METH_NOARGS), X(answer_error, METH_VARARGS),                            \
         X(answer_ioctl, METH_VARARGS), X(answer_missing, METH_VARARGS),                            \
-        X(answer_attributes, METH_VARARGS), X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS)
+        X(answer_attributes, METH_VARARGS), X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS),   \
+        X(set_pack, METH_VARARGS), X(lend, METH_VARARGS), X(take_back, METH_O),                    \
+        X(keep, METH_VARARGS), X(unkeep, METH_O)
 
 #define DECLARED(name, how) *datapath_##name(Datapath *self, PyObject *args)
 PyObject OTHER_METHODS(DECLARED);
