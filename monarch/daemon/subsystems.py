@@ -151,14 +151,14 @@ def open_tiers(parts: Parts) -> Tiers:
         [Rule.of(rule, names) for rule in settings.rules],
         snapshot,
         residency,
-        buckets if pack is None else pack.buckets,
+        buckets if pack is None else pack.files.buckets,
     )
     foreseeing = _foresight(settings)
     if pack is not None:
         # A chunk that is admitted is read as a whole; another one must not be.
         foreseeing = foreseeing.model_copy(update={"fill": False})
     foresight = Foresight(snapshot, foreseeing, lambda ino: controller.is_placed(ino))
-    policy = _policy(settings, snapshot, capacities, bucket if pack is None else pack.bucket)
+    policy = _policy(settings, snapshot, capacities, bucket if pack is None else pack.files.bucket)
     belady = None
     # Of a pack the tiers keep whole chunks.
     if foreseeing.belady and pack is None and snapshot.bytes_total > sum(capacities):
@@ -302,7 +302,6 @@ def build_transfer(
     if parts.pack is not None:
         chunks = ChunkReads(
             PackChunks(parts.pack, parts.snapshot, tiers.residency),
-            names,
             tiers.controller,
             engine,
             reader,
@@ -352,6 +351,7 @@ def build_fetch_ahead(
     )
     if transfer.chunks is not None:
         read.promotions.chunks = transfer.chunks
+        transfer.chunks.leave_to_readers(read.bindings.is_open)
     tiers.foresight.on_more(fetch_ahead.wake)
     ruled.wake = fetch_ahead.wake
     read.promotions.is_expected_again = tiers.foresight.is_expected_again

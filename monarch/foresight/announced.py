@@ -370,6 +370,12 @@ class Announcements:
             found += order.give(min(_TURN, most - len(found)), lead)
         return found
 
+    def following(self, most: int) -> Iterator[array[int]]:
+        """Of each order the entries after the cursor, at most ``most``."""
+        for order in self._orders.values():
+            at = order.cursor - order.first
+            yield order.items[at : at + most]
+
     def is_waiting(self, ino: Ino) -> bool:
         """Whether the window of an order has the file and it was not opened."""
         return any(ino in order.waiting for order in self._orders.values())

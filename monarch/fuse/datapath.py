@@ -158,6 +158,9 @@ class Datapath:
             limits.source_concurrency,
             round((limits.source_timeout or 0) * 1e9),
         )
+        if (extents := source.extents) is not None:
+            self._native.set_pack(extents.file, extents.offset, extents.digest, extents.files)
+            extents.lender.lend_to(self._native.lend, self._native.take_back)
         for tier in tiers:
             self._native.add_tier(tier.number, tier.directory, tier.seals)
         snapshot.on_load(partial(_publish, self._native))
@@ -416,6 +419,17 @@ class Datapath:
     def taken(self, ino: Ino) -> None:
         """Releases the fetched bytes of ``ino`` that were held for reads to come."""
         self._native.taken(ino)
+
+    def keep(self, files: array[int], data: bytes | bytearray) -> list[memoryview | None]:
+        """Keeps bytes for readers until ``unkeep``: ``files`` has for each file its inode number,
+        and the begin and the number of its bytes in ``data``. These opens are reported as of the
+        source. Returns views of the bytes; None for a file that is open, or without memory."""
+        kept: list[memoryview | None] = self._native.keep(files, data)
+        return kept
+
+    def unkeep(self, ino: Ino) -> None:
+        """Ends ``keep``; files that are open are read to their end."""
+        self._native.unkeep(ino)
 
     def was_given(self, ino: Ino) -> bool:
         """Whether bytes of ``ino`` were read without an open."""

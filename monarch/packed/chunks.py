@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,14 +11,13 @@ import numpy.typing as npt
 from monarch.namespace.snapshot import Snapshot
 from monarch.packed.source import FetchedRun, PackSource
 from monarch.placement.residency import COPYING, SOURCE, Residency
-from monarch.types import Ino
+from monarch.types import Identity, Ino
 
 # Files of a chunk by which it is judged whether an order has the chunk as a whole.
 _SAMPLE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A file of a chunk. ``offset`` and ``size`` in bytes; ``number`` is that of its record."""
 
     ino: Ino
@@ -34,7 +34,8 @@ class PackChunks:
     """Of each entry of the mount it has the record, and of each record the entry: 8 bytes."""
 
     def __init__(self, source: PackSource, snapshot: Snapshot, residency: Residency) -> None:
-        self._source = source
+        self._source, self._files = source, source.files
+        self._tier_of, self._marks_of = residency.tiers_table, residency.marks_table
         self._tiers = np.frombuffer(residency.tiers_table, np.uint8)
         self._marks = np.frombuffer(residency.marks_table, np.uint8)
         self._number_of = np.zeros(snapshot.entries + 1, np.uint32)
@@ -45,40 +46,65 @@ class PackChunks:
 
     def chunk_of(self, ino: Ino) -> int | None:
         """The chunk with the bytes of a file; None for a large or an empty file."""
-        return self._source.chunk_of(int(self._number_of[ino]))
+        return self._files.chunk_of(int(self._number_of[ino]))
+
+    def member(self, ino: Ino) -> Member:
+        """A file of the pack."""
+        number = int(self._number_of[ino])
+        return Member(ino, number, int(self._files.offset[number]), int(self._files.size[number]))
+
+    def identity(self, member: Member) -> Identity:
+        """The version of a file."""
+        return self._files.identity(member.number)
+
+    def is_right(self, ino: Ino) -> None:
+        """The bytes of a file were read, and are right."""
+        if self._source.damage:
+            self._source.damage.is_read(int(self._number_of[ino]))
+
+    def is_missing(self, ino: Ino) -> bool:
+        """Whether a file has no copy now or soon."""
+        return self._tier_of[ino] == SOURCE and not self._marks_of[ino] & COPYING
 
     def missing_totals(self, chunk: int) -> tuple[int, int]:
         """The number and the bytes of the files of a chunk that have no copy now or soon."""
-        numbers = self._source.members(chunk)
-        _, sizes = self._source.extents(numbers)
+        numbers = self._files.members(chunk)
+        _, sizes = self._files.extents(numbers)
         missing = self._are_missing(self._ino_of[numbers])
         return int(np.count_nonzero(missing)), int(sizes[missing].sum())
 
     def is_under_way(self, chunk: int) -> bool:
         """Whether a copy of a file of a chunk is being made, or the bytes of one wait for a
         reader."""
-        inos = self._ino_of[self._source.members(chunk)]
+        inos = self._ino_of[self._files.members(chunk)]
         return bool((self._marks[inos] & COPYING).any())
 
     def missing(self, chunk: int) -> list[Member]:
         """The files of a chunk that have no copy, in the order of their bytes."""
-        numbers = self._source.members(chunk)
+        numbers = self._files.members(chunk)
         inos = self._ino_of[numbers]
         found = np.flatnonzero(self._are_missing(inos))
         numbers = numbers[found]
-        offsets, sizes = self._source.extents(numbers)
-        return [
-            Member(Ino(ino), number, offset, size)
-            for ino, number, offset, size in zip(
-                *(each.tolist() for each in (inos[found], numbers, offsets, sizes)), strict=True
-            )
-        ]
+        offsets, sizes = self._files.extents(numbers)
+        columns = (each.tolist() for each in (inos[found], numbers, offsets, sizes))
+        return list(map(Member._make, zip(*columns, strict=True)))
 
     def sample(self, chunk: int) -> list[Ino]:
         """Some files of a chunk without a copy, spread over it."""
-        inos = self._ino_of[self._source.members(chunk)]
+        inos = self._ino_of[self._files.members(chunk)]
         inos = inos[self._are_missing(inos)]
         return [Ino(ino) for ino in inos[:: max(1, len(inos) // _SAMPLE)].tolist()]
+
+    def first_of_each(self, inos: Sequence[int], known: Sequence[int], most: int) -> list[Ino]:
+        """The first file without a copy of each chunk, in the order of ``inos``, without the chunks
+        ``known``; at most ``most``. Entries of 0 are no files."""
+        entries = np.asarray(inos, np.uint32)
+        entries = entries[(entries > 0) & (entries < len(self._number_of))]
+        entries = entries[self._are_missing(entries)]
+        chunks, places = np.unique(self._files.chunk[self._number_of[entries]], return_index=True)
+        found = ~np.isin(chunks, known) & (chunks < self._source.info.chunks)
+        first = np.sort(places[found])[:most]
+        return [Ino(ino) for ino in entries[first].tolist()]
 
     def fetch(self, members: list[Member]) -> FetchedRun:
         """Reads files of one chunk in one piece, in a thread. Raises OSError."""

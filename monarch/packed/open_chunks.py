@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-# Descriptors that are kept open after their last use.
-_MOST_OPEN = 64
+# Descriptors that are kept open after their last use: a share of those of the process, and the
+# fewest and the most.
+_SHARE, _LEAST_OPEN, _MOST_OPEN = 1 / 16, 64, 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +38,15 @@ class OpenChunks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: OrderedDict[int, _OpenChunk] = OrderedDict()
+        self._lend: Callable[[int, int], None] = _ignore
+        self._take_back: Callable[[int], None] = _ignore
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = max(_LEAST_OPEN, min(_MOST_OPEN, int(limit * _SHARE)))
+
+    def lend_to(self, lend: Callable[[int, int], None], take_back: Callable[[int], None]) -> None:
+        """From now on ``lend`` gets the descriptor of each chunk that is opened, and ``take_back``
+        its number before it is closed. Neither may wait."""
+        self._lend, self._take_back = lend, take_back
 
     @contextmanager
     def using(self, chunk: int, open_chunk: Callable[[int], int]) -> Iterator[Used]:
@@ -69,8 +80,11 @@ class OpenChunks:
                 fresh = other
             else:
                 self._open[chunk] = fresh
-            while len(self._open) > _MOST_OPEN:
-                _, oldest = self._open.popitem(last=False)
+                with suppress(OSError):
+                    self._lend(chunk, fd)
+            while len(self._open) > self._most:
+                number, oldest = self._open.popitem(last=False)
+                self._take_back(number)
                 oldest.is_dropped = True
                 if not oldest.users:
                     dropped.append(oldest.fd)
@@ -91,6 +105,7 @@ class OpenChunks:
             opened = self._open.pop(chunk, None)
             if opened is None:
                 return
+            self._take_back(chunk)
             opened.is_dropped = True
             is_over = not opened.users
         if is_over:
@@ -99,3 +114,7 @@ class OpenChunks:
     def close(self) -> None:
         for chunk in list(self._open):
             self.forget(chunk)
+
+
+def _ignore(*_: int) -> None:
+    """Until ``lend_to`` is called."""

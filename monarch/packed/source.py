@@ -28,15 +28,16 @@ import xxhash
 
 from monarch.errors import SourceChanged
 from monarch.packed.damage import Damage
+from monarch.packed.files import PackFiles
 from monarch.packed.open_chunks import OpenChunks
-from monarch.packs.format import LARGE, NONE
+from monarch.packs.format import LARGE
 from monarch.packs.pack import Pack, PackSummary, chunk_name, is_pack, large_name
 from monarch.posix.acl import NAMES as ACL_NAMES
 from monarch.posix.acl import Acls
-from monarch.posix.buckets import bucket, buckets
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.text import MiB
+from monarch.tiers.extents import Extents
 from monarch.tiers.source import LEFT_BEHIND, Fetched, Source, SourceFile
 from monarch.types import Identity
 
@@ -44,8 +45,6 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 # Bytes in memory of files that are open and too large to be fetched whole. Further ones are on a
 # disk of this node.
 _MOST_HELD = 64 * MiB
-# Added to the number of a chunk: no record has such a number.
-_CHUNK_KEY = 1 << 32
 # An error of the pack itself, which the rest of the daemon would take for a removed file.
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO})
 _LOST = frozenset({errno.ESTALE})
@@ -55,27 +54,23 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 @dataclass(frozen=True, slots=True)
 class FetchedRun:
     """Files of a chunk that were read at once, in the order of the request; None is a file that
-    cannot be read. ``reads`` and ``opens`` are the calls at the source."""
+    cannot be read. ``raw`` are the bytes that were read, and ``begins`` the positions of the files
+    in them. ``reads`` and ``opens`` are the calls at the source."""
 
     contents: list[memoryview | None]
-    nbytes: int
+    raw: bytes | bytearray
+    begins: npt.NDArray[np.int64]
     reads: int
     opens: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.raw)
 
 
 def open_source(path: bytes, close: Callable[[int], None] = os.close) -> Source:
     """The source of a mount: a pack, or the directory itself. Raises SourceError, PackError."""
     return PackSource(path, close) if is_pack(path) else Source(path, close)
-
-
-def chunk_buckets(
-    numbers: npt.NDArray[np.uint64], chunk_of: npt.NDArray[np.uint32]
-) -> npt.NDArray[np.int64]:
-    """The buckets (posix.buckets) by which files are admitted: the files of a chunk have the same
-    one, so that a chunk is admitted as a whole. ``chunk_of``: the chunk of each record."""
-    chunks = chunk_of[numbers.astype(np.int64)].astype(np.uint64)
-    keys = np.where(chunks < LARGE, chunks + np.uint64(_CHUNK_KEY), numbers.astype(np.uint64))
-    return buckets(keys)
 
 
 class PackSource(Source):
@@ -88,19 +83,20 @@ class PackSource(Source):
             with Pack.open(path, in_memory=True) as pack:
                 pack.require_sound()
                 self.info: PackSummary = pack.info
-                records = pack.records
-                self._chunk = np.array(records["chunk"])
-                self._offset = np.array(records["offset"])
-                self._size = np.array(records["size"])
-                self._digest = np.array(records["digest"])
-                self._mtime_ns = np.array(records["mtime_ns"])
-                self._members = [np.array(pack.chunk_numbers(n)) for n in range(pack.info.chunks)]
+                self.files = PackFiles(pack)
                 # Kept only for a pack whose entries have such attributes.
-                self._described = pack if bool(records["xattr_length"].any()) else None
+                self._described = pack if bool(pack.records["xattr_length"].any()) else None
         except BaseException:
             super().close()
             raise
         self._open_chunks = OpenChunks()
+        self.extents = Extents(
+            self.files.chunk,
+            self.files.offset,
+            self.files.digest,
+            self.info.chunks,
+            self._open_chunks,
+        )
         self._held = 0
         self._holding = threading.Lock()
 
@@ -111,32 +107,6 @@ class PackSource(Source):
     @property
     def directory(self) -> int:
         return -1
-
-    # -- what is where ---------------------------------------------------------------------------
-
-    def chunk_of(self, number: int) -> int | None:
-        """The chunk with the bytes of a file; None for a large, an empty and an unknown file."""
-        chunk = int(self._chunk[number]) if 0 < number < len(self._chunk) else NONE
-        return chunk if chunk < LARGE else None
-
-    def members(self, chunk: int) -> npt.NDArray[np.uint32]:
-        """The files of a chunk in the order of their bytes."""
-        return self._members[chunk]
-
-    def extents(
-        self, numbers: npt.NDArray[np.uint32]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The positions of the first bytes of files in their chunk, and their sizes, in bytes."""
-        return self._offset[numbers].astype(np.int64), self._size[numbers].astype(np.int64)
-
-    def bucket(self, number: int) -> int:
-        """``chunk_buckets`` of one file."""
-        chunk = self.chunk_of(number)
-        return bucket(number if chunk is None else chunk + _CHUNK_KEY)
-
-    def buckets(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """``chunk_buckets`` of files."""
-        return chunk_buckets(numbers, self._chunk)
 
     def user_xattrs(self, number: int) -> dict[bytes, bytes]:
         """The extended attributes of an entry, without access control lists. Raises PackError."""
@@ -171,7 +141,7 @@ class PackSource(Source):
         number = self._number(identity, path)
         if not identity.size:
             return Fetched(b"", 0, 0)
-        if self._chunk[number] == LARGE:
+        if self.files.chunk[number] == LARGE:
             return self._fetch_large(number, path)
         run = self.fetch_run(np.array([number], np.uint32))
         (content,) = run.contents
@@ -183,7 +153,7 @@ class PackSource(Source):
         """Reads files of one chunk, in the order of their bytes, in one piece. Raises OSError."""
         run = self._fetch_run(numbers)
         if None in run.contents:
-            chunk = int(self._chunk[numbers[0]])
+            chunk = int(self.files.chunk[numbers[0]])
             self._open_chunks.forget(chunk)
             if not run.opens:
                 # An intact chunk may have been put in the place of the one that was open.
@@ -198,8 +168,8 @@ class PackSource(Source):
         return run
 
     def _fetch_run(self, numbers: npt.NDArray[np.uint32]) -> FetchedRun:
-        chunk = int(self._chunk[numbers[0]])
-        offsets, sizes = self.extents(numbers)
+        chunk = int(self.files.chunk[numbers[0]])
+        offsets, sizes = self.files.extents(numbers)
         first, end = int(offsets[0]), int(offsets[-1] + sizes[-1])
         raw, reads, opens = self._read(chunk, first, end - first)
         whole, contents = memoryview(raw), list[memoryview | None]()
@@ -207,17 +177,17 @@ class PackSource(Source):
         for begin, size, digest in zip(
             (offsets - first).tolist(),
             sizes.tolist(),
-            self._digest[numbers].tolist(),
+            self.files.digest[numbers].tolist(),
             strict=True,
         ):
             content = whole[begin : begin + size]
             is_right = len(content) == size and digest_of(content) == digest
             contents.append(content if is_right else None)
-        return FetchedRun(contents, len(raw), reads, opens)
+        return FetchedRun(contents, raw, offsets - first, reads, opens)
 
     def _note_damage(self, numbers: npt.NDArray[np.uint32], run: FetchedRun) -> None:
-        name = chunk_name(int(self._chunk[numbers[0]]))
-        offsets, sizes = self.extents(numbers)
+        name = chunk_name(int(self.files.chunk[numbers[0]]))
+        offsets, sizes = self.files.extents(numbers)
         ends = offsets + sizes - offsets[0]
         for number, end, content in zip(numbers.tolist(), ends.tolist(), run.contents, strict=True):
             if content is None:
@@ -241,7 +211,7 @@ class PackSource(Source):
         """A large file itself; of any other a descriptor with its verified bytes. Raises as
         ``fetch``."""
         number = self._number(identity, path)
-        if self._chunk[number] == LARGE:
+        if self.files.chunk[number] == LARGE:
             fd, status = self._opened_large(number), self._status_of(number)
             is_right = partial(self._is_right, number)
             return SourceFile(fd, status, self._close, is_fixed=True, is_right=is_right)
@@ -251,15 +221,15 @@ class PackSource(Source):
 
     def _number(self, identity: Identity, path: bytes) -> int:
         number = identity.source_ino
-        if not 0 < number < len(self._chunk) or (
-            (int(self._size[number]), int(self._mtime_ns[number]))
+        if not 0 < number < len(self.files.chunk) or (
+            (int(self.files.size[number]), int(self.files.mtime_ns[number]))
             != (identity.size, identity.mtime_ns)
         ):
             raise SourceChanged(f"{os.fsdecode(path)!r} is not in this pack")
         return number
 
     def _status_of(self, number: int) -> os.stat_result:
-        size, mtime_ns = int(self._size[number]), int(self._mtime_ns[number])
+        size, mtime_ns = int(self.files.size[number]), int(self.files.mtime_ns[number])
         seconds = mtime_ns // 10**9
         return os.stat_result(
             (stat.S_IFREG, number, 0, 1, 0, 0, size, seconds, seconds, seconds),
@@ -272,7 +242,7 @@ class PackSource(Source):
         )
 
     def _fetch_large(self, number: int, path: bytes) -> Fetched:
-        size = int(self._size[number])
+        size = int(self.files.size[number])
         with closing_fd(self._opened_large(number)) as fd:
             raw, reads = _read_range(fd, 0, size)
         if len(raw) != size or not self._is_right(number, xxhash.xxh3_64_intdigest(raw)):
@@ -281,24 +251,24 @@ class PackSource(Source):
 
     def _is_right(self, number: int, digest: int) -> bool:
         """Whether a large file has the digest of its bytes that were read; notes the damage."""
-        is_right = digest == int(self._digest[number])
+        is_right = digest == int(self.files.digest[number])
         if not is_right:
-            self.damage.found(number, large_name(int(self._offset[number])), "is damaged")
+            self.damage.found(number, large_name(int(self.files.offset[number])), "is damaged")
         elif self.damage:
             self.damage.is_read(number)
         return is_right
 
     def _opened_large(self, number: int) -> int:
-        name = large_name(int(self._offset[number]))
+        name = large_name(int(self.files.offset[number]))
         fd = self._opened_file(number, name)
-        if os.fstat(fd).st_size != int(self._size[number]):
+        if os.fstat(fd).st_size != int(self.files.size[number]):
             os.close(fd)
             self.damage.found(number, name, "has another size")
             raise OSError(errno.EIO, "its bytes in the pack are damaged")
         return fd
 
     def _opened_chunk(self, chunk: int) -> int:
-        fd = self._opened_file(int(self._members[chunk][0]), chunk_name(chunk))
+        fd = self._opened_file(int(self.files.members(chunk)[0]), chunk_name(chunk))
         # An extent is read alone: the kernel must not read on behind it.
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

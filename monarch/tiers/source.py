@@ -35,6 +35,7 @@ from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import lstat_beneath, open_beneath
 from monarch.text import MiB
+from monarch.tiers.extents import Extents
 from monarch.types import Identity, kept_ns
 
 log = logging.getLogger(__name__)
@@ -44,12 +45,9 @@ T = TypeVar("T")
 
 # O_NONBLOCK lets the open of a fifo return at once; regular files ignore it.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
-
 # The errors of reading a directory, and a fifo.
 _NOT_READ_LIKE_A_FILE = (errno.EISDIR, errno.ESPIPE)
-
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO)
-
 # The errors for a file that was removed or replaced.
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
 
@@ -188,6 +186,9 @@ def identity_of(status: os.stat_result) -> Identity:
 class Source:
     """The directory being served. Raises SourceError if it is missing or not a directory. ``close``
     is called to close a file that was kept open: even that may wait for a server."""
+
+    # Where the small files are that have no path of their own; None if all have one.
+    extents: Extents | None = None
 
     def __init__(self, path: bytes, close: Callable[[int], None] = os.close) -> None:
         self.path = path

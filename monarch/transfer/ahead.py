@@ -219,6 +219,8 @@ class FetchAhead:
         more."""
         inos = self._foreseen.next(most)
         for ino in inos:
+            if self._chunks is not None and self._chunks.is_coming(ino):
+                continue
             attributes = self._fetchable(ino)
             if attributes is not None:
                 is_small = attributes.size <= self._inline_max

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from monarch.packed.chunks import Member, PackChunks
 from monarch.placement.controller import Controller
 from monarch.placement.policy import Item
-from monarch.transfer.source_reader import Names
 from monarch.types import Ino
 
 # The least share of the missing bytes of a chunk that an order must have close together.
@@ -18,19 +18,23 @@ _TOGETHER = 0.5
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """The files of a chunk that are read: into a tier if ``is_copied``, else into the window."""
+    """The files of a chunk that are read: into a tier if ``is_copied``, else into the window, those
+    that are opened up to the time ``end``."""
 
     members: list[Member]
     is_copied: bool
     nbytes: int
+    end: float = math.inf
 
 
 class Uses(Protocol):
-    """The announced orders. Times are numbers of opens."""
+    """The announced orders. Times are numbers of opens. ``following`` returns of each order the
+    next files, at most ``most``; 0 is none."""
 
     @property
     def has_orders(self) -> bool: ...
     def next_use(self, ino: Ino) -> float: ...
+    def following(self, most: int) -> Iterator[Sequence[int]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,6 @@ class ChunkPlans:
     """The files that wait in memory for their readers have at most ``_window_bytes`` bytes."""
 
     _chunks: PackChunks
-    _names: Names
     _controller: Controller
     _uses: Uses
     _window_bytes: int
@@ -46,10 +49,10 @@ class ChunkPlans:
     def of(self, ino: Ino, chunk: int, *, forced: bool = False) -> Plan | None:
         """What of a chunk to read when one of its files is needed; None: that file alone. The first
         questions are cheap: they are asked at each open of a file that has no copy."""
-        attributes = self._names.stored(ino)
-        if self._controller.admits(Item.of(attributes), forced=forced):
+        member = self._chunks.member(ino)
+        if self._controller.admits(Item(ino, member.size, member.number), forced=forced):
             _, total = self._chunks.missing_totals(chunk)
-            whole = Item(ino, total, attributes.source_ino)
+            whole = Item(ino, total, member.number)
             if self._controller.admits(whole, forced=forced):
                 return Plan(self._chunks.missing(chunk), True, total)
         if not self._uses.has_orders or self._controller.is_excluded(ino):
@@ -82,4 +85,4 @@ class ChunkPlans:
         nbytes = sum(member.size for member in chosen)
         if nbytes < _TOGETHER * total or self._uses.next_use(ino) > end:
             return None
-        return Plan(chosen, False, nbytes)
+        return Plan(chosen, False, nbytes, end)

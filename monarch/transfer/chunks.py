@@ -5,8 +5,11 @@ announced order has its files close together: then those without a copy go to th
 bytes cross the network once an epoch. Of any other chunk a reader gets the extent of its file only:
 a chunk that does not stay would cost many times the bytes that are asked for.
 
-Readers of the files of a chunk that is being read wait for it, as for any fetch ahead. A chunk that
-cannot be read is left to its readers for a while, file by file.
+A chunk is read in pieces, behind its readers: a few pieces at a time (depth.py), one chunk after
+the other, so that the bytes of the first are there while the next are read. A file that is opened
+before its piece is read alone, and left out of the piece if that saves a read. Readers of the files
+of a piece that is being read wait for it. A chunk that cannot be read is left to its readers for a
+while, file by file.
 """
 
 from __future__ import annotations
@@ -14,35 +17,42 @@ from __future__ import annotations
 import enum
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import trio
 
 from monarch.errors import MonarchError
-from monarch.packed.chunks import Member, PackChunks
+from monarch.packed.chunks import PackChunks
 from monarch.placement.controller import Controller
-from monarch.placement.policy import Item
-from monarch.text import MiB
+from monarch.transfer.chunk_jobs import PIECE_BYTES, Job, Piece, Pieces
 from monarch.transfer.chunk_plans import ChunkPlans, Plan, Uses
+from monarch.transfer.depth import Depth
 from monarch.transfer.engine import Engine
-from monarch.transfer.queue import Arrival, Flight
-from monarch.transfer.source_reader import Names, SourceReader
+from monarch.transfer.queue import Flight
+from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.window import Held
 from monarch.types import Ino
 
 log = logging.getLogger(__name__)
 
-# The most bytes of one read.
-_PIECE_BYTES = 4 * MiB
-# Bytes between the files that are needed which are read too, as a fraction of these files.
-_GAPS = 1 / 20
-# Chunks that are read ahead of their readers at the same time.
+# The fewest pieces that are read at the same time, and their most as a share of the source's calls.
+_LEAST_DEPTH = 2
+_DEPTH_SHARE = 1 / 8
+# Chunks for the window that are read ahead of their readers at the same time, and chunks that a
+# caller with many may have begun.
 _AHEAD = 4
 # A chunk with a file that could not be read is not read as a whole for so long, in seconds.
 _PAUSE_S = 10.0
+# The interval in which it is checked again whether there is room for the next piece, in seconds.
+_STEP_S = 0.01
+# The entries of an announced order in which chunks are looked for, the chunks that are begun then,
+# and the interval in seconds.
+_LOOK_FILES = 1 << 16
+_LOOK_CHUNKS = 16
+_LOOK_S = 0.1
 # Files that are handed over before the event loop runs other tasks.
 _STRIDE = 64
 
@@ -56,38 +66,11 @@ class Coming(enum.Enum):
     LATER = enum.auto()
 
 
-class ChunkArrival(Arrival):
-    """The arrival of one file of a chunk; no reader makes the call instead."""
-
-    __slots__ = ()
-
-    is_whole = True
-
-    def __init__(self, done: trio.Event) -> None:
-        super().__init__()
-        self.done = done
-
-    def claim(self) -> bool:
-        return False
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """Files that are read at once, and the flight of each. ``done`` is set when their bytes have
-    arrived, or will not; ``ended``: the number of flights that have ended."""
-
-    members: list[Member]
-    done: trio.Event = field(default_factory=trio.Event)
-    flights: list[Flight | Held] = field(default_factory=list)
-    ended: int = 0
-
-
 @dataclass(eq=False, repr=False)
 class ChunkReads:
     """Belongs to the event loop. ``run`` is its task: without it each file is read alone."""
 
     _chunks: PackChunks
-    _names: Names
     _controller: Controller
     _engine: Engine
     _reader: SourceReader
@@ -95,13 +78,19 @@ class ChunkReads:
 
     def __post_init__(self) -> None:
         self._window = window = self._engine.window
-        self._plans = ChunkPlans(
-            self._chunks, self._names, self._controller, self._uses, window.most
-        )
+        self._plans = ChunkPlans(self._chunks, self._controller, self._uses, window.most)
+        self._pieces = Pieces(self._chunks, self._controller, self._engine, self._uses.next_use)
         self._nursery: trio.Nursery | None = None
-        # The chunks that are being read.
-        self._reading: set[int] = set()
-        self._ahead = 0
+        # The chunks that are being read, those with files that no piece has yet first: for readers,
+        # and ahead of them.
+        self._jobs: dict[int, Job] = {}
+        self._opened: dict[int, Job] = {}
+        self._foreseen: dict[int, Job] = {}
+        most = max(_LEAST_DEPTH, int(self._reader.limits.source_concurrency * _DEPTH_SHARE))
+        self._depth = Depth(_LEAST_DEPTH, most)
+        self._running = 0
+        self._looked_s = -math.inf
+        self._woken = trio.Event()
         # Until when a chunk with a failure is read file by file.
         self._failed: dict[int, float] = {}
         # The chunks that wait for room in the window, each with the file that is needed first; and
@@ -112,48 +101,93 @@ class ChunkReads:
         self.read = 0
         # Is called with each file that was fetched ahead, and its size.
         self.fetched: Callable[[Ino, int], None] = _ignore
+        self._engine.backlog = self._files_left
 
     async def run(self) -> None:
         """Reads what ``open``, ``ahead`` and ``warm`` begin, until cancelled."""
         try:
             async with trio.open_nursery() as self._nursery:
-                await trio.sleep_forever()
+                while True:
+                    self._woken = trio.Event()
+                    self._look_ahead()
+                    is_blocked = self._begin_pieces()
+                    pause_s = _LOOK_S if self._uses.has_orders else math.inf
+                    with trio.move_on_after(_STEP_S if is_blocked else pause_s):
+                        await self._woken.wait()
         finally:
             self._nursery, self._next = None, None
-            self._reading.clear()
-            self._waiting.clear()
-            self._ahead = 0
+            for job in self._jobs.values():
+                for piece in job.ready:
+                    self._give_up(piece)
+            for jobs in (self._jobs, self._opened, self._foreseen, self._waiting):
+                jobs.clear()
+            self._running = 0
+
+    def leave_to_readers(self, is_open: Callable[[Ino], bool]) -> None:
+        """From now on files for which ``is_open`` returns True are left to their readers."""
+        self._pieces.is_open = is_open
+
+    def _files_left(self) -> int:
+        """The files that will get a copy, and that no piece has yet."""
+        return sum(len(job.left) for job in self._jobs.values() if job.plan.is_copied)
 
     # -- what is read as a whole -----------------------------------------------------------------
 
     def open(self, ino: Ino) -> Flight | Held | None:
-        """Called when a reader needs a file that has no copy: begins to read its chunk if that is
-        to be read as a whole. Returns the flight of the file; None: the reader reads it alone."""
-        if self._begin(ino, forced=False) is not Coming.TOGETHER:
-            return None
+        """Called when a reader needs a file that has no copy, or has read it alone: begins to read
+        its chunk if that is to be read as a whole. Returns the flight of the file if its bytes come
+        soon; None: the reader reads it alone."""
+        self._begin(ino, forced=False)
         return self._engine.flight(ino)
 
     def warm(self, ino: Ino) -> bool:
         """As ``open``, for a user's request. Returns whether the file comes with its chunk."""
-        return self._begin(ino, forced=True) is Coming.TOGETHER
+        self._begin(ino, forced=True)
+        return self._engine.flight(ino) is not None
+
+    def is_right(self, ino: Ino) -> None:
+        """The datapath has read a file, and its bytes are right."""
+        self._chunks.is_right(ino)
 
     def ahead(self, ino: Ino) -> Coming:
-        """Called when a file is to be fetched ahead of its readers. Chunks for the window are read
-        in the order in which they are needed."""
+        """Called when a file is to be fetched ahead of its readers. Chunks are read in the order in
+        which they are needed."""
         chunk = self._chunks.chunk_of(ino)
         if chunk is None or self._nursery is None or self._is_paused(chunk):
             return Coming.ALONE
-        if chunk not in self._reading and chunk not in self._waiting:
+        job = self._jobs.get(chunk)
+        if job is not None and job.plan.is_copied:
+            return Coming.TOGETHER
+        if job is None and chunk not in self._waiting:
             plan = self._plans.of(ino, chunk)
             if plan is None:
                 return Coming.ALONE
             if plan.is_copied:
-                return self._begin_if(chunk, plan, is_ahead=True)
+                self._begin_job(chunk, plan, is_ahead=True)
+                return Coming.TOGETHER
         if self._engine.flight(ino) is not None:
             return Coming.TOGETHER
         self._wait(chunk, ino)
         self.begin_waiting()
         return Coming.LATER if self._engine.flight(ino) is None else Coming.TOGETHER
+
+    def is_coming(self, ino: Ino) -> bool:
+        """Whether a file will get a copy with its chunk."""
+        chunk = self._chunks.chunk_of(ino)
+        job = None if chunk is None else self._jobs.get(chunk)
+        return job is not None and job.plan.is_copied
+
+    def _look_ahead(self) -> None:
+        """Begins to read the chunks that announced orders need next, beyond the files that are
+        foreseen one by one."""
+        now = trio.current_time()
+        if not self._uses.has_orders or len(self._jobs) > _AHEAD or now < self._looked_s + _LOOK_S:
+            return
+        self._looked_s = now
+        for entries in self._uses.following(_LOOK_FILES):
+            known = [*self._jobs, *self._waiting]
+            for ino in self._chunks.first_of_each(entries, known, _LOOK_CHUNKS):
+                self.ahead(ino)
 
     def begin_waiting(self) -> None:
         """Begins to read the chunks that wait for the window, as many as there is room for."""
@@ -170,8 +204,8 @@ class ChunkReads:
             elif self._must_wait(chunk, plan.nbytes):
                 self._next = chunk, plan.nbytes
                 return
-            elif self._begin_if(chunk, plan, is_ahead=True) is not Coming.TOGETHER:
-                del self._waiting[chunk]
+            else:
+                self._begin_job(chunk, plan, is_ahead=True)
 
     def _wait(self, chunk: int, ino: Ino) -> None:
         before = self._waiting.get(chunk)
@@ -184,41 +218,38 @@ class ChunkReads:
         """Whether a chunk cannot be read into the window now. Files that wait for a reader of this
         epoch must not divide the chunk for the next one."""
         return (
-            chunk in self._reading
-            or self._ahead >= _AHEAD
-            or not self._window.has_room(nbytes)
+            chunk in self._jobs
+            or len(self._foreseen) >= _AHEAD
+            or not self._has_window(nbytes)
             or self._chunks.is_under_way(chunk)
         )
 
     def has_place(self) -> bool:
         """Whether another chunk may be read now for a caller that has many."""
         buffer = self._reader.buffer
-        return len(self._reading) < _AHEAD and buffer.used <= buffer.most // 2
+        return len(self._jobs) < _AHEAD and buffer.used <= buffer.most // 2
 
-    def _begin(self, ino: Ino, *, forced: bool) -> Coming:
+    def _begin(self, ino: Ino, *, forced: bool) -> None:
         chunk = self._chunks.chunk_of(ino)
         if chunk is None or self._nursery is None or self._is_paused(chunk):
-            return Coming.ALONE
-        if chunk in self._reading:
-            is_coming = self._engine.flight(ino) is not None
-            return Coming.TOGETHER if is_coming else Coming.ALONE
+            return
+        job = self._jobs.get(chunk)
+        if job is not None:
+            if self._foreseen.pop(chunk, None) is not None:
+                self._opened[chunk] = job
+                job.is_ahead = False
+                self._woken.set()
+            return
         plan = self._plans.of(ino, chunk, forced=forced)
-        return Coming.ALONE if plan is None else self._begin_if(chunk, plan, forced=forced)
+        if plan is not None and self._has_room(plan):
+            self._begin_job(chunk, plan, forced=forced)
 
-    def _begin_if(
-        self, chunk: int, plan: Plan, *, is_ahead: bool = False, forced: bool = False
-    ) -> Coming:
-        """Begins to read a chunk if there is room for it."""
-        if self._nursery is None or not self._has_room(plan, is_ahead=is_ahead):
-            return Coming.LATER if is_ahead else Coming.ALONE
-        pieces = self._take_off(plan, forced=forced)
-        if not pieces:
-            return Coming.ALONE
-        self._waiting.pop(chunk, None)
-        self._reading.add(chunk)
-        self._ahead += is_ahead
-        self._nursery.start_soon(self._read, chunk, pieces, is_ahead)
-        return Coming.TOGETHER
+    def _has_room(self, plan: Plan) -> bool:
+        return plan.is_copied or self._has_window(plan.nbytes)
+
+    def _has_window(self, nbytes: int) -> bool:
+        promised = sum(job.promised for job in self._jobs.values())
+        return self._window.has_room(nbytes + promised)
 
     def _is_paused(self, chunk: int) -> bool:
         until = self._failed.get(chunk)
@@ -229,121 +260,136 @@ class ChunkReads:
         del self._failed[chunk]
         return False
 
-    def _has_room(self, plan: Plan, *, is_ahead: bool) -> bool:
-        if is_ahead and self._ahead >= _AHEAD:
-            return False
-        if plan.is_copied:
-            buffer = self._reader.buffer
-            return buffer.has_room(plan.nbytes) and (not is_ahead or self._engine.may_fetch(0))
-        return self._window.has_room(plan.nbytes)
+    def _begin_job(
+        self, chunk: int, plan: Plan, *, is_ahead: bool = False, forced: bool = False
+    ) -> None:
+        self._waiting.pop(chunk, None)
+        job = Job(chunk, plan, is_ahead, forced, deque(plan.members), plan.nbytes)
+        self._jobs[chunk] = job
+        (self._foreseen if is_ahead else self._opened)[chunk] = job
+        if forced:
+            # The user sees at once which files have no place.
+            while (piece := self._pieces.cut(job)) is not None:
+                job.ready.append(piece)
+        self._woken.set()
+        self._begin_pieces()
 
-    def _take_off(self, plan: Plan, *, forced: bool) -> list[_Piece]:
-        """Begins the flights of the files, and returns what to read."""
-        attributes = {each.ino: self._names.stored(each.ino) for each in plan.members}
-        if not plan.is_copied:
-            pieces = _pieces(plan.members)
-            for piece in pieces:
-                arrivals = [ChunkArrival(piece.done) for _ in piece.members]
-                piece.flights += [
-                    self._window.begin(member.ino, attributes[member.ino].identity, arrival)
-                    for member, arrival in zip(piece.members, arrivals, strict=True)
-                ]
-            return pieces
-        items = [Item.of(each) for each in attributes.values()]
-        promotes = {
-            promote.ino: promote
-            for promote in self._controller.offered_together(items, forced=forced)
-        }
-        pieces = _pieces([each for each in plan.members if each.ino in promotes])
-        for piece in pieces:
-            for ino in (member.ino for member in piece.members):
-                arrival = ChunkArrival(piece.done)
-                piece.flights.append(
-                    self._engine.begin_fetch(promotes[ino], attributes[ino].identity, arrival)
-                )
-        return pieces
+    # -- pieces ----------------------------------------------------------------------------------
+
+    def _begin_pieces(self) -> bool:
+        """Begins to read pieces, as many as may be read now. Returns whether one waits for room."""
+        while self._nursery is not None and self._running < self._depth.limit:
+            job = next(iter(self._opened.values()), None) or next(
+                iter(self._foreseen.values()), None
+            )
+            if job is None:
+                return False
+            if not (job.ready or self._has_room_now(job)):
+                return True
+            piece = job.ready.popleft() if job.ready else self._pieces.cut(job)
+            if piece is None:
+                self._opened.pop(job.chunk, None)
+                self._foreseen.pop(job.chunk, None)
+                self._end_job(job)
+                continue
+            job.pieces += 1
+            self._running += 1
+            self._nursery.start_soon(self._read, job, piece)
+        return False
+
+    def _has_room_now(self, job: Job) -> bool:
+        """Whether there is memory for one more piece. That for the window was promised."""
+        if not job.plan.is_copied or not job.left:
+            return True
+        size = max(PIECE_BYTES, job.left[0].size)
+        if job.is_ahead:
+            return self._engine.may_fetch(size)
+        buffer = self._reader.buffer
+        return buffer.has_room(size) or not buffer.used
+
+    def _end_job(self, job: Job) -> None:
+        """Ends a job without a piece that is being read, and without files for one."""
+        if job.pieces or job.left or job.ready or self._jobs.get(job.chunk) is not job:
+            return
+        del self._jobs[job.chunk]
+        self.read += not job.is_failed
+        self._window.on_room()
 
     # -- reading ---------------------------------------------------------------------------------
 
-    async def _read(self, chunk: int, pieces: list[_Piece], is_ahead: bool) -> None:
-        """Reads the pieces of a chunk one after the other, and hands over their files."""
-        left = list(reversed(pieces))
+    async def _read(self, job: Job, piece: Piece) -> None:
+        """Reads a piece, and hands over its files."""
         try:
-            while left:
-                piece = left[-1]
-                contents = await self._contents(chunk, piece, is_ahead)
-                if None in contents:
-                    self._failed[chunk] = trio.current_time() + _PAUSE_S
-                await self._hand_over(piece, contents, is_ahead)
-                left.pop()
-            self.read += 1
+            pause_s = self._reader.spend(piece.nbytes)
+            if not job.is_near:
+                # Copies keep within ``limits.source_bandwidth``; readers do not wait for it.
+                await trio.sleep(pause_s)
+            inos = [member.ino for member in piece.members]
+            fetch = partial(self._chunks.fetch, piece.members)
+            run, kept = await self._reader.fetch_together(inos, fetch)
+            if None in run.contents:
+                self._fail(job)
+            self._depth.ended(piece.nbytes, trio.current_time())
+            await self._hand_over(job, piece, run.contents, kept)
         except (OSError, MonarchError) as error:
-            self._failed[chunk] = trio.current_time() + _PAUSE_S
-            self._engine.hold_failed(left[-1].members[0].ino, error)
-            log.debug("chunk %d: %s", chunk, error)
+            self._fail(job)
+            self._engine.hold_failed(piece.members[0].ino, error)
+            log.debug("chunk %d: %s", job.chunk, error)
         finally:
-            for piece in left:
-                self._give_up(piece)
-            self._reading.discard(chunk)
-            self._ahead -= is_ahead
-            self._window.on_room()
+            self._give_up(piece)
+            job.pieces -= 1
+            self._running -= 1
+            if not self._running:
+                self._depth.idle()
+            self._end_job(job)
+            self._woken.set()
+            self._begin_pieces()
 
-    async def _contents(
-        self, chunk: int, piece: _Piece, is_ahead: bool
-    ) -> Sequence[memoryview | None]:
-        size = sum(member.size for member in piece.members)
-        pause_s = self._reader.spend(size)
-        if is_ahead:
-            # Copies keep within ``limits.source_bandwidth``; readers do not wait for it.
-            await trio.sleep(pause_s)
-        return await self._reader.fetch_together(partial(self._chunks.fetch, piece.members))
+    def _fail(self, job: Job) -> None:
+        """Leaves the rest of a chunk to its readers."""
+        self._failed[job.chunk] = trio.current_time() + _PAUSE_S
+        job.is_failed = True
+        job.left.clear()
+        job.left_bytes = 0
+        while job.ready:
+            self._give_up(job.ready.popleft())
 
     async def _hand_over(
-        self, piece: _Piece, contents: Sequence[memoryview | None], is_ahead: bool
+        self,
+        job: Job,
+        piece: Piece,
+        contents: Sequence[memoryview | None],
+        kept: Sequence[memoryview | None],
     ) -> None:
-        """Gives the files of a piece to their readers, to the tier and to the window."""
-        for flight, content in zip(piece.flights, contents, strict=True):
+        """Gives the files of a piece to their readers, to the tier and to the window. ``kept``: the
+        copies of ``contents`` that the datapath has."""
+        for flight, content, copy in zip(piece.flights, contents, kept, strict=True):
+            flight.is_kept = copy is not None
             if flight.arrival is not None:
-                flight.arrival.content = content
+                flight.arrival.content = content if copy is None else copy
         piece.done.set()
-        for member, content in zip(piece.members, contents, strict=True):
-            is_here = self._end(piece, content)
-            if is_ahead and is_here:
+        for member, content, copy in zip(piece.members, contents, kept, strict=True):
+            is_here = self._end(piece, content if copy is None else copy)
+            if job.is_ahead and is_here:
                 self.fetched(member.ino, member.size)
             if piece.ended % _STRIDE == 0:
                 await trio.sleep(0)
 
-    def _give_up(self, piece: _Piece) -> None:
+    def _give_up(self, piece: Piece) -> None:
         piece.done.set()
         while piece.ended < len(piece.flights):
             self._end(piece, None)
 
-    def _end(self, piece: _Piece, content: memoryview | None) -> bool:
+    def _end(self, piece: Piece, content: memoryview | None) -> bool:
         """Ends the next flight of a piece; returns whether its bytes are used."""
         flight = piece.flights[piece.ended]
         piece.ended += 1
         if isinstance(flight, Held):
-            # Its own bytes: a file that waits for its reader must not keep those of a whole piece.
-            return self._window.end(flight, None if content is None else bytes(content))
+            if content is not None and not flight.is_kept:
+                # Its own bytes: a file that waits for its reader must not keep a whole piece.
+                return self._window.end(flight, bytes(content))
+            return self._window.end(flight, content)
         return self._engine.end_fetch(flight, content)
-
-
-def _pieces(members: Sequence[Member]) -> list[_Piece]:
-    """Divides files, in the order of their bytes, into those that are read at once. The
-    bytes between them are read too if they are few."""
-    gaps = sum(after.offset - before.end for before, after in pairwise(members))
-    is_bridged = gaps <= _GAPS * sum(member.size for member in members)
-    pieces: list[_Piece] = []
-    end = size = 0
-    for member in members:
-        is_next = member.offset == end or is_bridged
-        if not pieces or not is_next or size + member.size > _PIECE_BYTES:
-            pieces.append(_Piece([]))
-            size = 0
-        pieces[-1].members.append(member)
-        end = member.end
-        size += member.size
-    return pieces
 
 
 def _ignore(ino: Ino, nbytes: int) -> None:

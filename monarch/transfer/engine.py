@@ -71,7 +71,10 @@ class Engine:
         self._limits = limits = reader.limits
         # Each tier has its own share, so that a hanging tier does not use up all.
         self._batch_bytes = limits.buffer_max // (2 * max(1, len(self._tiers)))
-        self._flights = Flights(self._tiers, self._controller, reader.buffer)
+        self._flights = Flights(self._tiers, self._controller, reader.buffer, reader.unkeep)
+        self.window.unkeep = reader.unkeep
+        # Returns the number of copies that will be made, and that this does not know yet.
+        self.backlog: Callable[[], int] = int
         self._removals = {number: Removals() for number in self._tiers}
         self._failures = Failures()
         self._limiter = Limiter(log)
@@ -83,10 +86,14 @@ class Engine:
     @property
     def queued(self) -> int:
         """The number of copies that wait to be made, or to be removed from a responsive tier."""
-        return self._flights.waiting + sum(
-            len(removals)
-            for number, removals in self._removals.items()
-            if self._monitor.is_responsive(number)
+        return (
+            self.backlog()
+            + self._flights.waiting
+            + sum(
+                len(removals)
+                for number, removals in self._removals.items()
+                if self._monitor.is_responsive(number)
+            )
         )
 
     def has_place(self) -> bool:
@@ -111,6 +118,8 @@ class Engine:
         A caller that waits before it submits the promotion must call this first: meanwhile a new
         copy of an evicted item could be made, which must not be removed.
         """
+        if not promote.evict:
+            return promote
         for victim in promote.evict:
             # Flights wait for earlier removals, so the space is free when they write.
             self.remove_copy(victim, promote.tier)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import trio
@@ -45,7 +45,8 @@ class Arrival:
 class Flight:
     """One copy to be made. ``content`` was fetched by a reader, ``file`` is open for a reader.
     ``copied`` bytes are in the stage so far. ``young`` as in ``Records.put``. ``is_abandoned``: its
-    tier hangs. ``arrival``: the file is fetched ahead of its readers."""
+    tier hangs. ``arrival``: the file is fetched ahead of its readers. ``is_kept``: the datapath
+    keeps the bytes for readers."""
 
     promote: Promote
     identity: Identity
@@ -55,6 +56,7 @@ class Flight:
     is_abandoned: bool = False
     copied: int = 0
     arrival: Arrival | None = None
+    is_kept: bool = False
 
     @property
     def ino(self) -> Ino:
@@ -109,7 +111,14 @@ class Flights:
     be read from the source, or in ``contents`` to be written, by the number of its tier, or a
     worker or a fetch ahead has it."""
 
-    def __init__(self, tiers: Iterable[int], controller: Controller, buffer: Buffer) -> None:
+    def __init__(
+        self,
+        tiers: Iterable[int],
+        controller: Controller,
+        buffer: Buffer,
+        unkeep: Callable[[Ino], None],
+    ) -> None:
+        self._unkeep = unkeep
         self.copies = {number: _Line() for number in tiers}
         self.contents = {number: _Line() for number in self.copies}
         self._controller = controller
@@ -201,6 +210,9 @@ class Flights:
         if flight.content is not None:
             self._buffer.used -= len(flight.content)
             flight.content = None
+        if flight.is_kept:
+            self._unkeep(flight.ino)
+            flight.is_kept = False
         if flight.file is not None:
             flight.file.release()
             flight.file = None

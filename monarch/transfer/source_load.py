@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,7 +49,9 @@ class DatapathView(Protocol):
     ``bypass`` sends opens of copies in a tier to Python, or ends that. ``move`` is called in a
     thread when the descriptors of a tier lead elsewhere. ``oldest_wait_s`` is the age of the oldest
     running call to the source, 0 if there is none. ``reached`` is the position, in bytes, of a
-    reader that reads a file from its start.
+    reader that reads a file from its start. ``keep`` keeps bytes for readers until ``unkeep``:
+    ``files`` has for each file its inode number, and the begin and the number of its bytes in
+    ``data``. It returns views of the bytes; None for a file that it does not keep.
     """
 
     def bypass(self, tier: int, bypassed: bool) -> None: ...
@@ -57,6 +60,8 @@ class DatapathView(Protocol):
     def oldest_wait_s(self) -> float: ...
     def source_traffic(self) -> SourceTraffic: ...
     def reached(self, ino: Ino) -> int: ...
+    def keep(self, files: array[int], data: bytes | bytearray) -> list[memoryview | None]: ...
+    def unkeep(self, ino: Ino) -> None: ...
 
 
 class NoDatapath:
@@ -78,6 +83,11 @@ class NoDatapath:
     def reached(self, ino: Ino) -> int:
         return 0
 
+    def keep(self, files: array[int], data: bytes | bytearray) -> list[memoryview | None]:
+        return [None] * (len(files) // 3)
+
+    def unkeep(self, ino: Ino) -> None: ...
+
 
 class SourceLoad:
     """Reads of the source for readers: the number that run, and the end of the last.
@@ -87,6 +97,7 @@ class SourceLoad:
         self._datapath = datapath
         # The position of a reader of the datapath that reads a file from its start.
         self.reached = datapath.reached
+        self.keep, self.unkeep = datapath.keep, datapath.unkeep
         self._reads_elsewhere = 0
         self._in_flight = 0
         self._last = float("-inf")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -110,6 +111,7 @@ class SourceReader:
         # The number of pieces, without the first of each copy, that are read or wait to be written.
         self._ahead = 0
         self._pieces: trio.Nursery
+        self.unkeep = self._source_load.unkeep
 
     def begin(self, nursery: trio.Nursery) -> None:
         """Reads pieces in ``nursery``, that of the tasks that call ``turns``: one of its own would
@@ -185,13 +187,29 @@ class SourceReader:
         self.doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
         return fetched.data
 
-    async def fetch_together(self, fetch: Callable[[], FetchedRun]) -> Sequence[memoryview | None]:
-        """Reads several files of a chunk in one call. Raises OSError."""
-        fetched = await self._threads.run(fetch)
+    async def fetch_together(
+        self, inos: Sequence[Ino], fetch: Callable[[], FetchedRun]
+    ) -> tuple[FetchedRun, list[memoryview | None]]:
+        """Reads several files of a chunk in one call, and lets the datapath serve them until
+        ``unkeep``. Returns its views of the bytes, too: None for a file that it does not serve.
+        Raises OSError."""
+        fetched, kept = await self._threads.run(self._kept, inos, fetch)
         self.metrics.source_opened(fetched.opens, copy=True)
         self.metrics.source_reads[1] += fetched.reads
         self.metrics.source_bytes[1] += fetched.nbytes
-        return fetched.contents
+        return fetched, kept
+
+    def _kept(
+        self, inos: Sequence[Ino], fetch: Callable[[], FetchedRun]
+    ) -> tuple[FetchedRun, list[memoryview | None]]:
+        """In a thread. Raises OSError."""
+        run = fetch()
+        files = array("Q")
+        for ino, begin, content in zip(inos, run.begins.tolist(), run.contents, strict=True):
+            if content is not None:
+                files.extend((ino, begin, len(content)))
+        kept = iter(self._source_load.keep(files, run.raw))
+        return run, [None if content is None else next(kept) for content in run.contents]
 
     async def open_ahead(self, flight: Flight, arrival: Arrival) -> None:
         """Opens a large file for its copy and for readers that come meanwhile; does nothing if a

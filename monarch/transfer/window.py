@@ -21,13 +21,14 @@ from monarch.types import Identity, Ino
 @dataclass(slots=True, eq=False)
 class Held:
     """A file in the window, for readers as a ``Flight``. ``content`` is None until it is fetched.
-    ``is_read``: a reader has opened it."""
+    ``is_read``: a reader has opened it. ``is_kept``: the datapath keeps the bytes for readers."""
 
     ino: Ino
     identity: Identity
     arrival: Arrival | None
     content: bytes | memoryview | None = None
     is_read: bool = False
+    is_kept: bool = False
     file: SourceFile | None = None
     copied: int = 0
 
@@ -45,6 +46,8 @@ class Window:
         self.dropped_files = self.dropped_bytes = 0
         # Called when there is more room.
         self.on_room: Callable[[], None] = _nothing
+        # Called for a file whose bytes the datapath keeps, when it leaves.
+        self.unkeep: Callable[[Ino], None] = _keep
         self._controller = controller
         self._buffer = buffer
         self._held: dict[Ino, Held] = {}
@@ -87,6 +90,7 @@ class Window:
         """Ends a fetch; without ``content`` the file leaves the window. Returns whether it is in
         the window."""
         if self._held.get(held.ino) is not held:
+            self._unkeep(held)
             return False
         held.content = content
         if content is None:
@@ -143,8 +147,18 @@ class Window:
             self._read_bytes -= held.identity.size
         self.bytes -= held.identity.size
         self._buffer.used -= held.identity.size
+        self._unkeep(held)
         self._controller.release(held.ino)
         self.on_room()
+
+    def _unkeep(self, held: Held) -> None:
+        if held.is_kept:
+            held.is_kept = False
+            self.unkeep(held.ino)
+
+
+def _keep(ino: Ino) -> None:
+    """Until ``unkeep`` is set: there are no such files."""
 
 
 def _nothing() -> None:

@@ -91,9 +91,11 @@ class Flight(Protocol):
 
 class Chunks(Protocol):
     """Reads of whole chunks, if the source is a pack. ``open`` returns the flight of a file that
-    comes with its chunk, None if it is to be read alone; ``warm`` whether it comes so."""
+    comes with its chunk, None if it is to be read alone; ``warm`` whether it comes so. ``is_right``
+    records that the datapath has read a file."""
 
     def open(self, ino: Ino) -> Flight | None: ...
+    def is_right(self, ino: Ino) -> None: ...
     def warm(self, ino: Ino) -> bool: ...
     def has_place(self) -> bool: ...
 
@@ -103,6 +105,8 @@ class NoChunks:
 
     def open(self, ino: Ino) -> Flight | None:
         return None
+
+    def is_right(self, ino: Ino) -> None: ...
 
     def warm(self, ino: Ino) -> bool:
         return False
@@ -115,6 +119,7 @@ class Window(Protocol):
     """Small files that were fetched ahead and are kept in memory for their readers."""
 
     def read(self, ino: Ino, *, is_last: bool) -> bool: ...
+    def get(self, ino: Ino) -> Flight | None: ...
 
 
 class CopyEngine(Protocol):

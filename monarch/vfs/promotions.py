@@ -83,6 +83,15 @@ class Promotions:
         attributes = names.stored(ino)
         self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
         self.keep(attributes, content)
+        # Of a pack, the other files of its chunk may become copies, too.
+        self.chunks.is_right(ino)
+        self.chunks.open(ino)
+
+    def read_kept(self, ino: Ino) -> None:
+        """Called when the datapath has served bytes that it keeps."""
+        held = self._engine.window.get(ino)
+        if held is not None and held.content is not None:
+            self.read_from_window(self._names.stored(ino), held.content)
 
     def keep(self, attributes: Attributes, content: bytes | memoryview) -> None:
         """Makes a copy of a small file that was opened and read, if placement admits it. No copy

@@ -401,6 +401,8 @@ class Readers:
                 self._promotions.keep_fetched(ino, content, since_ns)
                 self._fast.taken(ino)
                 tier = SOURCE
+            elif tier == SOURCE:
+                self._promotions.read_kept(ino)
             else:
                 self._promotions.accessed(ino, tier)
             if not is_watched:

@@ -12,8 +12,11 @@ from pathlib import Path
 
 from monarch.config.settings import LimitSettings
 from monarch.fuse.datapath import Datapath, DatapathOptions
-from monarch.namespace.build import build
+from monarch.namespace.build import build, write
 from monarch.namespace.snapshot import Snapshot
+from monarch.packed.source import open_source
+from monarch.packed.tree import PackTree
+from monarch.packs.pack import Pack
 from monarch.placement.residency import Residency
 from monarch.tiers.contents import copy_name
 from monarch.tiers.ownership import Owner
@@ -44,12 +47,14 @@ class Rig:
         residency: Residency,
         tiers: list[Tier],
         source: Path,
+        opened: Source,
     ) -> None:
         self.datapath = datapath
         self.snapshot = snapshot
         self.residency = residency
         self.tiers = tiers
         self.source = source
+        self.opened = opened
         self._unique = 0
         self._early: dict[int, Answer] = {}
         self._answers, self._requests = bytearray(2 << 20), bytearray(2 << 20)
@@ -244,6 +249,21 @@ def _received(end: socket.socket, buffer: bytearray, within_s: float) -> bytes:
     return bytes(memoryview(buffer)[:size])
 
 
+def _build_of_pack(source: Path, file: Path) -> None:
+    with Pack.open(os.fsencode(source), in_memory=True) as pack:
+        tree = PackTree(pack)
+        write(
+            tree,
+            file,
+            source=os.fsencode(source),
+            mode=None,
+            progress=None,
+            expected=None,
+            snapshot_id=tree.id,
+            buckets=tree.buckets,
+        )
+
+
 @contextmanager
 def rig(
     source: Path,
@@ -252,12 +272,14 @@ def rig(
     loaded: bool = True,
     fetch_max: int = 0,
     fetched_at_once: int = 4,
+    pack: bool = False,
     **options: bool,
 ) -> Iterator[Rig]:
     """A datapath over a snapshot of ``source`` and two empty tiers in ``directory``, with the
     objects of written files in ``objects`` beside these.
 
-    Files of the source are fetched up to ``fetch_max`` bytes, so many of them at once.
+    Files of the source are fetched up to ``fetch_max`` bytes, so many of them at once. With
+    ``pack`` the source is a pack.
     """
     wanted: Mapping[str, bool] = {
         "passthrough": False,
@@ -270,9 +292,9 @@ def rig(
         **options,
     }
     file = directory / "snapshot"
-    build(source, file)
+    (_build_of_pack if pack else build)(source, file)
     tiers = [Tier(n, f"t{n}", directory / f"tier{n}", owner=Owner("mount")) for n in (1, 2)]
-    opened = Source(os.fsencode(source))
+    opened = open_source(os.fsencode(source))
     limits = LimitSettings(inline_max=fetch_max, buffer_max=max(1, fetched_at_once * fetch_max))
     with Snapshot.open(file) as snapshot:
         residency = Residency(snapshot.entries)
@@ -291,7 +313,12 @@ def rig(
         datapath.set_objects(objects, tier=1)
         os.close(objects)
         made = Rig(
-            datapath=datapath, snapshot=snapshot, residency=residency, tiers=tiers, source=source
+            datapath=datapath,
+            snapshot=snapshot,
+            residency=residency,
+            tiers=tiers,
+            source=source,
+            opened=opened,
         )
         try:
             if loaded:
@@ -303,7 +330,7 @@ def rig(
                 tier.close()
             opened.close()
             # Its tables and blocks are views of the objects that are closed next.
-            del datapath, made.datapath, made.snapshot
+            del datapath, made.datapath, made.snapshot, made.opened, opened
 
 
 def eventually(holds: Callable[[], bool], what: str) -> None:

@@ -187,7 +187,7 @@ def test_a_large_file_of_another_size_or_content_is_damaged(
 def test_a_few_descriptors_of_chunks_stay_open(
     directory: Path, source: PackSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("monarch.packed.open_chunks._MOST_OPEN", 2)
+    monkeypatch.setattr(source._open_chunks, "_most", 2)
     before = len(os.listdir("/proc/self/fd"))
     for version in identities(directory).values():
         source.fetch(b"", version)

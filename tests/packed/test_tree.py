@@ -88,11 +88,13 @@ def test_the_files_of_a_chunk_are_admitted_together(tmp_path: Path) -> None:
         buckets_of = set()
         expected = np.zeros(BUCKETS, np.uint64)
         for chunk in range(source.info.chunks):
-            members = source.members(chunk).astype(np.uint64)
-            (bucket,) = set(source.buckets(members).tolist())
-            assert {source.bucket(int(number)) for number in members} == {bucket}
+            members = source.files.members(chunk).astype(np.uint64)
+            (bucket,) = set(source.files.buckets(members).tolist())
+            assert {source.files.bucket(int(number)) for number in members} == {bucket}
             buckets_of.add(bucket)
-            expected[bucket] += np.uint64(source.extents(source.members(chunk))[1].sum())
+            expected[bucket] += np.uint64(
+                source.files.extents(source.files.members(chunk))[1].sum()
+            )
         assert len(buckets_of) == source.info.chunks
         curve = snapshot.curve()
         assert int(curve.sum()) == snapshot.bytes_total

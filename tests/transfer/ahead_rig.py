@@ -266,6 +266,7 @@ class AheadRig:
         self.chunks = self._chunk_reads()
         if self.chunks is not None:
             self.read_side.promotions.chunks = self.chunks
+            self.chunks.leave_to_readers(self.read_side.bindings.is_open)
         self.ahead = FetchAhead(
             self.foreseen,
             self.names,

@@ -77,7 +77,7 @@ class PackRig(AheadRig):
         return key
 
     def _policy(self, policy: Policy | None, capacity: int) -> Policy:
-        return NoEvict(self.snapshot.curve(), [capacity], self.source.bucket)
+        return NoEvict(self.snapshot.curve(), [capacity], self.source.files.bucket)
 
     def _opened_source(self, source: Path) -> Source:
         return CountingPack(os.fsencode(source))
@@ -103,7 +103,6 @@ class PackRig(AheadRig):
         self.of_pack = PackChunks(self.source, self.snapshot, self.residency)
         return ChunkReads(
             self.of_pack,
-            self.names,
             self.controller,
             self.engine,
             self.reader,

@@ -15,7 +15,11 @@ IDENTITY = Identity(10, 0, 0, 0)
 def queue() -> tuple[Flights, Controller, Ledger, Buffer]:
     ledger, buffer = Ledger([100, 100]), Buffer(50)
     controller = Controller(Residency(10), ledger, FirstCome())
-    return Flights([1, 2], controller, buffer), controller, ledger, buffer
+    return Flights([1, 2], controller, buffer, _ignore), controller, ledger, buffer
+
+
+def _ignore(ino: Ino) -> None:
+    """No datapath keeps bytes."""
 
 
 def flight(controller: Controller, number: int, content: bytes | None = None) -> Flight:

@@ -147,6 +147,9 @@ class FakeFlight:
 class NoWindow:
     """Has no files."""
 
+    def get(self, ino: Ino) -> None:
+        return None
+
     def read(self, ino: Ino, *, is_last: bool) -> bool:
         return False
 
