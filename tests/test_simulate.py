@@ -249,6 +249,7 @@ def test_without_matplotlib_the_command_says_what_to_install(
         ("TRACE --capacity 3% --epochs 4", "has 2 epochs, not 4"),
         ("OTHER --capacity 3%", "neither a snapshot nor a trace"),
         ("EMPTY --capacity 3%", "no file with bytes"),
+        ("PIPE --capacity 3%", "is not a regular file"),
         ("nodes --capacity 3%", "either FILE or --files"),
         ("nodes SNAPSHOT --files 3 --size 1MB --capacity 3%", "either FILE or --files"),
         ("nodes --files 3 --capacity 3%", "--files and --size are needed together"),
@@ -265,8 +266,10 @@ def test_a_simulation_that_is_impossible_is_refused_in_one_line(
     (tmp_path / "other").write_text("other")
     (tmp_path / "empty").mkdir()
     build(tmp_path / "empty", tmp_path / "empty.snapshot")
+    os.mkfifo(tmp_path / "pipe")
     files = {
         "SNAPSHOT": snapshot,
+        "PIPE": tmp_path / "pipe",
         "TRACE": trace_of(tmp_path / "opens.jsonl", shuffled(2)),
         "OTHER": tmp_path / "other",
         "EMPTY": tmp_path / "empty.snapshot",

@@ -37,6 +37,7 @@ VERBS = {
     "pack": Verb("monarch.cli.pack:pack", "Put small files into large chunks; check and unpack."),
     "lmdb": Verb("monarch.cli.lmdb:lmdb", "Make the index of an LMDB file, or show the file."),
     "simulate": Verb("monarch.cli.simulate:simulate", "Compute hits and traffic before a job."),
+    "plan": Verb("monarch.cli.plan:plan", "Divide cores and tiers of nodes among jobs."),
     "doctor": Verb("monarch.cli.doctor:doctor", "Check whether this node can mount, and how well."),
     "completion": Verb(
         "monarch.cli.complete:completion", "Print the completion script of a shell."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +39,11 @@ class Recorded:
 def read(path: Path, progress: Progress) -> Recorded:
     """Reads a snapshot or a trace. Raises OSError, MonarchError, and UsageError if it has no file
     with bytes."""
+    name = escape_text(os.fspath(path))
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise UsageError(f"{name} is not a regular file", hint="write a trace into a file first")
     with path.open("rb") as file:
         head = file.read(2)
-    name = escape_text(os.fspath(path))
     is_trace = head == _GZIP or head[:1] == b"{"
     if not is_trace and not may_replace(path):
         raise UsageError(

@@ -24,7 +24,8 @@ class Capacity:
         return int(self.share * total) if self.size is None else self.size
 
 
-def _capacity(context: click.Context, parameter: click.Parameter, value: str) -> Capacity:
+def capacity_of(context: click.Context, parameter: click.Parameter, value: str) -> Capacity:
+    """The callback of an option whose value is a size or a share, such as 800GiB or 35%."""
     match = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*%\s*", value)
     try:
         if match is not None:
@@ -50,7 +51,7 @@ def rate(context: click.Context, parameter: click.Parameter, value: str | None) 
 CAPACITY = click.option(
     "--capacity",
     required=True,
-    callback=_capacity,
+    callback=capacity_of,
     metavar="SIZE|PERCENT",
     help="The size of the tier of a node, like 800GiB, or relative to the data set, like 35%.",
 )

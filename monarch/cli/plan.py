@@ -1,0 +1,379 @@
+"""``monarch plan``: the cores and tiers for jobs that share servers."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from monarch.analysis.allocation import POLICIES, Grant, Server, bound, divided_source
+from monarch.analysis.allocation import allocate as allocate_jobs
+from monarch.analysis.sensitivity import Job, Option, Sensitivity, job_of, sensitivity_of
+from monarch.cli.daemon_call import JSON
+from monarch.cli.output import progress_bar, remark, say, show
+from monarch.cli.recorded import read
+from monarch.cli.simulate_options import Capacity, aligned, capacity_of, rate
+from monarch.config.document import read_document
+from monarch.errors import ConfigError, MonarchError, UsageError
+from monarch.peers.members import expand
+from monarch.text import counted, escape_text, format_bytes, parse_bytes
+
+_MOST_JOBS = 10_000
+_MOST_JSON_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class GrantReport:
+    """What a job gets. Rates are in files a second, ``source`` in bytes a second; the source gives
+    the job at most ``source_limit`` (None: no limit is needed). ``tier_bytes`` is for each node,
+    and so is ``mount``, which is missing without a tier: then the job reads the source itself."""
+
+    job: str
+    gpus: dict[str, int]
+    cores: int
+    tier_bytes: dict[str, int]
+    rate: float
+    fair_rate: float
+    speedup: float
+    source: float
+    source_limit: float | None
+    sbatch: str
+    mount: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """``speedup`` is the mean over all jobs that run; no division has more than ``bound``."""
+
+    policy: str
+    nodes: int
+    gpus: int
+    jobs: list[GrantReport]
+    waiting: list[str]
+    speedup: float
+    bound: float
+
+
+def _rates(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[int, float]:
+    measured: dict[int, float] = {}
+    for value in values:
+        cores, _, number = value.partition(":")
+        try:
+            count, files = int(cores), float(number)
+        except ValueError:
+            count, files = 0, 0.0
+        if not 1 <= count < 1 << 20 or not 0 < files < 1e15 or count in measured:
+            what = f"{value!r} is not CORES:RATE, such as 6:790, once for each number of cores"
+            raise click.BadParameter(what, context, parameter)
+        measured[count] = files
+    return measured
+
+
+def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> list[Capacity]:
+    return [capacity_of(context, parameter, part) for part in value.split(",")]
+
+
+@click.group()
+def plan() -> None:
+    """Divide the cores and tiers of nodes among jobs.
+
+    A job with few GPUs may need many cores, and another one none of its share. `sensitivity` writes
+    for one job how its rate depends on both, and `allocate` divides the nodes among such jobs.
+    Slurm gives a job its cores; the capacity of its tier is an option of its mount
+    (docs/planning.md).
+    """
+
+
+@plan.command()
+@click.argument("job", metavar="JOB")
+@click.option(
+    "--data",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="A snapshot of the data set, or a trace.",
+)
+@click.option(
+    "--rate",
+    "measured",
+    multiple=True,
+    required=True,
+    callback=_rates,
+    metavar="CORES:RATE",
+    help="The files a second that the job uses with this number of cores, measured in an epoch in"
+    " which all files were in the tier. Repeat it.",
+)
+@click.option(
+    "--source-bandwidth",
+    "source",
+    required=True,
+    callback=rate,
+    metavar="RATE",
+    help="Bytes that the source gives this job in a second, like 500MB.",
+)
+@click.option(
+    "--tiers",
+    default="0%,10%,25%,50%,75%,100%",
+    show_default=True,
+    callback=_sizes,
+    metavar="SIZES",
+    help="The sizes of the tier to compute, as sizes or shares of the data set.",
+)
+@click.option(
+    "--gpus",
+    type=click.IntRange(1, 1_000_000),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="The GPUs of the job.",
+)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The JSON file to write.",
+)
+def sensitivity(
+    job: str,
+    data: Path,
+    measured: dict[int, float],
+    source: float,
+    tiers: list[Capacity],
+    gpus: int,
+    output: Path,
+) -> None:
+    """Write how the rate of JOB depends on its cores and on the size of its tier.
+
+    Only the rates for the numbers of cores are measured, with all files in the tier. Those for
+    smaller tiers follow: the files that do not fit come from the source in each epoch.
+
+    \b
+    Example:
+      monarch plan sensitivity resnet18 --data imagenet.snapshot --rate 3:410 --rate 6:790 \\
+          --rate 12:980 --source-bandwidth 100MB -o resnet18.json
+    """
+    with progress_bar() as progress:
+        files = read(data, progress).files
+    found = sensitivity_of(
+        job,
+        gpus,
+        measured,
+        files=len(files),
+        total=files.bytes,
+        source=source,
+        tiers=[tier.of(files.bytes) for tier in tiers],
+    )
+    try:
+        job_of(found)
+    except ValueError as error:
+        raise UsageError(f"{escape_text(job)}: {error}") from error
+    output.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
+    rows = [["cores", *map(format_bytes, found.tier_bytes)]]
+    for cores, row in zip(found.cores, found.rates, strict=True):
+        rows.append([str(cores), *(f"{value:,.0f}" for value in row)])
+    where = escape_text(os.fspath(output))
+    say(f"{where}: files a second by cores and size of the tier")
+    for line in aligned(rows):
+        say(line)
+
+
+@plan.command()
+@click.argument("nodes", type=click.Path(path_type=Path, dir_okay=False), metavar="NODES")
+@click.argument(
+    "jobs",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="JOB...",
+)
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    default="tune",
+    show_default=True,
+    help="How to divide: fair (in proportion to the GPUs), greedy (the full demand of each, while"
+    " there is room), or tune (the demand, but no job less than its fair share).",
+)
+@JSON
+def allocate(nodes: Path, jobs: tuple[Path, ...], policy: str, as_json: bool) -> None:
+    """Divide the cores and tiers of NODES among jobs.
+
+    NODES is a YAML file with the nodes. JOB is a file of `monarch plan sensitivity`; the first ones
+    have priority if there are too few GPUs. Shown are for each job its cores, tier and rate, the
+    flags of sbatch and the options of its mount. `bound` is an upper limit of the mean speed-up.
+
+    \b
+    Example of NODES:
+      source: 5GB            # bytes that the source gives all jobs in a second; may be left out
+      nodes:
+        - {names: "n[01-04]", gpus: 8, cores: 24, tier: 500GB}
+
+    \b
+    Examples:
+      monarch plan allocate nodes.yaml resnet18.json bert.json
+      monarch plan allocate nodes.yaml *.json --policy fair --json
+    """
+    budget, servers = _read_nodes(nodes)
+    if len(jobs) > _MOST_JOBS:
+        raise UsageError(f"{len(jobs):,} jobs are more than {_MOST_JOBS:,}")
+    read_jobs = [_read_job(path) for path in jobs]
+    names = [job.name for job in read_jobs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UsageError(f"two files have the job {escape_text(twice[0])}")
+    try:
+        found = allocate_jobs(policy, read_jobs, servers)
+        given = _limits([grant.option for grant in found.grants], budget)
+        fair_given = _limits([grant.fair for grant in found.grants], budget)
+        reports = [_report(*each) for each in zip(found.grants, given, fair_given, strict=True)]
+        fair_rates = {each.job: each.fair_rate for each in reports}
+        limit = bound([grant.job for grant in found.grants], servers, fair_rates)
+    except ValueError as error:
+        raise UsageError(escape_text(str(error))) from error
+    count = max(1, len(reports))
+    report = PlanReport(
+        policy,
+        len(servers),
+        sum(server.gpus for server in servers),
+        reports,
+        found.waiting,
+        sum(each.speedup for each in reports) / count,
+        limit / count,
+    )
+    show(report, as_json, *_lines(report))
+    if found.waiting:
+        waiting = ", ".join(map(escape_text, found.waiting))
+        remark(f"monarch: there is no place for {waiting}")
+
+
+def _limits(options: list[Option], budget: float | None) -> list[float | None]:
+    """What the source gives each option at most, in bytes a second; None: what it needs."""
+    if budget is None:
+        return [None] * len(options)
+    needs = [option.source for option in options]
+    given = divided_source(needs, budget)
+    return [have if have < need else None for need, have in zip(needs, given, strict=True)]
+
+
+def _reached(option: Option, limit: float | None) -> float:
+    """The rate of an option if the source gives only ``limit`` bytes a second."""
+    return option.rate if limit is None else option.rate * limit / option.source
+
+
+def _report(grant: Grant, limit: float | None, fair_limit: float | None) -> GrantReport:
+    job, option = grant.job, grant.option
+    reached, fair = _reached(option, limit), _reached(grant.fair, fair_limit)
+    for_each_gpu = -(-option.tier_bytes // job.gpus)
+    tiers = {node: count * for_each_gpu for node, count in grant.gpus.items()}
+    limited = "" if limit is None else f" -o limits.source_bandwidth={int(limit)}"
+    return GrantReport(
+        job=job.name,
+        gpus=dict(grant.gpus),
+        cores=option.cores,
+        tier_bytes=tiers,
+        rate=reached,
+        fair_rate=fair,
+        speedup=reached / fair,
+        source=option.source,
+        source_limit=limit,
+        sbatch=f"--gpus={job.gpus} --cpus-per-gpu={option.cores // job.gpus}"
+        f" --nodes={len(grant.gpus)} --nodelist={','.join(grant.gpus)}",
+        mount={node: f"--tier PATH:{tier}{limited}" for node, tier in tiers.items() if tier},
+    )
+
+
+def _lines(report: PlanReport) -> list[str]:
+    rows = [["job", "GPUs", "cores", "tier", "files/s", "fair", "speed-up", "source"]]
+    flags = []
+    for each in report.jobs:
+        rows.append(
+            [
+                escape_text(each.job),
+                str(sum(each.gpus.values())),
+                str(each.cores),
+                format_bytes(sum(each.tier_bytes.values())),
+                f"{each.rate:,.0f}",
+                f"{each.fair_rate:,.0f}",
+                f"{each.speedup:.2f}",
+                f"{format_bytes(each.source_limit or each.source)}/s",
+            ]
+        )
+        flags.append(f"{escape_text(each.job)}: sbatch {each.sbatch}")
+        flags += [f"  {node}: monarch mount ... {text}" for node, text in each.mount.items()]
+    nodes = counted(report.nodes, "node", "nodes")
+    return [
+        f"{nodes}, {counted(report.gpus, 'GPU', 'GPUs')}; {report.policy}: mean speed-up"
+        f" {report.speedup:.2f} over fair shares; bound {report.bound:.2f}",
+        "",
+        *aligned(rows),
+        "",
+        *flags,
+    ]
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _read_job(path: Path) -> Job:
+    name = escape_text(os.fspath(path))
+    with path.open("rb") as file:
+        content = file.read(_MOST_JSON_BYTES + 1)
+    try:
+        if len(content) > _MOST_JSON_BYTES:
+            raise ValueError(f"it is larger than {format_bytes(_MOST_JSON_BYTES)}")
+        raw = json.loads(content)
+        if not isinstance(raw, dict) or "monarch_sensitivity" not in raw:
+            raise ValueError("it has no key monarch_sensitivity")
+        return job_of(Sensitivity.from_dict(raw))
+    except (ValueError, RecursionError) as error:
+        raise MonarchError(
+            f"{name} is not a file of a job: {escape_text(str(error))}",
+            hint="`monarch plan sensitivity` writes one",
+        ) from error
+
+
+def _read_nodes(path: Path) -> tuple[float | None, list[Server]]:
+    """The bandwidth of the source, None if it is not limited, and the nodes. Raises OSError,
+    ConfigError."""
+    path.stat()
+    problems: list[tuple[int, str]] = []
+    top = read_document(path, problems)
+    raw = {} if top is None else top.plain()
+    if not problems:
+        try:
+            return _nodes_of(raw)
+        except (UsageError, ValueError) as error:
+            problems.append((1, str(error)))
+    raise ConfigError([f"{path}:{line}: {what}" for line, what in problems])
+
+
+def _nodes_of(raw: Any) -> tuple[float | None, list[Server]]:
+    """Raises ValueError, UsageError."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("nodes"), list) or not raw["nodes"]:
+        raise ValueError("there is no list 'nodes'; see monarch plan allocate --help")
+    unknown = raw.keys() - {"nodes", "source"}
+    if unknown:
+        raise ValueError(f"unknown key {min(map(str, unknown))!r}; there are nodes and source")
+    servers: list[Server] = []
+    for group in raw["nodes"]:
+        if not isinstance(group, dict) or group.keys() != {"names", "gpus", "cores", "tier"}:
+            raise ValueError("each of nodes has names, gpus, cores and tier")
+        for key in ("gpus", "cores"):
+            if type(group[key]) is not int or not 1 <= group[key] < 1 << 20:
+                raise ValueError(f"{key} of {group['names']} is {group[key]!r}")
+        tier = parse_bytes(str(group["tier"]))
+        names = expand(str(group["names"]))
+        servers += [Server(name, group["gpus"], group["cores"], tier) for name in names]
+    if not servers:
+        raise ValueError("no node is named")
+    if len({server.name for server in servers}) < len(servers):
+        raise ValueError("a node is listed twice")
+    return (float(parse_bytes(str(raw["source"]))) if "source" in raw else None), servers

@@ -1,0 +1,292 @@
+"""The division of servers among jobs: guarantees, the published figures, and an exact bound."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from statistics import mean
+
+import pytest
+
+from monarch.analysis.allocation import (
+    POLICIES,
+    Allocation,
+    Needs,
+    Server,
+    allocate,
+    bound,
+    divided_source,
+)
+from monarch.analysis.sensitivity import Job, Option, Sensitivity, job_of, sensitivity_of
+
+GB = 10**9
+# The grid of Synergy's profiles, and its four servers.
+CORES = (1, 2, 3, 4, 5, 6, 9, 12, 24)
+TIERS = (20.83, 62.5, 125, 187.5, 250)
+SERVERS = [Server(f"s{number}", 8, 24, 500 * GB) for number in range(4)]
+
+
+def options(
+    speedup: float, cores: int, data: float = 140, at_fair: float = 1.3
+) -> tuple[Option, ...]:
+    """Rates relative to 3 cores and 62.5 GB: they saturate at ``speedup`` with ``cores``. ``data``
+    is the size of the data set in GB; the source allows ``at_fair`` with 62.5 GB."""
+    exponent = math.log(speedup) / math.log(cores / 3)
+    found = []
+    for each, tier in itertools.product(CORES, TIERS):
+        missing = 1 - min(1.0, tier / data)
+        by_source = at_fair * (1 - 62.5 / data) / missing if missing else math.inf
+        rate = min(speedup, (each / 3) ** exponent, by_source)
+        found.append(Option(each, int(tier * GB), rate, 0))
+    return tuple(found)
+
+
+# Where the jobs of Synergy saturate (seeds 5.2), read off its matrices.
+KINDS = {
+    "image": [
+        options(2.94, 12),
+        options(2.89, 12),
+        options(2.4, 9),
+        options(1.55, 6, at_fair=1.6),
+        options(1.15, 4, at_fair=2),
+    ],
+    "language": [tuple(Option(c, int(t * GB), 1, 0) for c in CORES for t in TIERS)],
+    "speech": [options(2.5, 6, data=200, at_fair=1)],
+}
+
+
+def mixed(weights: tuple[int, int, int], seed: int, count: int = 32) -> list[Job]:
+    chosen = random.Random(f"{weights} {seed}")
+    kinds = chosen.choices(list(KINDS), weights, k=count)
+    return [Job(f"j{n:02}", 1, chosen.choice(KINDS[kind])) for n, kind in enumerate(kinds)]
+
+
+def speedups(found: Allocation) -> list[float]:
+    return [grant.option.rate / grant.fair.rate for grant in found.grants]
+
+
+def require_sound(found: Allocation, servers: list[Server]) -> None:
+    """No server gives more than it has, and no job gets less than its fair share gives."""
+    for server in servers:
+        parts = [
+            (grant.job.gpus, grant.option, grant.gpus[server.name])
+            for grant in found.grants
+            if server.name in grant.gpus
+        ]
+        assert sum(count for _, _, count in parts) <= server.gpus
+        assert sum(option.cores // gpus * count for gpus, option, count in parts) <= server.cores
+        assert (
+            sum(-(-option.tier_bytes // gpus) * count for gpus, option, count in parts)
+            <= server.tier_bytes
+        )
+    for grant in found.grants:
+        assert sum(grant.gpus.values()) == grant.job.gpus
+        assert grant.option.rate >= grant.fair.rate
+
+
+@pytest.mark.parametrize(
+    ("weights", "instances", "of_fair", "of_bound", "least"),
+    [
+        ((20, 70, 10), 16, 1.16, 0.904, 0.87),
+        ((33, 33, 33), 17, 1.08, 0.875, 0.829),
+        ((50, 0, 50), 27, 1.00, 1.00, 1.00),
+    ],
+)
+def test_tune_has_at_least_the_figures_of_the_table(
+    weights: tuple[int, int, int], instances: int, of_fair: float, of_bound: float, least: float
+) -> None:
+    gains, shares = [], []
+    for seed in range(instances):
+        jobs = mixed(weights, seed)
+        found = allocate("tune", jobs, SERVERS)
+        assert len(found.grants) == 32
+        require_sound(found, SERVERS)
+        gains.append(mean(speedups(found)))
+        shares.append(sum(speedups(found)) / bound(jobs, SERVERS))
+    # The rest of each server is used, too, and the matrices are rough.
+    assert of_fair <= mean(gains) <= of_fair + 0.15
+    assert of_bound <= mean(shares) <= of_bound + 0.06
+    assert least <= min(shares) <= max(shares) <= 1 + 1e-9
+
+
+def randomly(seed: int) -> tuple[list[Job], list[Server]]:
+    chosen = random.Random(seed)
+    servers = [
+        Server(
+            f"s{n}", chosen.choice([1, 2, 4, 8]), chosen.randint(16, 64), chosen.randint(0, 2000)
+        )
+        for n in range(chosen.randint(1, 5))
+    ]
+    left = sum(server.gpus for server in servers)
+    jobs = []
+    while left and len(jobs) < 12:
+        gpus = min(left, chosen.choice([1, 1, 1, 2, 3, 5, 8]))
+        left -= gpus
+        axis = sorted(chosen.sample(range(2, 30), 4))
+        found = [
+            Option(cores * gpus, tier * gpus, chosen.uniform(0.5, 1) + cores * chosen.random(), 0)
+            for cores in (1, *axis)
+            for tier in (0, 20, 100, 400)
+        ]
+        jobs.append(Job(f"job{len(jobs)}", gpus, tuple(found)))
+    return jobs, servers
+
+
+@pytest.mark.promise(289)
+def test_every_job_with_gpus_is_placed_at_its_fair_share_or_above() -> None:
+    split = 0
+    for seed in range(150):
+        jobs, servers = randomly(seed)
+        fair = allocate("fair", jobs, servers)
+        tuned = allocate("tune", jobs, servers)
+        for found in (fair, tuned):
+            assert found.waiting == [] and len(found.grants) == len(jobs)
+            require_sound(found, servers)
+        assert set(speedups(fair)) == {1.0}
+        require_sound(allocate("greedy", jobs, servers), servers)
+        split += any(len(grant.gpus) > 1 for grant in tuned.grants)
+        # The order of the jobs does not matter if all have GPUs.
+        mixed_up = random.Random(seed).sample(jobs, len(jobs))
+        by_name = {grant.job.name: grant for grant in allocate("tune", mixed_up, servers).grants}
+        assert [by_name[grant.job.name] for grant in tuned.grants] == tuned.grants
+        assert sum(speedups(tuned)) <= bound(jobs, servers) + 1e-9
+    assert split > 20
+
+
+def test_the_bound_is_that_of_all_combinations() -> None:
+    for seed in range(40):
+        chosen = random.Random(seed)
+        servers = [Server("a", 2, 12, 40), Server("b", 3, 18, 60)]
+        jobs = [
+            Job(
+                f"j{n}",
+                1,
+                tuple(
+                    Option(cores, tier, chosen.uniform(1, 9), 0)
+                    for cores in (2, 6, 9)
+                    for tier in (0, 20, 30)
+                ),
+            )
+            for n in range(chosen.randint(1, 4))
+        ]
+        best = 0.0
+        fair = {job.name: Needs.of(job, servers).fair.rate for job in jobs}
+        for combination in itertools.product(*(job.options for job in jobs)):
+            if sum(each.cores for each in combination) > 30:
+                continue
+            if sum(each.tier_bytes for each in combination) > 100:
+                continue
+            rates = [
+                each.rate / fair[job.name] for job, each in zip(jobs, combination, strict=True)
+            ]
+            best = max(best, sum(rates)) if min(rates) >= 1 else best
+        assert bound(jobs, servers) == pytest.approx(best)
+
+
+def test_the_bound_of_amounts_without_a_common_unit_is_not_below_the_exact_one() -> None:
+    servers = [Server("a", 4, 4, 4_000_000_007)]
+    tiers = (0, 999_999_937, 1_000_000_007, 2_000_000_011)
+    found = tuple(Option(1, tier, 1.0 + place, 0) for place, tier in enumerate(tiers))
+    jobs = [Job(f"j{number}", 1, found) for number in range(4)]
+    exact = 4 * 2.0 / Needs.of(jobs[0], servers).fair.rate
+    assert exact <= bound(jobs, servers) < exact * 1.6
+
+
+def test_greedy_passes_over_jobs_that_do_not_fit_and_tune_does_not() -> None:
+    wants_all = tuple(Option(c, 0, float(c), 0) for c in CORES)
+    jobs = [Job(f"j{number}", 1, wants_all) for number in range(8)]
+    greedy = allocate("greedy", jobs, SERVERS[:1])
+    assert [grant.option.cores for grant in greedy.grants] == [24]
+    assert len(greedy.waiting) == 7
+    tuned = allocate("tune", jobs, SERVERS[:1])
+    assert [grant.option.cores for grant in tuned.grants] == [3] * 8
+
+
+def test_a_job_that_needs_little_leaves_its_share_to_others() -> None:
+    flat = tuple(Option(c, 0, 1.0, 0) for c in CORES)
+    steep = tuple(Option(c, 0, float(min(c, 9)), 0) for c in CORES)
+    jobs = [Job("a", 1, steep), Job("b", 1, steep), *(Job(f"f{n}", 1, flat) for n in range(6))]
+    found = allocate("tune", jobs, SERVERS[:1])
+    assert [grant.option.cores for grant in found.grants] == [9, 9, 1, 1, 1, 1, 1, 1]
+    assert bound(jobs, SERVERS[:1]) == pytest.approx(3 + 3 + 6)
+
+
+def test_jobs_beyond_the_gpus_wait_in_their_order() -> None:
+    one = (Option(1, 0, 1.0, 0),)
+    two = (Option(2, 0, 1.0, 0),)
+    server = [Server("a", 3, 6, 0)]
+    jobs = [Job("x", 2, two), Job("y", 2, two), Job("z", 1, one)]
+    found = allocate("tune", jobs, server)
+    assert [grant.job.name for grant in found.grants] == ["x", "z"]
+    assert found.waiting == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("job", "complaint"),
+    [
+        (Job("big", 40, (Option(40, 0, 1, 0),)), "big needs 40 GPUs"),
+        (Job("wide", 1, (Option(4, 0, 1, 0),)), "wide has no option within its fair share of 3"),
+        (Job("deep", 1, (Option(1, 63 * GB, 1, 0),)), "deep has no option"),
+        (Job("odd", 2, (Option(3, 0, 1, 0),)), "odd has no option"),
+    ],
+)
+def test_a_job_without_a_fair_share_is_refused(job: Job, complaint: str) -> None:
+    for policy in POLICIES:
+        with pytest.raises(ValueError, match=complaint):
+            allocate(policy, [job], SERVERS)
+    with pytest.raises(ValueError, match="no policy 'opt'"):
+        allocate("opt", [Job("a", 1, (Option(1, 0, 1, 0),))], SERVERS)
+
+
+def test_the_source_is_divided_by_need_and_then_equally() -> None:
+    assert divided_source([10, 50, 40], 1000) == [10, 50, 40]
+    assert divided_source([10, 50, 40], 70) == [10, 30, 30]
+    assert divided_source([10, 50, 40], 85) == [10, 37.5, 37.5]
+    assert divided_source([], 10) == []
+    assert sum(divided_source([3, 9, 1, 7, 5], 12)) == pytest.approx(12)
+
+
+def test_the_matrix_of_a_job_follows_from_its_rates_with_all_files_in_the_tier() -> None:
+    found = sensitivity_of(
+        "a",
+        2,
+        {4: 100.0, 2: 60.0},
+        files=1000,
+        total=10**6,
+        source=20_000,
+        tiers=[10**6, 0, 5 * 10**5],
+    )
+    assert (found.cores, found.tier_bytes) == ([2, 4], [0, 500_000, 1_000_000])
+    # Each file has 1,000 bytes: without a tier the source gives 20 files a second.
+    assert found.rates == [[20, 40, 60], [20, 40, 100]]
+    assert found.source == [[20_000, 20_000, 0], [20_000, 20_000, 0]]
+    assert found.measured == [[False, False, True]] * 2
+    job = job_of(Sensitivity.from_dict(found.to_dict()))
+    assert (job.name, job.gpus, len(job.options)) == ("a", 2, 6)
+    assert job.options[-1] == Option(4, 10**6, 100, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"monarch_sensitivity": 2}, "version 2"),
+        ({"gpus": 0}, "gpus is 0"),
+        ({"job": ""}, "not a short name"),
+        ({"job": "a\n"}, "not a short name"),
+        ({"cores": [2, 2]}, "cores does not rise"),
+        ({"cores": [0, 2]}, "cores does not rise"),
+        ({"tier_bytes": []}, "tier_bytes does not rise"),
+        ({"rates": [[1.0, 1.0]]}, "rates has not a row"),
+        ({"rates": [[1.0], [1.0]]}, "rates has not a row"),
+        ({"rates": [[1.0, math.inf]] * 2}, "no rate"),
+        ({"rates": [[1.0, 0.0]] * 2}, "a rate is 0"),
+        ({"source": [[-1.0, 0.0]] * 2}, "source has a value"),
+    ],
+)
+def test_a_matrix_with_a_mistake_is_refused(change: dict[str, object], complaint: str) -> None:
+    found = sensitivity_of(
+        "a", 1, {2: 60.0, 4: 100.0}, files=10, total=100, source=20, tiers=[0, 100]
+    )
+    with pytest.raises(ValueError, match=complaint):
+        job_of(Sensitivity.from_dict({**found.to_dict(), **change}))

@@ -1,0 +1,190 @@
+"""`monarch plan`: the files that it reads and writes, its output, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from monarch.cli.main import cli
+from monarch.errors import ConfigError, MonarchError, UsageError
+from monarch.namespace.build import build
+
+Run = Callable[..., str]
+
+NODES = """\
+source: 1MB
+nodes:
+  - {names: "n[01-02]", gpus: 2, cores: 12, tier: 100KB}
+  - {names: big, gpus: 4, cores: 32, tier: 400KB}
+"""
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def _run(*arguments: object) -> str:
+        capsys.readouterr()
+        cli.main(["plan", *map(str, arguments)], standalone_mode=False)
+        return capsys.readouterr().out
+
+    return _run
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """Of 100 files of 1,000 bytes."""
+    (tmp_path / "source").mkdir()
+    for number in range(100):
+        path = tmp_path / f"source/{number:03}.jpg"
+        path.touch()
+        os.truncate(path, 1000)
+    build(tmp_path / "source", tmp_path / "it.snapshot")
+    return tmp_path / "it.snapshot"
+
+
+@pytest.fixture
+def jobs(run: Run, snapshot: Path, tmp_path: Path) -> dict[str, Path]:
+    """A job that uses many cores, and one that uses few."""
+    made = {}
+    for name, rates in (("image", ("2:100", "6:200", "12:400")), ("text", ("1:50",))):
+        options = [word for each in rates for word in ("--rate", each)]
+        made[name] = tmp_path / f"{name}.json"
+        data = ("--data", snapshot, "--source-bandwidth", "50KB")
+        run("sensitivity", name, *data, *options, "-o", made[name])
+    return made
+
+
+def nodes_file(tmp_path: Path, text: str = NODES) -> Path:
+    (tmp_path / "nodes.yaml").write_text(text)
+    return tmp_path / "nodes.yaml"
+
+
+def test_the_file_of_a_job_has_a_rate_for_each_amount_of_cores_and_tier(
+    run: Run, snapshot: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.json"
+    text = run(
+        *("sensitivity", "a", "--data", snapshot, "--rate", "2:100", "--rate", "4:150.5"),
+        *("--source-bandwidth", "50KB", "--tiers", "0%,50KB,100%", "-o", file),
+    )
+    raw = json.loads(file.read_text())
+    assert raw["tier_bytes"] == [0, 50_000, 100_000]
+    assert raw["rates"] == [[50, 100, 100], [50, 100, 150.5]]
+    assert raw["measured"] == [[False, False, True]] * 2
+    assert [line.split() for line in text.splitlines()[2:]] == [
+        ["2", "50", "100", "100"],
+        ["4", "50", "100", "150"],
+    ]
+
+
+@pytest.mark.promise(289)
+def test_each_job_gets_a_node_cores_and_a_tier(
+    run: Run, jobs: dict[str, Path], tmp_path: Path
+) -> None:
+    answer = json.loads(run("allocate", nodes_file(tmp_path), *jobs.values(), "--json"))
+    assert (answer["nodes"], answer["gpus"], answer["waiting"]) == (3, 8, [])
+    by_name: dict[str, Any] = {each["job"]: each for each in answer["jobs"]}
+    image, text = by_name["image"], by_name["text"]
+    # Its fair share has six cores.
+    assert (image["cores"], image["fair_rate"]) == (12, 100)
+    assert image["rate"] == 400 and image["speedup"] == 4
+    assert (text["cores"], text["rate"], text["speedup"]) == (1, 50, 1)
+    assert answer["speedup"] == pytest.approx(2.5) and answer["bound"] >= answer["speedup"]
+    (node,) = image["gpus"]
+    assert image["sbatch"] == f"--gpus=1 --cpus-per-gpu=12 --nodes=1 --nodelist={node}"
+    assert image["mount"] == {node: f"--tier PATH:{image['tier_bytes'][node]}"}
+    shown = run("allocate", nodes_file(tmp_path), *jobs.values())
+    assert f"image: sbatch {image['sbatch']}" in shown
+    assert "mean speed-up 2.50 over fair shares" in shown
+    assert (
+        run("allocate", nodes_file(tmp_path), *jobs.values(), "--json")
+        == json.dumps(answer, indent=2) + "\n"
+    )
+
+
+def test_a_source_that_is_too_slow_for_all_is_divided(
+    run: Run, jobs: dict[str, Path], tmp_path: Path
+) -> None:
+    raw = json.loads(jobs["text"].read_text())
+    for name in ("b", "c"):
+        jobs[name] = tmp_path / f"{name}.json"
+        jobs[name].write_text(json.dumps({**raw, "job": name}))
+    text = NODES.replace("1MB", "90KB").replace("100KB", "1KB").replace("400KB", "1KB")
+    answer = json.loads(run("allocate", nodes_file(tmp_path, text), *jobs.values(), "--json"))
+    needs = [each["source"] for each in answer["jobs"]]
+    limits = [each["source_limit"] for each in answer["jobs"]]
+    assert needs == pytest.approx([50_000] * 4)
+    assert limits == pytest.approx([22_500] * 4)
+    for each in answer["jobs"]:
+        assert each["rate"] == pytest.approx(50 * 22.5 / 50)
+        assert all("limits.source_bandwidth=22500" in text for text in each["mount"].values())
+
+
+def test_jobs_without_a_place_are_named(
+    run: Run, jobs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = nodes_file(tmp_path, "nodes: [{names: n1, gpus: 1, cores: 12, tier: 1MB}]")
+    cli.main(["plan", "allocate", str(nodes), *map(str, jobs.values())], standalone_mode=False)
+    assert "there is no place for text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("a: 1", "there is no list 'nodes'"),
+        ("nodes: []", "there is no list 'nodes'"),
+        ("nodes: [a]", "each of nodes has names"),
+        ("nodes: [{names: a, gpus: 1, cores: 1}]", "each of nodes has names"),
+        ("nodes: [{names: a, gpus: 0, cores: 1, tier: 1GB}]", "gpus of a is 0"),
+        ("nodes: [{names: a, gpus: 1, cores: x, tier: 1GB}]", "cores of a is 'x'"),
+        ("nodes: [{names: a, gpus: 1, cores: 1, tier: big}]", "'big' is not a size"),
+        ("nodes: [{names: 'a[', gpus: 1, cores: 1, tier: 1GB}]", "no host name"),
+        ("nodes: [{names: 'a,a', gpus: 1, cores: 1, tier: 1GB}]", "listed twice"),
+        ("nodes: [{names: '', gpus: 1, cores: 1, tier: 1GB}]", "no node is named"),
+        ("x: 1\nnodes: [{names: a, gpus: 1, cores: 1, tier: 1GB}]", "unknown key 'x'"),
+        ("nodes: [", "not YAML"),
+    ],
+)
+def test_nodes_with_a_mistake_are_refused_with_the_name_of_the_file(
+    run: Run, jobs: dict[str, Path], tmp_path: Path, text: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        run("allocate", nodes_file(tmp_path, text), jobs["text"])
+    (problem,) = raised.value.problems
+    assert complaint in problem and problem.startswith(f"{tmp_path}/nodes.yaml:")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "{", "\xff", "[" * 100_000, '{"monarch_sensitivity": 1}']
+)
+def test_a_file_that_is_not_of_a_job_is_refused(run: Run, tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(MonarchError, match=r"a\.json is not a file of a job"):
+        run("allocate", nodes_file(tmp_path), tmp_path / "a.json")
+
+
+def test_jobs_that_cannot_run_together_are_refused(
+    run: Run, jobs: dict[str, Path], tmp_path: Path
+) -> None:
+    nodes = nodes_file(tmp_path)
+    with pytest.raises(UsageError, match="two files have the job text"):
+        run("allocate", nodes, jobs["text"], jobs["text"])
+    raw = json.loads(jobs["text"].read_text())
+    jobs["text"].write_text(json.dumps({**raw, "gpus": 9}))
+    with pytest.raises(UsageError, match="text needs 9 GPUs"):
+        run("allocate", nodes, jobs["text"])
+
+
+@pytest.mark.parametrize("rate", ["3", "0:5", "3:0", "3:x", "3:nan", "-1:5"])
+def test_a_rate_with_a_mistake_is_refused(run: Run, snapshot: Path, rate: str) -> None:
+    options = ("--data", snapshot, "--source-bandwidth", "1MB", "-o", snapshot.parent / "a.json")
+    with pytest.raises(click.BadParameter, match="is not CORES:RATE"):
+        run("sensitivity", "a", *options, "--rate", rate)
+    with pytest.raises(click.BadParameter, match="is not CORES:RATE"):
+        run("sensitivity", "a", *options, "--rate", "3:1", "--rate", "3:2")
+    assert not (snapshot.parent / "a.json").exists()
