@@ -62,6 +62,10 @@ def _never(ino: Ino) -> bool:
     return False
 
 
+def _always(item: Item) -> bool:
+    return True
+
+
 class Controller:
     """Belongs to the event loop; no method waits. Sizes are those of the item at the decision.
     Raises ValueError for a result of a ``Promote`` that is not running."""
@@ -77,6 +81,10 @@ class Controller:
         self.parts = Parts(residency, ledger, policy)
         self._replacement = Replacement(residency, ledger, self.parts)
         self._admission: Admission | None = None
+        # With other nodes: whether this node copies an item that neither a user nor a rule asks
+        # for, and its part of the bytes in each bucket.
+        self.keeps: Callable[[Item], bool] = _always
+        self.share = 1.0
         self._next_ino = ROOT_INO
         # Whether a complete copy of an inode is to be kept.
         self.is_wanted = residency.is_wanted
@@ -274,11 +282,16 @@ class Controller:
         return self._ledger.tiers if rule.tier is None else range(rule.tier, rule.tier + 1)
 
     def draw(self, curve: npt.NDArray[np.uint64]) -> None:
-        """Lets the policy choose again, when the files of the rules are counted. ``curve`` has the
-        bytes of all files in each bucket."""
-        if self._rules is not None:
-            capacities = [self._ledger.capacity(tier) for tier in self._ledger.tiers]
-            self._policy.draw(*self._rules.shares(curve, capacities))
+        """Lets the policy choose again, when the files of the rules are counted, or ``share`` has
+        changed. ``curve`` has the bytes of all files in each bucket."""
+        tiers = self._ledger.tiers
+        left = [self._ledger.capacity(tier) for tier in tiers]
+        shares = {tiers: curve}
+        if self._rules is not None and self._rules.is_measured:
+            shares, left = self._rules.shares(curve, left)
+        if self.share < 1.0:
+            shares = {some: (part * self.share).astype(np.uint64) for some, part in shares.items()}
+        self._policy.draw(shares, left)
 
     def admit_by(self, admission: Admission) -> None:
         """From now on ``admission`` decides whether copies leave for a file."""
@@ -318,6 +331,8 @@ class Controller:
         if rule is not None and rule.pin:
             placement = self._keep_pinned(item, ledger, forced=True)
             return placement or self._replacement.make(item, ledger.tiers, self._is_pinned)
+        if not (forced or self.keeps(item)):
+            return None
         placement = self._keep_pinned(item, ledger, forced=forced)
         if forced or not may_evict or self._admission is None:
             return placement

@@ -36,7 +36,7 @@ from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import lstat_beneath, open_beneath
 from monarch.text import MiB
 from monarch.tiers.extents import Extents
-from monarch.types import Identity, kept_ns
+from monarch.types import Identity, Ino, kept_ns
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +74,17 @@ _STATX_IDENTITY = 0x40 | 0x80 | 0x100 | 0x200
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The bytes of a small file. ``reads`` and ``opens`` are the numbers of calls at the source."""
+    """The bytes of a small file. ``reads`` and ``opens`` are the numbers of calls at the source, 0
+    if another node has given the bytes."""
 
     data: bytes
     reads: int
     opens: int = 1
+
+    @property
+    def read_bytes(self) -> int:
+        """The bytes that were read from the source."""
+        return len(self.data) if self.reads else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -281,6 +287,11 @@ class Source:
             file.release()
             raise SourceChanged(f"{os.fsdecode(path)!r} is another file")
         return file
+
+    def fetch_shared(self, path: bytes, identity: Identity, ino: Ino) -> Fetched:
+        """As ``fetch``, but another node that has the file may give its bytes. ``ino``: the inode
+        number of the file in the snapshot."""
+        return self.fetch(path, identity)
 
     def fetch(self, path: bytes, identity: Identity) -> Fetched:
         """Opens a small file, reads it completely and closes it.

@@ -147,7 +147,8 @@ class SourceReader:
             await trio.sleep(self._bucket.take(size, trio.current_time()))
             async with self._courtesy(flight.ino, file, size):
                 if file is None:
-                    fetched = await self._at(flight.ino, self._source.fetch, flight.identity)
+                    call = self._source.fetch_shared
+                    fetched = await self._at(flight.ino, call, flight.identity, flight.ino)
                     self.metrics.source_opened(fetched.opens, copy=True)
                 else:
                     fetched = await self._threads.run(read_open, file, flight.identity)
@@ -155,7 +156,7 @@ class SourceReader:
             self.buffer.used -= size
             raise
         self.metrics.source_reads[1] += fetched.reads
-        self.metrics.source_bytes[1] += size
+        self.metrics.source_bytes[1] += fetched.read_bytes
         flight.content = fetched.data
         self.doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
 
@@ -176,14 +177,15 @@ class SourceReader:
         """Reads a whole small file in the only call at the source; None if a reader makes that
         call. Raises SourceChanged, OSError."""
         paths, since_ns = self.names.source_paths(flight.ino), time.monotonic_ns()
+        call = self._source.fetch_shared
         fetched = await self._threads.run(
-            _claimed, arrival, at_one_of, paths, self._source.fetch, flight.identity
+            _claimed, arrival, at_one_of, paths, call, flight.identity, flight.ino
         )
         if fetched is None:
             return None
         self.metrics.source_opened(fetched.opens, copy=True)
         self.metrics.source_reads[1] += fetched.reads
-        self.metrics.source_bytes[1] += len(fetched.data)
+        self.metrics.source_bytes[1] += fetched.read_bytes
         self.doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
         return fetched.data
 

@@ -128,6 +128,15 @@ class Readers:
         binding.users += 1
         return binding
 
+    async def fetch_for_peer(self, ino: Ino) -> bytes | memoryview | None:
+        """The bytes of a small file for another node, fetched and kept as for a reader of this one,
+        but not counted as its open; None if the file has a copy by now. Raises as ``_enter``."""
+        binding = await self._enter(ino, renew=False, store=False)
+        try:
+            return binding.content
+        finally:
+            self._leave(ino)
+
     def release(self, ino: Ino) -> None:
         """Ends one open of a file, whether it was written or not."""
         if self._written is not None and self._written.files.is_open(ino):

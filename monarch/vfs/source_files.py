@@ -60,7 +60,7 @@ class SourceFiles:
         ino, identity = attributes.ino, attributes.identity
         fetched = await self._count(attributes, self._fetch, ino, identity, store)
         self._metrics.source_reads[0] += fetched.reads
-        self._metrics.source_bytes[0] += len(fetched.data)
+        self._metrics.source_bytes[0] += fetched.read_bytes
         if fetched.data and store:
             # The kernel has the bytes and sends no read: this counts as the read.
             self._metrics.given(SOURCE, len(fetched.data))
@@ -97,7 +97,7 @@ class SourceFiles:
 
     def _fetch(self, path: bytes, ino: Ino, identity: Identity, store: bool) -> Fetched:
         """In a thread. Raises OSError, SourceChanged."""
-        fetched = self._calls.source.fetch(path, identity)
+        fetched = self._calls.source.fetch_shared(path, identity, ino)
         if fetched.data and store:
             self._kernel.store(ino, fetched.data)
         return fetched
