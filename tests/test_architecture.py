@@ -58,7 +58,7 @@ CONFINED = {
     "yaml": ("config.document",),
     "numpy": (
         *("posix.buckets", "namespace", "placement", "foresight", "tiers", "packs", "packed"),
-        *("frameworks", "datasets", "peers.ownership", "analysis"),
+        *("frameworks", "datasets", "peers.ownership", "peers.source", "analysis"),
         *("cli.recorded", "cli.simulate", "cli.simulate_nodes"),
     ),
     "torch": ("frameworks",),
@@ -83,7 +83,7 @@ PURE = (
     "monarch.writeback.journal_records",
     *("monarch.packs.format", "monarch.packs.index", "monarch.packs.plan"),
     "monarch.datasets.staging_table",
-    *("monarch.peers.members", "monarch.peers.ownership"),
+    *("monarch.peers.members", "monarch.peers.ownership", "monarch.peers.breaker"),
 )
 IMPURE = frozenset(
     (

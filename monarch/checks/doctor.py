@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from monarch.checks.peers import check_peers
 from monarch.checks.preflight import Check, bounded, check_mount, check_state, room_of
 from monarch.checks.preflight_writes import check_writing
 from monarch.config import load
@@ -75,7 +76,9 @@ def examine(
     if configuration is None:
         yield check_scratch(machine)
     else:
-        yield from check_configuration(configuration, machine.abilities, records.all())
+        yield from check_configuration(
+            configuration, machine.abilities, records.all(), environ=machine.environ
+        )
     yield from check_scheduler(machine)
 
 
@@ -302,7 +305,11 @@ def check_health(seen: Sequence[SeenMount]) -> Iterator[Check]:
 
 
 def check_configuration(
-    path: Path, abilities: Abilities, records: Sequence[MountRecord] = ()
+    path: Path,
+    abilities: Abilities,
+    records: Sequence[MountRecord] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[Check]:
     """Checks the file, then the requirements of each of its mounts."""
     try:
@@ -315,6 +322,7 @@ def check_configuration(
     for mount in mounts.values():
         yield from check_mount(mount, abilities, records)
         yield from check_writing(mount, records)
+        yield from check_peers(mount, environ or {})
 
 
 def check_scheduler(machine: Machine) -> Iterator[Check]:

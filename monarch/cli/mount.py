@@ -77,6 +77,12 @@ Examples:
     help="Directory for persistent state: snapshot, records, log.",
 )
 @click.option(
+    "--peers",
+    metavar="MEMBERS",
+    help="The other nodes of the job, which share their copies with this one: slurm, dns:NAME, or a"
+    " list like node[1-4]; see docs/nodes.md.",
+)
+@click.option(
     "-o",
     "options",
     shell_complete=complete.options,
@@ -101,6 +107,7 @@ def mount(
     tiers: Sequence[str],
     snapshot: Path | None,
     state: Path | None,
+    peers: str | None,
     options: Sequence[str],
     refresh: bool,
     foreground: bool,
@@ -116,7 +123,7 @@ def mount(
                 "with -c, the mount point, tiers, snapshot and state come from the file",
                 hint="monarch mount -c FILE NAME [-o KEY=VALUE]",
             )
-        settings = _settings_of_file(file, source_or_name, options)
+        settings = _settings_of_file(file, source_or_name, options, peers)
     else:
         settings = load.from_options(
             Path(source_or_name),
@@ -124,6 +131,7 @@ def mount(
             tiers=tiers,
             snapshot=snapshot,
             state=state,
+            peers=peers,
             options=options,
         )
     # The path that the kernel's mount table will show: /data may be a link to /raid.
@@ -198,11 +206,13 @@ def _report(settings: MountSettings, remarks: Sequence[str]) -> None:
         remark(f"monarch: {escape_text(line)}")
 
 
-def _settings_of_file(file: Path, name: str, options: Sequence[str]) -> MountSettings:
+def _settings_of_file(
+    file: Path, name: str, options: Sequence[str], peers: str | None
+) -> MountSettings:
     mounts = load.load(file)
     if name not in mounts:
         raise ConfigError([f"{file}:1: no mount {name!r}; there are {', '.join(sorted(mounts))}"])
-    return load.with_options(mounts[name], options)
+    return load.with_options(mounts[name], options, peers=peers)
 
 
 Serve = Callable[[Progress, Callable[[list[str]], None]], None]

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from monarch.cli.output import age, duration, stdout
 from monarch.cli.overview import Line, overview, report_of
+from monarch.cli.peers_screen import peers_fields
 from monarch.cli.screen import Column, bar, fields, paragraph, table
 from monarch.control.registry import MountRecord, Registry
 from monarch.telemetry import report as reports
@@ -211,6 +212,7 @@ def _detail_lines(
         ("readers", _readers(report)),
         ("source traffic", _source(report)),
         ("saved", _saved(report)),
+        *peers_fields(report),
         *_foresight(report.foresight),
         *_admission(report.admission),
         *(("rule", _rule(rule)) for rule in report.rules),

@@ -208,6 +208,7 @@ def from_options(
     tiers: Sequence[str] = (),
     snapshot: Path | None = None,
     state: Path | None = None,
+    peers: str | None = None,
     options: Sequence[str] = (),
 ) -> MountSettings:
     """The settings of ``monarch mount SOURCE MOUNTPOINT --tier ... -o key=value,...``. Paths may be
@@ -223,17 +224,27 @@ def from_options(
         fields["snapshot"] = {"file": _absolute(snapshot)}
     if state is not None:
         fields["state"] = _absolute(state)
+    _put_members(peers, fields)
     _apply(options, fields, problems)
     return _settled(fields, problems)
 
 
-def with_options(settings: MountSettings, options: Sequence[str]) -> MountSettings:
-    """The settings of a mount of a file with ``-o key=value,...`` over them. Raises ConfigError."""
+def with_options(
+    settings: MountSettings, options: Sequence[str], *, peers: str | None = None
+) -> MountSettings:
+    """The settings of a mount of a file with ``--peers`` and ``-o key=value,...`` over them. Raises
+    ConfigError."""
     problems: list[str] = []
     # Only the keys that were set, so that defaults can still be recognised.
     fields = settings.model_dump(exclude_unset=True)
+    _put_members(peers, fields)
     _apply(options, fields, problems)
     return _settled(fields, problems)
+
+
+def _put_members(peers: str | None, fields: dict[str, Any]) -> None:
+    if peers is not None:
+        fields.setdefault("peers", {})["members"] = peers
 
 
 def _settled(fields: dict[str, Any], problems: list[str]) -> MountSettings:

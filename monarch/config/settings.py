@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from itertools import chain, count
@@ -119,6 +120,7 @@ PositiveSize = Annotated[int, BeforeValidator(_size), Field(ge=1, le=_LARGEST)]
 Count = Annotated[int, BeforeValidator(_count), Field(ge=1, le=4096)]
 NameCount = Annotated[int, BeforeValidator(_count), Field(ge=1, le=2**40)]
 AbsolutePath = Annotated[Path, BeforeValidator(_path)]
+_MOST_MEMBERS_TEXT = 1 << 20
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 
@@ -352,6 +354,50 @@ class WritebackSettings(Section):
         return max(LEAST_NAMES, int(memory * NAMES_SHARE) // each)
 
 
+def _members(value: object) -> object:
+    """A list of members as text; another value stays as it is."""
+    if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
+        return ",".join(value)
+    return "" if value is None else value
+
+
+class PeerSettings(Section):
+    members: Annotated[str, BeforeValidator(_members)] = ""
+    """The nodes of the job: slurm (those of the Slurm job), dns:NAME (one for each address of the
+    name), or a list like [node1, node2] or node[1-16], each with :PORT if needed. Empty: this node
+    shares nothing, and nothing listens."""
+    address: str | None = None
+    """IP address of this node at which other nodes read its copies, such as that of a fast network.
+    null: that of its name in the list."""
+    port: Annotated[int, BeforeValidator(_count), Field(ge=0, le=65535)] = 0
+    """Port for that; the next free one of eight is used. 0: a port that follows from the secret."""
+    secret_file: AbsolutePath | None = None
+    """File with the secret of the job, 16 bytes or more, which only its owner may read. null: the
+    environment variable MONARCH_PEERS_SECRET has it."""
+    engine: AbsolutePath | None = None
+    """The program nginx. null: found in PATH."""
+    patience: Annotated[Duration, Field(le=10)] = 0.05
+    """The least time to wait for an answer of another node, and for each MiB of it, before a file
+    is read from the source; a node that is slower may get four times its usual time, up to 1s."""
+
+    @field_validator("members", mode="after")
+    @classmethod
+    def _well_formed(cls, value: str) -> str:
+        if len(value) > _MOST_MEMBERS_TEXT or not value.isprintable():
+            raise ValueError("is no list of members; write it like [node1, node2]")
+        return value.strip()
+
+    @field_validator("address", mode="after")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                return str(ipaddress.ip_address(value))
+            except ValueError:
+                raise ValueError(f"{value!r} is no IP address") from None
+        return None
+
+
 class MountSettings(Section):
     name: str = Field(pattern=_NAME)
     """Name of the mount: its key under `mounts`."""
@@ -378,6 +424,9 @@ class MountSettings(Section):
     """Fetches of files that no process has opened yet."""
     limits: LimitSettings = LimitSettings()
     """Limits on the use of the node and of the source."""
+    peers: PeerSettings = PeerSettings()
+    """Other nodes of the job: each file of up to `limits.inline_max` is read from the source by one
+    of them, and the others get its bytes from there (docs/nodes.md)."""
     write: Literal["none", "absorb"] = "none"
     """Whether the mount can be written: none (read-only, except for the paths of `absorb`), or
     absorb (everywhere: a tier stores the data, which is drained to the source)."""
@@ -409,7 +458,7 @@ class MountSettings(Section):
     """The log of the daemon."""
 
     @field_validator(
-        "snapshot", "placement", "limits", "writeback", "metrics", "log", mode="before"
+        *("snapshot", "placement", "limits", "peers", "writeback", "metrics", "log"), mode="before"
     )
     @classmethod
     def _empty_section(cls, value: object) -> object:
@@ -445,6 +494,12 @@ class MountSettings(Section):
             raise ValueError(
                 "caller and open: none exclude each other: the opening process must be known;"
                 " leave one of them out"
+            )
+        peers = fields.data.get("peers")
+        if value == "caller" and peers is not None and peers.members:
+            raise ValueError(
+                "caller and peers.members exclude each other: other nodes do not know the rights of"
+                " the process that reads; leave one of them out"
             )
         pins = any(rule.pin for rule in fields.data.get("rules", ()))
         if value == "caller" and pins:

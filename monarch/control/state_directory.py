@@ -37,7 +37,7 @@ _NOTE_VERSION = 1
 # that was built or copied there.
 _OURS = re.compile(
     r"lock|control\.sock|daemon\.log.*|.*\.lmdb.*|residency-.*|.*\.part|mount\.json|lost\.json"
-    r"|undrained\.json"
+    r"|undrained\.json|peers"
 )
 # The longest file that is taken for a note.
 _MAX_NOTE_BYTES = 256 * 1024

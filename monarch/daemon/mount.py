@@ -31,6 +31,7 @@ from monarch.control.server import Server
 from monarch.control.state_directory import write_note
 from monarch.daemon import subsystems
 from monarch.daemon.hints import Hints
+from monarch.daemon.peers import Sharing, build_sharing
 from monarch.daemon.remarks import remarks
 from monarch.daemon.ruled_files import RuledFiles
 from monarch.daemon.status import Status
@@ -153,6 +154,17 @@ def open_mount(parts: subsystems.Parts) -> Mount:
     )
 
 
+def _sharing(
+    parts: subsystems.Parts, tiers: subsystems.Tiers, filesystem: FileSystem, status: Status
+) -> Sharing | None:
+    """The connection with the other nodes of the job; None if there are none."""
+    if parts.membership is None:
+        return None
+    made = build_sharing(parts, parts.membership, tiers, filesystem.names, filesystem.readers)
+    status.peers = made.report
+    return made
+
+
 def _write_back(
     parts: subsystems.Parts,
     store: WriteStore,
@@ -242,6 +254,7 @@ class Mount:
 
     def __post_init__(self) -> None:
         self._settings = self.parts.settings
+        self.sharing = _sharing(self.parts, self.tiers, self.filesystem, self.status)
         if (pack := self.parts.pack) is not None:
             stored = self.filesystem.names.stored
             self.filesystem.xattrs.of_source = lambda ino: pack.user_xattrs(stored(ino).source_ino)
@@ -351,6 +364,8 @@ class Mount:
         }
         if transfer.chunks is not None:
             tasks["chunks"] = transfer.chunks.run
+        if self.sharing is not None:
+            tasks.update(self.sharing.tasks())
         if self.watch is not None:
             tasks["open watch"] = partial(self.watch.run, self.filesystem.readers.catch_up)
         if self._settings.snapshot.freshness != "never":
@@ -376,6 +391,8 @@ class Mount:
         if self.watch is not None and self.serving.mode().open == "none":
             # Before the mount is ready: all opens since then are counted.
             await self.watch.begin()
+        if self.sharing is not None:
+            await self.sharing.started()
         self.status.state = "serving"
         # The first check, with which later ones are compared.
         self.status.health()
@@ -433,6 +450,8 @@ class Mount:
             if self._page is not None:
                 self._page.close()
             self.status.close()
+            if self.sharing is not None:
+                self.sharing.close()
             self.read.bindings.close()
             self.read.parts.close()
             if self.write_back is not None:

@@ -24,12 +24,14 @@ from monarch.daemon.mount import open_mount
 from monarch.daemon.snapshot_choice import log_gaps, snapshot_for
 from monarch.daemon.subsystems import Parts
 from monarch.daemon.write_status import LossAlarm
-from monarch.errors import MonarchError, TierError, sole_cause
+from monarch.errors import MonarchError, TierError, UsageError, sole_cause
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible
 from monarch.namespace.overlay import NAME_BYTES
 from monarch.packed.source import open_source
 from monarch.packs.pack import is_pack
+from monarch.peers.membership import membership
+from monarch.peers.source import PeerSource
 from monarch.posix import signals
 from monarch.posix.mounts import is_dead
 from monarch.posix.thread_pool import ThreadPool
@@ -57,6 +59,11 @@ def prepare(settings: MountSettings) -> MountSettings:
     """Checks everything that can be checked without side effects and fills in the default tier.
     Unmounts the mount of a dead daemon. Raises MonarchError."""
     if is_pack(os.fsencode(settings.source)):
+        if settings.peers.members:
+            raise UsageError(
+                f"{os.fspath(settings.source)} is a pack, which peers.members does not share yet",
+                hint="leave out peers.members, or mount the directory that was packed",
+            )
         settings = _of_pack(settings)
     abilities = Abilities.here()
     check_possible(settings, abilities)
@@ -126,9 +133,13 @@ def run(
             threads = ThreadPool(
                 settings.limits.source_concurrency, "source", abandon=True, discard=close_result
             )
-            source = open_source(
-                os.fsencode(settings.source), lambda fd: threads.start(os.close, fd)
-            )
+            members = membership(settings.peers, os.environ)
+
+            def close(fd: int) -> None:
+                threads.start(os.close, fd)
+
+            make = open_source if members is None else PeerSource
+            source = make(os.fsencode(settings.source), close)
             cleanup.callback(source.close)
             require_known(settings.tiers, state)
             _require_written(settings, state)
@@ -140,7 +151,9 @@ def run(
                 )
             cleanup.callback(snapshot.close)
             log_gaps(snapshot)
-            parts = Parts(settings, state, source, threads, snapshot, just_built, put_off, logbook)
+            parts = Parts(
+                *(settings, state, source, threads, snapshot, just_built, put_off, logbook, members)
+            )
             _run_loop(parts, ready)
         except MonarchError as error:
             log.error("%s", error)

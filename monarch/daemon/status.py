@@ -21,6 +21,7 @@ from monarch.telemetry import report as reports
 from monarch.telemetry.foresight_report import NextUseReport
 from monarch.telemetry.health import Health, health_of
 from monarch.telemetry.metrics import Metrics
+from monarch.telemetry.peers_report import PeersReport
 from monarch.telemetry.placement_report import AdmissionReport, PackReport, RuleReport
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.open_watch import OpenWatch
@@ -32,6 +33,10 @@ log = logging.getLogger(__name__)
 _LOOK_S = 10.0
 # Greatest age of the public figures.
 _SUMMARY_S = 1.0
+
+
+def _no_peers() -> PeersReport | None:
+    return None
 
 
 @dataclass(eq=False)
@@ -80,6 +85,8 @@ class Status:
         self.state: reports.State = "starting"
         self._summary, self._summed_s = b"", -_SUMMARY_S
         self.warming: Callable[[], list[reports.WarmProgress]] = list
+        # The report on the other nodes; it returns None without them.
+        self.peers: Callable[[], PeersReport | None] = _no_peers
 
     def close(self) -> None:
         """No report is possible afterwards."""
@@ -185,6 +192,7 @@ class Status:
             admission=AdmissionReport(admission.replaced, admission.refused, admission.spared),
             copied_per_wanted=metrics.copied_per_wanted() if mode.counts_tier_reads else None,
             pack=self._pack_report(),
+            peers=self.peers(),
         )
 
     def _pack_report(self) -> PackReport | None:

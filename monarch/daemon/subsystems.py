@@ -24,6 +24,7 @@ from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.packed.chunks import PackChunks
 from monarch.packed.source import PackSource
+from monarch.peers.membership import Membership
 from monarch.placement.admission import Admission
 from monarch.placement.belady import Belady
 from monarch.placement.controller import Controller
@@ -66,7 +67,8 @@ _AFTER_ALL_NS = (1 << 63) - 1
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a mount that exist before and after it. ``just_built``: the snapshot was made
-    for this mount; ``put_off``: why it is not the requested one."""
+    for this mount; ``put_off``: why it is not the requested one. ``membership``: None without other
+    nodes."""
 
     settings: MountSettings
     state: Path
@@ -76,6 +78,7 @@ class Parts:
     just_built: bool
     put_off: str
     logbook: Logbook
+    membership: Membership | None = None
 
     @property
     def pack(self) -> PackSource | None:

@@ -22,6 +22,7 @@ from monarch.telemetry.metrics import (
     Histogram,
     Metrics,
 )
+from monarch.telemetry.peers_report import PeersReport
 from monarch.telemetry.report import StatusReport, TierReport, WritingReport
 
 # The values of the labels, in their order, and the value of one sample.
@@ -152,6 +153,17 @@ def _opens(metrics: Metrics, status: StatusReport) -> Iterator[Sample]:
         yield from (((name,), n) for name, n in zip(metrics.names, metrics.opens, strict=True))
     elif status.opens is not None:
         yield ("unknown",), status.opens
+
+
+def _of_peers(help: str, value: Callable[[PeersReport], float]) -> _Nameless:
+    """One sample; none if the mount has no other nodes."""
+    return _one(help, lambda status: None if status.peers is None else value(status.peers))
+
+
+def _peer_failures(_: Metrics, status: StatusReport) -> Iterator[Sample]:
+    if status.peers is not None:
+        for kind, count in status.peers.failures.items():
+            yield (kind,), count
 
 
 _TABLE: Mapping[str, _Nameless] = {
@@ -329,6 +341,28 @@ _TABLE: Mapping[str, _Nameless] = {
     "monarch_window_unread_bytes_total": _one(
         "Bytes of files that were dropped from that memory and not read.",
         lambda s: s.foresight.window.dropped_bytes,
+    ),
+    "monarch_peer_files_total": _of_peers(
+        "Files that another node of the job gave, in place of the source.", lambda p: p.files
+    ),
+    "monarch_peer_bytes_total": _of_peers("Bytes of monarch_peer_files_total.", lambda p: p.bytes),
+    "monarch_peer_failures_total": partial(
+        Family,
+        help="Requests to other nodes that brought no bytes, by kind (docs/nodes.md); the source"
+        " was read.",
+        of=_peer_failures,
+        labels=("kind",),
+    ),
+    "monarch_peer_not_kept_total": _of_peers(
+        "Requests for files that their owner does not keep; the source was read.",
+        lambda p: p.not_kept,
+    ),
+    "monarch_peer_fetched_files_total": _of_peers(
+        "Files that this node read from the source for other nodes.", lambda p: p.fetched_files
+    ),
+    "monarch_peers_out": _of_peers(
+        "Other nodes that are not asked for a while, since they did not answer.",
+        lambda p: sum(each.out for each in p.peers),
     ),
     "monarch_open_files": _one(
         f"Files that are open for reading. {_NO_OPENS}", lambda s: s.handles.open_files

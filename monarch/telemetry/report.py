@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from monarch.telemetry.foresight_report import ForesightReport
 from monarch.telemetry.health import Health
+from monarch.telemetry.peers_report import PeersReport
 from monarch.telemetry.placement_report import AdmissionReport, PackReport, RuleReport
 
 State = Literal["starting", "serving", "stopping"]
@@ -285,6 +286,7 @@ class StatusReport(Report):
     ``epochs`` are None if opens are not counted, for the reason ``opens_not_counted``; ``reads``
     and ``bytes`` if the kernel reads copies itself. ``writing`` is None for a read-only mount.
     ``warming``: the unfinished requests of `monarch warm`. ``pack``: None for another source.
+    ``peers``: None without other nodes.
     ``copied_per_wanted``: bytes of the source for each byte that readers got, if that is counted.
     """
 
@@ -321,6 +323,7 @@ class StatusReport(Report):
     admission: AdmissionReport = field(default_factory=AdmissionReport)
     copied_per_wanted: float | None = None
     pack: PackReport | None = None
+    peers: PeersReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

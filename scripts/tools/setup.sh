@@ -10,7 +10,7 @@ VENV=$(realpath -ms "${MONARCH_VENV:-$ROOT/.venv}")
 PYTHON=$VENV/bin/python
 
 SYSTEM_PACKAGES=(fuse3 libfuse3-dev gcc pkg-config python3-dev python3-venv)
-CLIENT_PACKAGES=(rsync git tar attr)
+CLIENT_PACKAGES=(rsync git tar attr nginx-light)
 
 say() { printf '%s\n' "$*" >&2; }
 

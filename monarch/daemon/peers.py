@@ -1,0 +1,184 @@
+"""The copies of this node for the other nodes of the job, and those of the other nodes for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import trio
+
+from monarch.daemon.subsystems import Parts, Tiers
+from monarch.namespace.namespace import Namespace
+from monarch.namespace.snapshot import Snapshot
+from monarch.peers.answers import Answers, Content, Copy, short_digest
+from monarch.peers.breaker import Breaker
+from monarch.peers.client import PeerClient
+from monarch.peers.engine import SOCKET, Engine, Site
+from monarch.peers.membership import Membership
+from monarch.peers.ownership import Member, Ownership
+from monarch.peers.source import Peers, PeerSource
+from monarch.placement.controller import Controller
+from monarch.placement.policy import Item
+from monarch.placement.residency import SOURCE, Residency
+from monarch.telemetry.peers_report import PeerReport, PeersReport
+from monarch.tiers.contents import Contents
+from monarch.tiers.records import Records
+from monarch.types import Ino
+from monarch.vfs.readers import Readers
+
+_DIRECTORY = "peers"
+# The part of `limits.buffer_max` for files that are fetched for other nodes.
+_SHARE = 4
+# A node that waits for a fetch gets an answer after this part of its patience.
+_EARLY = 0.4
+# The start of the engine delays the mount at most so long, in seconds.
+_READY_S = 5.0
+# Other nodes in a report, those in trouble first.
+_MOST_REPORTED = 256
+
+
+@dataclass(eq=False, repr=False)
+class SharedFiles:
+    """The files of this node for the other nodes. Belongs to the event loop."""
+
+    _peers: Peers
+    _snapshot: Snapshot
+    _names: Namespace
+    _residency: Residency
+    _records: Records
+    _controller: Controller
+    _readers: Readers
+
+    def copy_of(self, ino: Ino) -> Copy | None:
+        if not self._is_shared(ino) or self._residency.tier_of(ino) == SOURCE:
+            return None
+        record = self._records.get(ino)
+        if record is None or record.identity != self._snapshot.attributes(ino).identity:
+            return None
+        return Copy(record.tier, short_digest(record.digest))
+
+    def size_to_fetch(self, ino: Ino) -> int | None:
+        if not self._is_shared(ino):
+            return None
+        attributes = self._snapshot.attributes(ino)
+        is_placed = self._controller.is_placed(ino)
+        is_kept = is_placed or self._controller.admits(Item.of(attributes))
+        return attributes.size if is_kept else None
+
+    async def fetch(self, ino: Ino) -> Content | None:
+        return await self._readers.fetch_for_peer(ino)
+
+    def _is_shared(self, ino: Ino) -> bool:
+        """Whether it is a small file, and as in the snapshot, which the other nodes have, too."""
+        if not 1 <= ino <= self._snapshot.entries or self._residency.is_changed(ino):
+            return False
+        names, known = self._names, self._snapshot.attributes(ino)
+        return (
+            known.is_file
+            and known.ino == ino
+            and self._peers.is_shared(ino, known.size)
+            and not names.is_gone(ino)
+            and not names.is_rewritten(ino)
+            and names.stored(ino).identity == known.identity
+        )
+
+
+@dataclass(eq=False, repr=False)
+class Sharing:
+    """The parts with which this node shares its copies."""
+
+    _peers: Peers
+    _answers: Answers
+    _engine: Engine
+    _site: Site
+    _own: str
+
+    def keeps(self, item: Item) -> bool:
+        """Whether this node keeps a file: it owns it, fetches it for a node for which it is the
+        owner, or the file is not shared."""
+        ino = item.ino
+        is_shared = self._peers.is_shared(ino, item.size)
+        return not is_shared or self._answers.is_asked(ino) or self._peers.owns(ino)
+
+    def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
+        return {"peers": self._answers.run, "peers engine": self._engine.run}
+
+    async def started(self) -> None:
+        """Waits until the engine answers, or could not be started, for a short time."""
+        with trio.move_on_after(_READY_S):
+            await self._engine.settled.wait()
+
+    def close(self) -> None:
+        self._peers.close()
+
+    def report(self) -> PeersReport:
+        peers, engine, now = self._peers, self._engine, time.monotonic()
+        others = [
+            PeerReport(
+                name=client.name,
+                state=client.trouble or ("answers" if client.was_asked else "not asked"),
+                out=client.breaker.is_out(now),
+                files=received.files,
+                bytes=received.nbytes,
+                failed=received.failed,
+            )
+            for client, received in zip(peers.clients, peers.received, strict=True)
+            if client is not None
+        ]
+        return PeersReport(
+            members=len(peers.clients),
+            own=self._own,
+            share=peers.share,
+            address="" if engine.port is None else f"{self._site.address} port {engine.port}",
+            starts=engine.starts,
+            set=self._site.set_name,
+            files=sum(each.files for each in others),
+            bytes=sum(each.bytes for each in others),
+            not_kept=peers.not_kept,
+            fetched_files=self._answers.fetched_files,
+            fetched_bytes=self._answers.fetched_bytes,
+            failures=dict(peers.failures),
+            peers=sorted(others, key=lambda each: (not each.out, -each.failed))[:_MOST_REPORTED],
+        )
+
+
+def build_sharing(
+    parts: Parts, membership: Membership, tiers: Tiers, names: Namespace, readers: Readers
+) -> Sharing:
+    """Connects the mount with the other nodes of its job."""
+    settings, snapshot, hierarchy = parts.settings, parts.snapshot, tiers.hierarchy
+    set_name, patience_s = snapshot.content_digest(), settings.peers.patience
+    clients = [
+        PeerClient(each, membership.ports, membership.token, set_name, Breaker(patience_s))
+        if index != membership.own
+        else None
+        for index, each in enumerate(membership.members)
+    ]
+    members = [Member(str(each)) for each in membership.members]
+    ownership = Ownership(members, int(set_name[:16], 16))
+    peers = Peers(snapshot, ownership, clients, largest=settings.limits.inline_max)
+    files = SharedFiles(
+        peers, snapshot, names, tiers.residency, hierarchy.records, tiers.controller, readers
+    )
+    directory = parts.state / _DIRECTORY
+    answers = Answers(
+        directory / SOCKET,
+        files,
+        patience_s=_EARLY * patience_s,
+        most_held=max(settings.limits.buffer_max // _SHARE, settings.limits.inline_max),
+    )
+    site = Site(
+        tiers=[tier.own / (Contents.PREFIX + snapshot.id) for tier in hierarchy.tiers],
+        set_name=set_name,
+        token=membership.token,
+        address=membership.address,
+        ports=membership.own_ports,
+    )
+    engine = Engine(membership.engine, directory, site)
+    sharing = Sharing(peers, answers, engine, site, members[membership.own].name)
+    tiers.controller.keeps, tiers.controller.share = sharing.keeps, peers.share
+    tiers.controller.draw(snapshot.curve())
+    if isinstance(parts.source, PeerSource):
+        parts.source.peers = peers
+    return sharing

@@ -1,0 +1,248 @@
+"""The daemon's answers to the engine, for copies that the engine does not find: a unix socket.
+
+The engine passes requests on as HTTP/1.1 over a few connections that it keeps. An answer is one of:
+
+    200    the bytes with their digest, or the name of the copy, which the engine then sends
+    202    the bytes are being fetched from the source: the member asks again
+    404    this node does not keep the file, or does not know it in this version
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import trio
+import xxhash
+
+from monarch.errors import MonarchError
+from monarch.peers.client import COMING, DIGEST_HEADER, NOT_KEPT, OK
+from monarch.peers.engine import INTERNAL
+from monarch.posix.files import closing_fd
+from monarch.tiers.contents import copy_name
+from monarch.types import Ino
+
+log = logging.getLogger(__name__)
+
+_MOST_HEAD = 4096
+_MOST_CONNECTIONS = 512
+_BACKLOG = 128
+_IDLE_S = 120.0
+_REQUEST = re.compile(rb"GET /[0-9a-f]{32}/(?:d|c/[0-9a-f]{2})/([0-9]{1,10}) HTTP/1\.[01]\r\n")
+# How long the bytes of a fetch are kept for a member that asks again, in seconds.
+_KEPT_S = 2.0
+
+Content = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy in the tier ``tier``, and the digest of its record."""
+
+    tier: int
+    digest: int
+
+
+class Files(Protocol):
+    """The files of this node, as other members may have them."""
+
+    def copy_of(self, ino: Ino) -> Copy | None:
+        """The copy of a file, None if there is none."""
+
+    def size_to_fetch(self, ino: Ino) -> int | None:
+        """The size of a file that may be fetched for other members, in bytes; None if it may not
+        be, because this node would not keep it, or has another version."""
+
+    async def fetch(self, ino: Ino) -> Content | None:
+        """The bytes of a file, fetched and kept as for a reader of this node; None if it has a copy
+        by now. Raises MonarchError, OSError."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A fetch for other members. When it is ``done`` it has ``content``, or has failed, or the file
+    has a copy."""
+
+    size: int
+    done: trio.Event = field(default_factory=trio.Event)
+    content: Content | None = None
+    digest: int = 0
+
+
+def digest_of(content: Content) -> int:
+    """The first 8 bytes of the XXH3 (128 bits) of bytes: what members compare."""
+    return short_digest(xxhash.xxh3_128_digest(content))
+
+
+def short_digest(digest: bytes) -> int:
+    """The same of a digest of 16 bytes."""
+    return int.from_bytes(digest[:8], "big")
+
+
+class Answers:
+    """Belongs to the event loop. ``patience_s``: a member gets an answer at most this many seconds
+    later. At most ``most_held`` bytes are being fetched for members or kept for them."""
+
+    def __init__(
+        self,
+        path: Path,
+        files: Files,
+        *,
+        patience_s: float,
+        most_held: int,
+    ) -> None:
+        self._path = path
+        self._files = files
+        self._patience_s = patience_s
+        self._most_held = most_held
+        self._held = 0
+        self._connections = 0
+        self._fetches: dict[Ino, _Fetch] = {}
+        # The file of the request that is being decided.
+        self._asked: Ino | None = None
+        # What was fetched from the source for other members.
+        self.fetched_files = self.fetched_bytes = 0
+
+    def is_asked(self, ino: Ino) -> bool:
+        """Whether a file is being fetched for another member."""
+        return ino == self._asked or ino in self._fetches
+
+    async def run(self) -> None:
+        """Answers until cancelled. Raises OSError if the socket cannot be made."""
+        with _listening(self._path) as listener:
+            async with trio.open_nursery() as nursery:
+                while True:
+                    stream = await listener.accept()
+                    if self._connections >= _MOST_CONNECTIONS:
+                        await trio.aclose_forcefully(stream)
+                        continue
+                    self._connections += 1
+                    nursery.start_soon(self._serve, stream, nursery)
+
+    async def _serve(self, stream: trio.SocketStream, nursery: trio.Nursery) -> None:
+        """Answers the requests of one connection, one after the other."""
+        try:
+            async with stream:
+                with suppress(trio.BrokenResourceError, trio.TooSlowError):
+                    while (ino := await _requested(stream)) is not None:
+                        await self._answer(stream, ino, nursery)
+        finally:
+            self._connections -= 1
+
+    async def _answer(self, stream: trio.SocketStream, ino: Ino, nursery: trio.Nursery) -> None:
+        copy = self._files.copy_of(ino)
+        fetch = self._fetches.get(ino)
+        if copy is None and fetch is None and (size := self._size_to_fetch(ino)) is not None:
+            if self._held + size > self._most_held:
+                await trio.sleep(self._patience_s)
+                await _send(stream, COMING)
+                return
+            fetch = self._begin(ino, size, nursery)
+        if copy is None and fetch is not None:
+            with trio.move_on_after(self._patience_s):
+                await fetch.done.wait()
+            if not fetch.done.is_set():
+                await _send(stream, COMING)
+                return
+            if fetch.content is not None:
+                await _send(stream, OK, fetch.content, digest=fetch.digest)
+                return
+            copy = self._files.copy_of(ino)
+        if copy is None:
+            await _send(stream, NOT_KEPT)
+            return
+        where = f"X-Accel-Redirect: {INTERNAL}/{copy.tier}/{copy_name(ino)}\r\n"
+        await _send(stream, OK, digest=copy.digest, fields=where)
+
+    def _size_to_fetch(self, ino: Ino) -> int | None:
+        self._asked = ino
+        try:
+            return self._files.size_to_fetch(ino)
+        finally:
+            self._asked = None
+
+    def _begin(self, ino: Ino, size: int, nursery: trio.Nursery) -> _Fetch:
+        """Begins to fetch a file for other members."""
+        fetch = self._fetches[ino] = _Fetch(size)
+        self._held += size
+        nursery.start_soon(self._fetch, ino, fetch)
+        return fetch
+
+    async def _fetch(self, ino: Ino, fetch: _Fetch) -> None:
+        try:
+            try:
+                content = await self._files.fetch(ino)
+            except (MonarchError, OSError) as error:
+                log.debug("not fetched for another node: %s", error)
+                content = None
+            if content is not None:
+                fetch.digest = digest_of(content)
+                fetch.content = content
+                self.fetched_files += 1
+                self.fetched_bytes += len(content)
+            fetch.done.set()
+            await trio.sleep(_KEPT_S)
+        finally:
+            fetch.done.set()
+            self._held -= fetch.size
+            del self._fetches[ino]
+
+
+@contextmanager
+def _listening(path: Path) -> Iterator[trio.SocketListener]:
+    """A listening socket at ``path``, only for this user. Raises OSError."""
+    with suppress(FileExistsError):
+        path.parent.mkdir(mode=0o700)
+    with closing_fd(os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
+        with suppress(FileNotFoundError):
+            os.unlink(path.name, dir_fd=directory)
+        with socket.socket(socket.AF_UNIX) as made:
+            # Before bind, so that the file never exists with a wider mode.
+            os.fchmod(made.fileno(), 0o600)
+            # The address of a socket has at most 107 bytes; a path may be longer.
+            made.bind(f"/proc/self/fd/{directory}/{path.name}")
+            made.listen(_BACKLOG)
+            with trio.socket.from_stdlib_socket(made) as listener:
+                yield trio.SocketListener(listener)
+        with suppress(OSError):
+            os.unlink(path.name, dir_fd=directory)
+
+
+async def _requested(stream: trio.SocketStream) -> Ino | None:
+    """The inode number of the next request; None at the end of the requests, and for one of another
+    form. Raises trio.BrokenResourceError."""
+    head = b""
+    with trio.move_on_after(_IDLE_S):
+        while not head.endswith(b"\r\n\r\n"):
+            part = await stream.receive_some(_MOST_HEAD)
+            head += part
+            if not part or len(head) > _MOST_HEAD:
+                return None
+        request = _REQUEST.match(head)
+        return None if request is None else Ino(int(request[1]))
+    return None
+
+
+async def _send(
+    stream: trio.SocketStream,
+    status: int,
+    content: Content = b"",
+    *,
+    digest: int | None = None,
+    fields: str = "",
+) -> None:
+    """Raises trio.BrokenResourceError."""
+    if digest is not None:
+        fields += f"{DIGEST_HEADER}: {digest:016x}\r\n"
+    head = f"HTTP/1.1 {status} Answer\r\nContent-Length: {len(content)}\r\n{fields}\r\n"
+    with trio.fail_after(_IDLE_S):
+        await stream.send_all(head.encode())
+        if content:
+            await stream.send_all(content)

@@ -1,0 +1,75 @@
+"""How long a member may take to answer, and whether it is asked. Pure: the time is an argument.
+
+A member that is cut off never answers, and its connections never end by themselves. So each wait
+has a limit that follows the latencies of the member. A member that does not answer is left out for
+a time that doubles (circuit breaker; Nygard, "Release It!", 2007).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+# The limit is this many times the 99th percentile of the latencies, and at most this, in seconds.
+_TIMES_P99 = 4
+_MOST_S = 1.0
+# Latencies that count, and new ones after which the limit is computed again.
+_LATENCIES = 256
+_EACH = 32
+# Failures in a row after which the member is left out, for how long at first and at most, in
+# seconds.
+_FAILURES = 3
+_FIRST_PAUSE_S = 5.0
+_LONGEST_PAUSE_S = 300.0
+
+
+class Breaker:
+    """What is known of one member. ``least_s`` is the least limit of a wait, in seconds. Threads
+    may use it at the same time: a lost update only delays a decision by one call."""
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = least_s
+        self._latencies: deque[float] = deque(maxlen=_LATENCIES)
+        self._new = 0
+        self._failures = 0
+        self._pause_s = _FIRST_PAUSE_S
+        self._out_until_s: float | None = None
+        # The limit of the wait for the first byte, and for each further MiB, in seconds. Until the
+        # latencies are known it is the greatest one.
+        self.limit_s = max(least_s, _MOST_S)
+
+    def is_out(self, now: float) -> bool:
+        """Whether the member is left out at ``now``."""
+        return self._out_until_s is not None and now < self._out_until_s
+
+    def admits(self, now: float) -> bool:
+        """Whether the member is asked at ``now``. After a pause one call tries it, and the others
+        wait for the result of this call."""
+        if self._out_until_s is None:
+            return True
+        if now < self._out_until_s:
+            return False
+        self._out_until_s = now + self._pause_s
+        return True
+
+    def answered(self, latency_s: float) -> None:
+        """Records that the member answered a call after ``latency_s``."""
+        self._failures = 0
+        self._pause_s = _FIRST_PAUSE_S
+        self._out_until_s = None
+        self._latencies.append(latency_s)
+        self._new += 1
+        if self._new >= _EACH:
+            self._new = 0
+            ordered = sorted(self._latencies.copy())
+            p99_s = ordered[(99 * len(ordered) - 1) // 100]
+            self.limit_s = max(self._least_s, min(_TIMES_P99 * p99_s, _MOST_S))
+
+    def failed(self, now: float) -> None:
+        """Records that the member did not answer a call, or broke it off."""
+        self._failures += 1
+        if self._out_until_s is not None:
+            # It was tried after a pause.
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        elif self._failures < _FAILURES:
+            return
+        self._out_until_s = now + self._pause_s

@@ -1,0 +1,281 @@
+"""Requests to one member of the job: the bytes of a copy, over connections that are kept.
+
+The requests are HTTP/1.1 without bodies, in threads. Every wait has a limit, and so has every
+length that a member can send: a member may be broken, and its port may be of another program.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from monarch.errors import Unanswered
+from monarch.peers.breaker import Breaker
+from monarch.peers.members import Endpoint
+from monarch.posix.bounded_calls import call_within
+from monarch.text import MiB
+
+# The header of the token in a request, and that of the digest in an answer.
+TOKEN_HEADER = "X-Monarch-Token"
+DIGEST_HEADER = "X-Monarch-Digest"
+# The status of an answer without bytes: they are being fetched, or the member does not keep them.
+OK, COMING, NOT_KEPT, REFUSED = 200, 202, 404, 403
+_STATUSES = frozenset({OK, COMING, NOT_KEPT})
+HELLO = "hello"
+
+CONNECT_S = 0.2
+_MOST_HEAD = 4096
+_MOST_IDLE = 16
+_TIMEVAL = struct.Struct("@ll")
+_DIGITS = frozenset(b"0123456789")
+_DIGEST = re.compile(rb"[0-9a-f]{16}")
+
+Kind = Literal["unreachable", "slow", "broken", "wrong-secret", "other-set", "damaged"]
+
+
+class PeerFailed(Exception):
+    """A member did not give the bytes; ``kind`` is the reason."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(kind)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer with a known status. ``data`` is empty unless the status is OK; ``digest`` is that
+    of its header, None if it has none."""
+
+    status: int
+    data: bytes
+    digest: int | None
+
+
+class PeerClient:
+    """The connections to one member; thread-safe. ``ports`` are those at which it may listen. A
+    member answers only for its own set of files, ``set_name``."""
+
+    def __init__(
+        self, endpoint: Endpoint, ports: Sequence[int], token: str, set_name: str, breaker: Breaker
+    ) -> None:
+        self.name = str(endpoint)
+        self.breaker = breaker
+        self._host = endpoint.host
+        self._ports = [endpoint.port] if endpoint.port else list(ports)
+        self._before = f"GET /{set_name}/".encode()
+        self._after = f" HTTP/1.1\r\nHost: monarch\r\n{TOKEN_HEADER}: {token}\r\n\r\n".encode()
+        self._idle: deque[socket.socket] = deque()
+        self._finding = threading.Lock()
+        # The address at which it answered last.
+        self._address: tuple[str, int] | None = None
+        # The last failure; None if the last call was answered, or there was none.
+        self.trouble: Kind | None = None
+        self.was_asked = False
+
+    def close(self) -> None:
+        while self._idle:
+            with suppress(IndexError):
+                self._idle.pop().close()
+
+    def get(self, name: str, size: int) -> Answer:
+        """The answer to a request for ``name``, whose bytes are ``size`` if they come. Raises
+        PeerFailed; the breaker has then counted the failure."""
+        began = time.monotonic()
+        self.was_asked = True
+        try:
+            answer = self._get(name, size)
+        except PeerFailed as error:
+            self.trouble = error.kind
+            self.breaker.failed(time.monotonic())
+            raise
+        self.trouble = None
+        if answer.status != COMING:
+            # The bytes after the first MiB have limits of their own.
+            self.breaker.answered((time.monotonic() - began) / (1 + size // MiB))
+        return answer
+
+    def damaged(self) -> PeerFailed:
+        """Records that the bytes of an answer were wrong; returns the error to raise."""
+        self.trouble = "damaged"
+        self.breaker.failed(time.monotonic())
+        return PeerFailed("damaged")
+
+    def _get(self, name: str, size: int) -> Answer:
+        request = self._before + name.encode() + self._after
+        with suppress(IndexError):
+            kept = self._idle.pop()
+            # The member may have closed it meanwhile, and then answers nothing.
+            answer = self._answer(kept, request, size)
+            if answer is not None:
+                return answer
+        answer = self._answer(self._connected(), request, size)
+        if answer is None:
+            raise PeerFailed("broken")
+        return answer
+
+    def _answer(
+        self, connection: socket.socket, request: bytes, size: int, *, keep: bool = True
+    ) -> Answer | None:
+        """Sends a request; with ``keep`` the connection is kept for the next one if it may be used
+        again. None if it was closed before the answer. Raises PeerFailed."""
+        is_kept = False
+        try:
+            limit_s = self.breaker.limit_s
+            _limit(connection, limit_s)
+            connection.sendall(request)
+            head, rest = _head(connection, time.monotonic() + limit_s)
+            if not head:
+                return None
+            answer, is_kept = _answer(connection, head, rest, size)
+            if answer.status == REFUSED:
+                self._address = None
+                raise PeerFailed("wrong-secret")
+            if answer.status not in _STATUSES:
+                raise PeerFailed("broken")
+            return answer
+        except (BrokenPipeError, ConnectionResetError):
+            return None
+        except (BlockingIOError, TimeoutError):
+            raise PeerFailed("slow") from None
+        except OSError:
+            raise PeerFailed("broken") from None
+        finally:
+            if keep and is_kept and len(self._idle) < _MOST_IDLE:
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+    def _connected(self) -> socket.socket:
+        """A new connection. Raises PeerFailed."""
+        address = self._address
+        if address is not None:
+            try:
+                return _connect(address)
+            except ConnectionRefusedError:
+                # The member may have been started again, with another port.
+                self._address = None
+            except OSError:
+                raise PeerFailed("unreachable") from None
+        if not self._finding.acquire(timeout=CONNECT_S):
+            raise PeerFailed("unreachable")
+        try:
+            if self._address is None:
+                self._address = self._find()
+            return _connect(self._address)
+        except OSError:
+            raise PeerFailed("unreachable") from None
+        finally:
+            self._finding.release()
+
+    def _find(self) -> tuple[str, int]:
+        """The address at which the member answers for this set. Other programs, and other mounts of
+        the job, may have some of the ports. Raises PeerFailed, OSError."""
+        kind: Kind = "unreachable"
+        try:
+            found = call_within(CONNECT_S, _resolved, self._host)
+        except Unanswered:
+            raise PeerFailed(kind) from None
+        hello = self._before + HELLO.encode() + self._after
+        for port in self._ports:
+            try:
+                connection = _connect((found, port))
+            except ConnectionRefusedError:
+                continue
+            try:
+                answer = self._answer(connection, hello, 0, keep=False)
+            except PeerFailed as error:
+                if error.kind == "slow":
+                    raise
+                kind = "wrong-secret" if kind == "unreachable" else kind
+                continue
+            if answer is not None and answer.status == OK:
+                return found, port
+            if answer is not None and answer.status == NOT_KEPT:
+                kind = "other-set"
+        raise PeerFailed(kind)
+
+
+def _resolved(host: str) -> str:
+    """The first address of a host. Raises OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(found[0][4][0])
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    """Raises OSError, TimeoutError after ``CONNECT_S``."""
+    connection = socket.create_connection(address, timeout=CONNECT_S)
+    # From now on the kernel limits the waits: ``_limit``.
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _limit(connection: socket.socket, seconds: float) -> None:
+    """Sets the limit of each wait in the kernel."""
+    value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
+def _head(connection: socket.socket, until_s: float) -> tuple[bytes, bytes]:
+    """The head of an answer, and the bytes behind it that came with it; nothing if the connection
+    was closed. Raises OSError, PeerFailed."""
+    got = connection.recv(64 * 1024)
+    while got and (end := got.find(b"\r\n\r\n")) < 0:
+        if len(got) > _MOST_HEAD:
+            raise PeerFailed("broken")
+        if time.monotonic() > until_s:
+            raise PeerFailed("slow")
+        more = connection.recv(_MOST_HEAD)
+        if not more:
+            raise PeerFailed("broken")
+        got += more
+    return (got[: end + 2], got[end + 4 :]) if got else (b"", b"")
+
+
+def _answer(connection: socket.socket, head: bytes, rest: bytes, size: int) -> tuple[Answer, bool]:
+    """The answer with this head, and whether its connection may be used again. Raises OSError,
+    PeerFailed for an answer of another form, and for other than ``size`` bytes."""
+    status = head[9:12]
+    if not head.startswith(b"HTTP/1.1 ") or not _DIGITS.issuperset(status) or len(status) < 3:
+        raise PeerFailed("broken")
+    fields = _fields(head)
+    length = fields.get(b"content-length", b"")
+    if not length or len(length) > 19 or not _DIGITS.issuperset(length):
+        raise PeerFailed("broken")
+    is_kept = fields.get(b"connection", b"").lower() != b"close"
+    if int(status) != OK:
+        # Its bytes are a text for a person.
+        return Answer(int(status), b"", None), is_kept and len(rest) == int(length)
+    if int(length) != size or len(rest) > size:
+        raise PeerFailed("broken")
+    parts, left = [rest], size - len(rest)
+    while left:
+        # The kernel limits the wait for all bytes of one call.
+        part = connection.recv(min(left, MiB), socket.MSG_WAITALL)
+        if not part:
+            raise PeerFailed("broken")
+        if len(part) < min(left, MiB):
+            is_open = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            raise PeerFailed("slow" if is_open else "broken")
+        parts.append(part)
+        left -= len(part)
+    digest = fields.get(DIGEST_HEADER.lower().encode(), b"")
+    number = int(digest, 16) if _DIGEST.fullmatch(digest) else None
+    return Answer(OK, b"".join(parts), number), is_kept
+
+
+def _fields(head: bytes) -> dict[bytes, bytes]:
+    fields = {}
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        fields[name.lower()] = value.strip()
+    return fields

@@ -1,0 +1,296 @@
+"""nginx as the engine that serves the copies of this node to the other members.
+
+It has one process, without capabilities, as the user of the daemon, and ends with the daemon. Its
+directory in the state directory has its configuration and its log:
+
+    nginx.conf       written at each start
+    nginx.log        errors; begun anew at each start
+    answers.sock     at which the daemon answers for copies that it does not have yet
+    1, 2, ...        links to the copies in each tier
+
+It serves ``/SET/c/XX/INO``, a copy by its inode number, and passes ``/SET/d/INO``, and copies that
+are missing, to the daemon. A request without the token gets 403, and all other names get 404.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from monarch.errors import UsageError
+from monarch.peers.client import DIGEST_HEADER, HELLO, TOKEN_HEADER
+from monarch.posix.private_directory import replace_private
+from monarch.text import escape_text
+
+log = logging.getLogger(__name__)
+
+SOCKET = "answers.sock"
+# Where the engine finds a copy when the daemon has named its tier.
+INTERNAL = "/copies"
+# Beside PATH, which lacks them for ordinary users.
+_PLACES = ("/usr/sbin", "/usr/local/sbin", "/usr/local/nginx/sbin", "/sbin")
+# The pause before a new start, in seconds, doubles up to the second; a process that ran longer than
+# that begins with the first.
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 60.0
+_READY_S = 5.0
+_STEP_S = 0.01
+_END_S = 2.0
+_MOST_WORDS = 500
+
+
+def find_engine(given: Path | None) -> Path:
+    """The program of the engine. Raises UsageError if there is none."""
+    if given is not None:
+        if os.access(given, os.X_OK):
+            return given
+        raise UsageError(f"peers.engine {os.fspath(given)!r} cannot be executed")
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_PLACES])
+    found = shutil.which("nginx", path=path)
+    if found is None:
+        raise UsageError(
+            "nginx, which serves the copies to other nodes, is not installed",
+            hint="install nginx (Debian: nginx-light), or name it with peers.engine",
+        )
+    return Path(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What the engine serves: the directories with the copies in each tier, for the members that
+    show ``token``, under the name ``set_name``, at ``address`` and one of ``ports``."""
+
+    tiers: Sequence[Path]
+    set_name: str
+    token: str
+    address: str
+    ports: Sequence[int]
+
+
+class Engine:
+    """The process of the engine in ``directory``, which is made. ``run`` is its task."""
+
+    def __init__(self, program: Path, directory: Path, site: Site) -> None:
+        self._program = program
+        self._directory = directory
+        self._site = site
+        # The port at which it answers; None while it does not.
+        self.port: int | None = None
+        self.starts = 0
+        # Set when it answers for the first time, or could not be started.
+        self.settled = trio.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def run(self) -> None:
+        """Keeps the engine running until cancelled."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            began_s = trio.current_time()
+            try:
+                with suppress(OSError):
+                    await self._start()
+                self.settled.set()
+                if self.port is not None and self._process is not None:
+                    await _ended(self._process)
+            finally:
+                self._end()
+            if trio.current_time() - began_s > _LONGEST_PAUSE_S:
+                pause_s = _FIRST_PAUSE_S
+            log.warning(
+                "nginx, which serves copies to the other nodes, ended or did not start: %s; they"
+                " read the source, and it is started again in %g s",
+                *(self._last_words(), pause_s),
+            )
+            await trio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _start(self) -> None:
+        """Starts the engine at the first port that is free; ``port`` is None if there is none.
+        Raises OSError."""
+        self._prepare()
+        for port in self._site.ports:
+            if not is_free(self._site.address, port):
+                continue
+            replace_private(self._directory / "nginx.conf", self.configuration(port))
+            self._process = self._spawn()
+            self.starts += 1
+            if await self._answers(port, self._process):
+                self.port = port
+                replace_private(self._directory / "port", f"{port}\n")
+                log.info("copies for other nodes at %s port %d", self._site.address, port)
+                return
+            self._end()
+
+    def _prepare(self) -> None:
+        """Makes the directory, with links to the tiers. Raises OSError."""
+        with suppress(FileExistsError):
+            self._directory.mkdir(mode=0o700)
+        for number, copies in enumerate(self._site.tiers, start=1):
+            link = self._directory / str(number)
+            with suppress(FileNotFoundError):
+                link.unlink()
+            link.symlink_to(copies)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        """Starts the process in this thread, whose end would end it, too. Raises OSError."""
+        command = [os.fspath(self._program), "-p", ".", "-c", "nginx.conf", "-e", "stderr"]
+        setpriv = shutil.which("setpriv")
+        if setpriv is not None:
+            bounds = ["--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+            command = [setpriv, "--pdeathsig", "KILL", "--no-new-privs", *bounds, *command]
+        with open(self._directory / "nginx.log", "wb") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self._directory,
+                env={"PATH": os.defpath},
+            )
+
+    async def _answers(self, port: int, process: subprocess.Popen[bytes]) -> bool:
+        """Waits until the engine answers; False if it has ended or takes too long."""
+        site = self._site
+        request = (
+            f"GET /{site.set_name}/{HELLO} HTTP/1.1\r\nHost: monarch\r\n{TOKEN_HEADER}:"
+            f" {site.token}\r\nConnection: close\r\n\r\n"
+        )
+        with trio.move_on_after(_READY_S):
+            while process.poll() is None:
+                with suppress(OSError, trio.BrokenResourceError):
+                    async with await trio.open_tcp_stream(site.address, port) as stream:
+                        await stream.send_all(request.encode())
+                        return (await stream.receive_some(64)).startswith(b"HTTP/1.1 200")
+                await trio.sleep(_STEP_S)
+        return False
+
+    def _end(self) -> None:
+        process, self._process, self.port = self._process, None, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _last_words(self) -> str:
+        """The last line of the log of the engine."""
+        with suppress(OSError):
+            text = (self._directory / "nginx.log").read_bytes()[-_MOST_WORDS:]
+            if lines := text.decode(errors="replace").splitlines():
+                return escape_text(lines[-1])
+        return f"no port of {self._site.ports} is free"
+
+    def configuration(self, port: int) -> str:
+        """The configuration for ``port``: ASCII text."""
+        site = self._site
+        address = f"[{site.address}]" if ":" in site.address else site.address
+        user = "user root root;" if os.geteuid() == 0 else ""
+        tries = " ".join(f"/{number}/$1" for number in range(1, len(site.tiers) + 1))
+        header = TOKEN_HEADER.lower().replace("-", "_")
+        digest = DIGEST_HEADER.lower().replace("-", "_")
+        temporary = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        return f"""\
+daemon off;
+master_process off;
+pid nginx.pid;
+{user}
+error_log stderr warn;
+events {{ worker_connections 4096; }}
+http {{
+  {" ".join(f"{name}_temp_path temporary;" for name in temporary)}
+  access_log off;
+  server_tokens off;
+  etag off;
+  default_type application/octet-stream;
+  sendfile on;
+  # With it, answers of this size take three times as long.
+  tcp_nopush off;
+  tcp_nodelay on;
+  aio threads;
+  keepalive_timeout 75s;
+  keepalive_requests 1000000000;
+  # A client that is slow, or sends much, holds a connection for seconds, and kilobytes.
+  client_header_timeout 5s;
+  client_body_timeout 5s;
+  send_timeout 10s;
+  reset_timedout_connection on;
+  lingering_close off;
+  client_header_buffer_size 1k;
+  large_client_header_buffers 2 1k;
+  client_max_body_size 1;
+  limit_conn_zone $binary_remote_addr zone=nodes:1m;
+  limit_conn nodes 1024;
+  map_hash_bucket_size 128;
+  map $http_{header} $is_member {{ default 0; "{site.token}" 1; }}
+  upstream daemon {{ server unix:{SOCKET}; keepalive 32; }}
+  server {{
+    listen {address}:{port};
+    root .;
+    max_ranges 0;
+    if ($is_member = 0) {{ return 403; }}
+    if ($request_method != GET) {{ return 405; }}
+    location = /{site.set_name}/{HELLO} {{ return 200 ""; }}
+    location ~ ^/{site.set_name}/c/([0-9a-f][0-9a-f]/[0-9]+)$ {{
+      try_files {tries} @daemon;
+    }}
+    location ~ ^/{site.set_name}/d/[0-9]+$ {{ try_files /none @daemon; }}
+    location ~ ^{INTERNAL}/([0-9]+/[0-9a-f][0-9a-f]/[0-9]+)$ {{
+      internal;
+      try_files /$1 =404;
+      add_header {DIGEST_HEADER} $upstream_http_{digest};
+    }}
+    location @daemon {{
+      proxy_pass http://daemon;
+      proxy_http_version 1.1;
+      proxy_pass_request_headers off;
+      proxy_pass_request_body off;
+      proxy_set_header Connection "";
+      proxy_set_header Host monarch;
+      proxy_buffering off;
+      proxy_max_temp_file_size 0;
+      proxy_connect_timeout 1s;
+      proxy_read_timeout 10s;
+    }}
+    location / {{ return 404; }}
+  }}
+}}
+"""
+
+
+def is_free(address: str, port: int) -> bool:
+    """Whether a program may listen at a port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    """Waits for the end of a process."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        # Linux before 5.3.
+        while process.poll() is None:
+            await trio.sleep(_FIRST_PAUSE_S)
+        return
+    try:
+        await trio.lowlevel.wait_readable(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,56 @@
+"""What the settings of a mount say about the nodes of its job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.config.settings import PeerSettings
+from monarch.errors import UsageError
+from monarch.peers.engine import find_engine
+from monarch.peers.members import Endpoint, members_of, own_index
+from monarch.peers.network import addresses_of, listening_address, own_names
+from monarch.peers.secret import ports_of, read_secret, token_of
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The members of the job. This node is the one with the number ``own``, and listens at
+    ``address`` and the first free one of ``own_ports``. The others do so at ``ports``, unless their
+    endpoint has a port."""
+
+    members: list[Endpoint]
+    own: int
+    address: str
+    ports: list[int]
+    own_ports: list[int]
+    token: str
+    engine: Path
+
+
+def membership(settings: PeerSettings, environ: Mapping[str, str]) -> Membership | None:
+    """The members of the job; None if there are none beside this node. Raises UsageError."""
+    if not settings.members:
+        return None
+    try:
+        members = members_of(settings.members, environ, addresses_of)
+    except OSError as error:
+        what = error.strerror or error
+        raise UsageError(f"peers.members: {settings.members}: {what}") from error
+    hosts = {member.host for member in members}
+    names = [settings.address] if settings.address in hosts else own_names()
+    own = own_index(members, environ, names, port=settings.port)
+    if len(members) == 1:
+        return None
+    secret = read_secret(settings.secret_file, environ)
+    port, ports = members[own].port, ports_of(secret, settings.port)
+    return Membership(
+        members=members,
+        own=own,
+        address=settings.address or listening_address(members, own),
+        ports=ports,
+        own_ports=[port] if port else ports,
+        token=token_of(secret),
+        engine=find_engine(settings.engine),
+    )

@@ -1,0 +1,63 @@
+"""The names and addresses of this node, and those behind names of other nodes."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from monarch.errors import Unanswered, UsageError
+from monarch.peers.members import Endpoint
+from monarch.posix.bounded_calls import call_within
+
+# How long the DNS may take for one name, in seconds.
+_RESOLVE_S = 5.0
+_ANY_PORT = 9
+_LOCAL_V4 = re.compile(r"\|-- ([0-9.]+)\n\s+/32 host LOCAL")
+
+
+def addresses_of(name: str) -> list[str]:
+    """The IP addresses of a name. Raises OSError."""
+    try:
+        found = call_within(_RESOLVE_S, socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)
+    except Unanswered:
+        raise TimeoutError(f"the DNS does not answer for {name}") from None
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def own_names() -> list[str]:
+    """The host name and the IP addresses of this node."""
+    names = [socket.gethostname()]
+    with suppress(OSError):
+        names += _LOCAL_V4.findall(Path("/proc/net/fib_trie").read_text())
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            names.append(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])).compressed)
+    return list(dict.fromkeys(names))
+
+
+def listening_address(members: Sequence[Endpoint], own: int) -> str:
+    """The address of this node at which the other members reach it: that of its name, or, where the
+    name leads to the loopback interface, that of the way to another member. Raises UsageError."""
+    host = members[own].host
+    try:
+        found = addresses_of(host)[0]
+        if not ipaddress.ip_address(found).is_loopback:
+            return found
+        others = [each.host for index, each in enumerate(members) if index != own]
+        to = addresses_of(others[0])[0]
+        if ipaddress.ip_address(to).is_loopback:
+            return found
+        family = socket.AF_INET6 if ":" in to else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # No packet is sent.
+            probe.connect((to, _ANY_PORT))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"the address of this node, {host}, is not known: {error.strerror or error}",
+            hint="set peers.address",
+        ) from error

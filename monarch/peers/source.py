@@ -1,0 +1,221 @@
+"""The source of a mount that shares its copies with the other nodes of a job.
+
+A small file that another node owns is requested from that node. Its bytes count only if they have
+the size and the digest that the owner has given. Whatever fails, the file is read from the source
+itself: a peer may save a read of the source, and never causes an error.
+
+If the owner does not answer, the next member in the order of the hash owns the file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from monarch.namespace.snapshot import Snapshot
+from monarch.peers.answers import digest_of
+from monarch.peers.client import COMING, NOT_KEPT, Answer, PeerClient, PeerFailed
+from monarch.peers.ownership import Ownership
+from monarch.telemetry.log import Limiter
+from monarch.tiers.contents import copy_name
+from monarch.tiers.source import Fetched, Source
+from monarch.types import Identity, Ino
+
+log = logging.getLogger(__name__)
+
+# Members that are asked for one file: the owner, and the next one.
+_ASKED = 2
+# How long a member may fetch a file from the source before this node does so, too, in seconds.
+_COMING_S = 5.0
+# A member that does not keep a file is asked again after one to two times this, in seconds.
+_NOT_KEPT_S = 60
+_TURNS = 254
+# Files of other members that this node keeps although these are asked again: some MiB.
+_MOST_TAKEN_OVER = 100_000
+
+
+@dataclass(slots=True)
+class Received:
+    """What one member has given: files, their bytes, and requests that failed."""
+
+    files: int = 0
+    nbytes: int = 0
+    failed: int = 0
+
+
+class Peers:
+    """The other members as this node sees them. ``clients`` are in the order of the members of
+    ``ownership``, None for this node. Files of up to ``largest`` bytes are shared. All methods may
+    run in any thread; only ``fetch`` waits."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        ownership: Ownership,
+        clients: Sequence[PeerClient | None],
+        *,
+        largest: int,
+    ) -> None:
+        self._snapshot = snapshot
+        self._ownership = ownership
+        self.clients = tuple(clients)
+        self._own = self.clients.index(None)
+        self._largest = largest
+        # The digest of each file whose owner has given it, 0: unknown; and when the owner answered
+        # that it does not keep the file, 0: it has not. Pages that are not written need no memory.
+        self._digests = np.zeros(snapshot.entries + 1, np.uint64)
+        self._not_kept = np.zeros(snapshot.entries + 1, np.uint8)
+        # Files whose owner has just failed to give them: this node is the next one.
+        self._taken_over: set[Ino] = set()
+        self._counting = threading.Lock()
+        self._limiter = Limiter(log)
+        self.received = [Received() for _ in clients]
+        self.failures: Counter[str] = Counter()
+        # Requests to which the owner answered that it does not keep the file.
+        self.not_kept = 0
+
+    @property
+    def share(self) -> float:
+        """The part of the files that this node owns while all members answer."""
+        members = self._ownership.members
+        return members[self._own].weight / sum(member.weight for member in members)
+
+    def is_shared(self, ino: Ino, size: int) -> bool:
+        """Whether a file has an owner: it is in the snapshot, and small."""
+        return 1 <= ino <= self._snapshot.entries and 0 < size <= self._largest
+
+    def owns(self, ino: Ino) -> bool:
+        """Whether this node owns a file now: all members before it in the order do not answer."""
+        if ino in self._taken_over:
+            return True
+        now = time.monotonic()
+        for index in self._ownership.order(ino):
+            client = self.clients[index]
+            if client is None:
+                return True
+            if not client.breaker.is_out(now):
+                return False
+        return True
+
+    def fetch(self, ino: Ino, identity: Identity) -> bytes | None:
+        """The bytes of a file from its owner; None if it must be read from the source."""
+        if not self.is_shared(ino, identity.size):
+            return None
+        asked = 0
+        for index in self._ownership.order(ino):
+            client = self.clients[index]
+            if client is None:
+                if asked:
+                    self._take_over(ino)
+                return None
+            if asked == _ASKED:
+                return None
+            if not client.breaker.admits(time.monotonic()):
+                continue
+            if not asked and not self._may_ask(ino, identity):
+                return None
+            asked += 1
+            try:
+                content = self._from(client, ino, identity.size)
+            except PeerFailed as error:
+                self._failed(index, error.kind)
+                is_down = error.kind == "unreachable" or client.breaker.is_out(time.monotonic())
+                if not is_down or error.kind == "damaged":
+                    # The member is there: another one would keep the file in vain.
+                    return None
+                continue
+            if content is not None:
+                with self._counting:
+                    received = self.received[index]
+                    received.files += 1
+                    received.nbytes += len(content)
+            return content
+        return None
+
+    def _take_over(self, ino: Ino) -> None:
+        if len(self._taken_over) >= _MOST_TAKEN_OVER:
+            self._taken_over.clear()
+        self._taken_over.add(ino)
+
+    def _may_ask(self, ino: Ino, identity: Identity) -> bool:
+        """Whether a member may have the file: in this version, and kept by its owner."""
+        mark = int(self._not_kept[ino])
+        if mark and (_turn() - mark) % _TURNS <= 1:
+            return False
+        # Members know the version of the snapshot only.
+        return self._snapshot.attributes(ino).identity == identity
+
+    def _from(self, client: PeerClient, ino: Ino, size: int) -> bytes | None:
+        """The bytes of a file from a member; None if the member does not keep it. Raises
+        PeerFailed."""
+        known = int(self._digests[ino])
+        # Without its digest the copy is of no use, and the daemon of the member knows it.
+        name = f"c/{copy_name(ino)}" if known else f"d/{ino}"
+        until_s = time.monotonic() + _COMING_S
+        answer = client.get(name, size)
+        while answer.status == COMING:
+            if time.monotonic() > until_s:
+                raise PeerFailed("slow")
+            answer = client.get(name, size)
+        if answer.status == NOT_KEPT:
+            self._not_kept[ino] = _turn()
+            with self._counting:
+                self.not_kept += 1
+            return None
+        return self._checked(client, ino, answer, known)
+
+    def _checked(self, client: PeerClient, ino: Ino, answer: Answer, known: int) -> bytes:
+        """The bytes of an answer if they are right. Raises PeerFailed."""
+        found = digest_of(answer.data)
+        # The member may have made the copy anew, with another digest, and then it says so.
+        if found == (known if answer.digest is None else answer.digest):
+            self._digests[ino] = found
+            return answer.data
+        self._digests[ino] = 0
+        self._limiter.warning(
+            f"damaged {client.name}",
+            "node %s gave other bytes of inode %d than it should: the source is read instead",
+            *(client.name, ino),
+        )
+        raise client.damaged()
+
+    def _failed(self, index: int, kind: str) -> None:
+        with self._counting:
+            self.received[index].failed += 1
+            self.failures[kind] += 1
+
+    def close(self) -> None:
+        for client in self.clients:
+            if client is not None:
+                client.close()
+
+
+class PeerSource(Source):
+    """A directory whose small files other nodes may give. ``peers`` is None until the parts of the
+    mount are built."""
+
+    def __init__(self, path: bytes, close: Callable[[int], None] = os.close) -> None:
+        super().__init__(path, close)
+        self.peers: Peers | None = None
+
+    @property
+    def directory(self) -> int:
+        # The datapath would read each file from the source.
+        return -1
+
+    def fetch_shared(self, path: bytes, identity: Identity, ino: Ino) -> Fetched:
+        """As ``fetch``; of a file from another node the numbers of calls are 0."""
+        content = self.peers.fetch(ino, identity) if self.peers is not None else None
+        return self.fetch(path, identity) if content is None else Fetched(content, 0, 0)
+
+
+def _turn() -> int:
+    """A number from 1 on for each ``_NOT_KEPT_S`` seconds, again and again."""
+    return int(time.monotonic() // _NOT_KEPT_S) % _TURNS + 1

@@ -1,0 +1,42 @@
+"""The part of a status report on the other nodes of the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReport:
+    """One other node. ``state``: "answers", "not asked", or why it did not answer: "unreachable",
+    "slow", "broken", "wrong-secret", "other-set" (another snapshot), "damaged". ``out``: it is not
+    asked for a while. ``files`` and ``bytes`` came from it; ``failed`` requests did not."""
+
+    name: str
+    state: str
+    out: bool
+    files: int
+    bytes: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeersReport:
+    """The members of the job. ``own`` is the name of this node, which owns a part ``share`` of the
+    files. ``address`` is where its engine answers, empty if it does not; ``starts`` counts its
+    starts. ``set`` identifies the snapshot. ``files`` and ``bytes`` came from other nodes;
+    ``failures`` by kind are requests that did not bring bytes; ``not_kept`` requests were for files
+    that their owner does not keep. ``fetched_*`` were read from the source for other nodes."""
+
+    members: int
+    own: str
+    share: float
+    address: str
+    starts: int
+    set: str
+    files: int
+    bytes: int
+    not_kept: int
+    fetched_files: int
+    fetched_bytes: int
+    failures: dict[str, int] = field(default_factory=dict)
+    peers: list[PeerReport] = field(default_factory=list)

@@ -1,0 +1,124 @@
+"""Several nodes of a job on this machine: one daemon for each, at addresses of the loopback."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import MonarchCommand, Mounted
+from tests.mount.observe import account, epoch, settled
+
+# A loaded machine must not make a member look slow.
+PATIENCE = "peers.patience=10"
+
+
+def host(number: int) -> str:
+    """The address of a node, whose numbers are 1, 2, ..."""
+    return f"127.0.77.{number}"
+
+
+class Lab:
+    """The nodes of one job. ``members`` of them are in the list; ``mount`` starts each."""
+
+    def __init__(self, directory: Path, source: Path, members: int) -> None:
+        self.directory = directory
+        self.source = source
+        self._members = members
+        self.secret = self.write_secret("secret")
+        self.nodes: dict[int, Mounted] = {}
+        self.commands: list[MonarchCommand] = []
+
+    def write_secret(self, name: str) -> Path:
+        path = self.directory / name
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32))
+        return path
+
+    def mount(
+        self, number: int, *options: str, secret: Path | None = None, tier: str = "10MiB"
+    ) -> Mounted:
+        own = self.directory / f"node{number}"
+        own.mkdir()
+        command = MonarchCommand(own, uuid.uuid4().hex, "relay")
+        self.commands.append(command)
+        common = [
+            f"peers.members=127.0.77.[1-{self._members}]",
+            f"peers.address={host(number)}",
+            f"peers.secret_file={secret or self.secret}",
+            PATIENCE,
+        ]
+        made = command.mount(
+            self.source,
+            tiers={"fast": tier},
+            options=["datapath=relay", "open=open", *common, *options],
+        )
+        self.nodes[number] = made
+        return made
+
+    def read_all(self, content: Mapping[str, bytes], numbers: Sequence[int] = ()) -> None:
+        """Reads all files on the nodes at the same time, each in an order of its own."""
+        failed: list[BaseException] = []
+
+        def read(number: int) -> None:
+            # Not ``random``: the nodes begin at different places of one order.
+            names = sorted(content)
+            start = number * len(names) // 5
+            try:
+                epoch(self.nodes[number], content, names[start:] + names[:start])
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=read, args=(n,)) for n in numbers or self.nodes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def reports(self) -> dict[int, dict[str, Any]]:
+        """The settled reports of the nodes that run."""
+        return {n: settled(node) for n, node in self.nodes.items() if not node.killed}
+
+    def opens_at_the_source(self) -> int:
+        return sum(report["source_totals"]["opens"] for report in self.reports().values())
+
+    def peers(self, number: int) -> dict[str, Any]:
+        found: dict[str, Any] = account(self.nodes[number])["peers"]
+        return found
+
+    def state_of(self, number: int, other: int) -> str:
+        """How node ``number`` sees node ``other``."""
+        (found,) = (p for p in self.peers(number)["peers"] if p["name"] == host(other))
+        return str(found["state"])
+
+    def engine(self, number: int) -> int | None:
+        """The process of the engine of a node; None if there is none."""
+        directory = self.nodes[number].state / "peers"
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                is_nginx = Path(f"/proc/{pid}/comm").read_text() == "nginx\n"
+                if is_nginx and Path(os.readlink(f"/proc/{pid}/cwd")) == directory:
+                    return int(pid)
+            except OSError:
+                continue
+        return None
+
+    def close(self) -> None:
+        for command in self.commands:
+            command.close()
+
+
+@contextmanager
+def lab(directory: Path, source: Path, members: int) -> Iterator[Lab]:
+    made = Lab(directory, source, members)
+    try:
+        yield made
+    finally:
+        made.close()

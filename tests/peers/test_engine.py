@@ -1,0 +1,280 @@
+"""nginx and the answers of the daemon behind it, with copies and files of the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+
+from monarch.errors import MonarchError, UsageError
+from monarch.peers.answers import Answers, Content, Copy, digest_of
+from monarch.peers.breaker import Breaker
+from monarch.peers.client import PeerClient, PeerFailed
+from monarch.peers.engine import SOCKET, Engine, Site, find_engine
+from monarch.peers.members import Endpoint
+from monarch.tiers.contents import copy_name
+from monarch.types import Ino
+
+SET, TOKEN = "ab" * 16, "cd" * 32
+FIRST, SECOND, SMALL, LARGE, REFUSED = Ino(257), Ino(70_000), Ino(3), Ino(4), Ino(5)
+
+
+class Files:
+    """Copies in two tiers, and a source from which two files can be fetched."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tiers = [directory / "tier1", directory / "tier2"]
+        self.copies: dict[Ino, Copy] = {}
+        self.source = {SMALL: b"small" * 100, LARGE: os.urandom(3_000_000)}
+        self.fetched: list[Ino] = []
+        self.may_arrive = trio.Event()
+        self.fails = False
+        for tier in self.tiers:
+            tier.mkdir(parents=True)
+
+    def put(self, ino: Ino, content: bytes, tier: int) -> None:
+        path = self.tiers[tier - 1] / copy_name(ino)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        self.copies[ino] = Copy(tier, digest_of(content))
+
+    def copy_of(self, ino: Ino) -> Copy | None:
+        return self.copies.get(ino)
+
+    def size_to_fetch(self, ino: Ino) -> int | None:
+        return len(self.source[ino]) if ino in self.source else None
+
+    async def fetch(self, ino: Ino) -> Content | None:
+        self.fetched.append(ino)
+        await self.may_arrive.wait()
+        if self.fails:
+            raise MonarchError("the source fails")
+        return self.source[ino]
+
+
+class Node:
+    """An engine that runs, and how a member reaches it."""
+
+    def __init__(self, files: Files, engine: Engine, port: int) -> None:
+        self.files, self.engine, self.port = files, engine, port
+
+    def client(self, *, token: str = TOKEN, set_name: str = SET) -> PeerClient:
+        return PeerClient(Endpoint("127.0.0.1"), [self.port], token, set_name, Breaker(10.0))
+
+    def raw(self, request: bytes) -> bytes:
+        """The answer to any bytes, up to its end; empty if the engine hangs up."""
+        answer = b""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(request)
+            with suppress(ConnectionResetError):
+                while part := connection.recv(65536):
+                    answer += part
+        return answer
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def with_node(directory: Path, check: Callable[[Node], Awaitable[None]]) -> None:
+    """Runs ``check`` beside an engine and its daemon."""
+
+    async def main() -> None:
+        files, port = Files(directory), free_port()
+        peers = directory / "peers"
+        answers = Answers(peers / SOCKET, files, patience_s=0.02, most_held=8_000_000)
+        site = Site(files.tiers, SET, TOKEN, "127.0.0.1", [port])
+        engine = Engine(find_engine(None), peers, site)
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(answers.run)
+                nursery.start_soon(engine.run)
+                await engine.settled.wait()
+                assert engine.port == port, (peers / "nginx.log").read_text()
+                await check(Node(files, engine, port))
+                nursery.cancel_scope.cancel()
+        assert engine.port is None
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+
+    if shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin") is None:
+        pytest.fail("nginx is not installed")
+    trio.run(main)
+
+
+async def call(function: Callable[[], object]) -> object:
+    return await trio.to_thread.run_sync(function)
+
+
+@pytest.mark.promise(271)
+def test_copies_come_from_the_engine_and_other_files_from_the_daemon_once(tmp_path: Path) -> None:
+    async def check(node: Node) -> None:
+        files, client, other = node.files, node.client(), node.client()
+        first, second = os.urandom(100_000), os.urandom(2_000_000)
+        files.put(FIRST, first, 1)
+        files.put(SECOND, second, 2)
+        for ino, content in ((FIRST, first), (SECOND, second)):
+            asked = await trio.to_thread.run_sync(client.get, f"d/{ino}", len(content))
+            assert (asked.data, asked.digest) == (content, digest_of(content))
+            direct = await trio.to_thread.run_sync(client.get, f"c/{copy_name(ino)}", len(content))
+            assert (direct.data, direct.digest) == (content, None)
+        missing = await trio.to_thread.run_sync(client.get, f"c/{copy_name(REFUSED)}", 5)
+        assert missing.status == 404
+        # Two members ask for a file while it is fetched.
+        small = len(files.source[SMALL])
+        for each in (client, other):
+            assert (await trio.to_thread.run_sync(each.get, f"d/{SMALL}", small)).status == 202
+        files.may_arrive.set()
+        for each in (client, other):
+            answer = await trio.to_thread.run_sync(each.get, f"d/{SMALL}", small)
+            while answer.status == 202:
+                answer = await trio.to_thread.run_sync(each.get, f"d/{SMALL}", small)
+            assert answer.data == files.source[SMALL]
+            assert answer.digest == digest_of(answer.data)
+        assert files.fetched == [SMALL]
+        large = await trio.to_thread.run_sync(client.get, f"d/{LARGE}", 3_000_000)
+        assert large.data == files.source[LARGE]
+        client.close()
+        other.close()
+
+    with_node(tmp_path, check)
+
+
+def test_a_fetch_that_fails_is_answered_as_not_kept(tmp_path: Path) -> None:
+    async def check(node: Node) -> None:
+        node.files.fails = True
+        node.files.may_arrive.set()
+        client = node.client()
+        assert (await trio.to_thread.run_sync(client.get, f"d/{SMALL}", 500)).status == 404
+        client.close()
+
+    with_node(tmp_path, check)
+
+
+def request(name: str, *, method: str = "GET", token: str = TOKEN, more: str = "") -> bytes:
+    head = f"{method} {name} HTTP/1.1\r\nHost: monarch\r\nX-Monarch-Token: {token}\r\n"
+    return f"{head}Connection: close\r\n{more}\r\n".encode()
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ")[1]) if answer else 0
+
+
+@pytest.mark.promise(272)
+def test_without_the_token_or_outside_of_the_set_nothing_is_served(tmp_path: Path) -> None:
+    async def check(node: Node) -> None:
+        files, ask = node.files, partial(trio.to_thread.run_sync, node.raw)
+        files.put(FIRST, b"secret bytes", 1)
+        (files.tiers[0] / "01" / "257.part").write_bytes(b"secret bytes")
+        (tmp_path / "outside").write_bytes(b"secret bytes")
+        good = f"/{SET}/c/{copy_name(FIRST)}"
+        assert b"secret bytes" in await ask(request(good))
+        for token in ("", "x", "0", "default", TOKEN[:-1], TOKEN + "0"):
+            assert status_of(await ask(request(good, token=token))) == 403, token
+        bare = f"GET {good} HTTP/1.1\r\nHost: monarch\r\nConnection: close\r\n\r\n".encode()
+        assert status_of(await ask(bare)) == 403
+        names = [
+            f"/{'0' * 32}/c/{copy_name(FIRST)}",
+            f"/{SET}/c/01/257.part",
+            f"/{SET}/c/01/../../../outside",
+            f"/{SET}/c/01/..%2f..%2f..%2foutside",
+            f"/{SET}/c/%2e%2e/outside",
+            f"/{SET}/c//etc/passwd",
+            f"/{SET}/d/../../outside",
+            f"/{SET}/d/-1",
+            f"/{SET}/d/99999999999999999999",
+            f"/{SET}/d/0",
+            f"/{SET}/",
+            "/1/01/257",
+            "/copies/1/01/257",
+            "/nginx.conf",
+            "/",
+            "/" + "a" * 900,
+        ]
+        for name in names:
+            answer = await ask(request(name))
+            assert status_of(answer) in (400, 404, 502), (name, answer)
+            assert b"secret" not in answer and TOKEN.encode() not in answer
+        for method in ("POST", "PUT", "DELETE", "HEAD", "TRACE", "PROPFIND"):
+            answer = await ask(request(good, method=method, more="Content-Length: 0\r\n"))
+            assert status_of(answer) == 405, method
+        for odd in (
+            request(good, more=f"X-Long: {'a' * 1_000_000}\r\n"),
+            request(good, more="X: y\r\n" * 5000),
+            b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n",
+            b"\x00\x16\x03\x01\x02\x00\x01\x00" * 100 + b"\r\n\r\n",
+        ):
+            assert b"secret" not in await ask(odd)
+        # It still works.
+        assert b"secret bytes" in await ask(request(good))
+
+    with_node(tmp_path, check)
+
+
+def test_a_member_with_another_secret_is_refused_and_says_so(tmp_path: Path) -> None:
+    async def check(node: Node) -> None:
+        for client, kind in (
+            (node.client(token="ef" * 32), "wrong-secret"),
+            (node.client(set_name="ef" * 16), "other-set"),
+        ):
+            with pytest.raises(PeerFailed) as failed:
+                await trio.to_thread.run_sync(client.get, "d/1", 5)
+            assert failed.value.kind == kind
+
+    with_node(tmp_path, check)
+
+
+@pytest.mark.promise(274)
+def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    async def check(node: Node) -> None:
+        process = node.engine._process
+        assert process is not None
+        node.files.put(FIRST, b"bytes", 1)
+        client = node.client()
+        assert (await trio.to_thread.run_sync(client.get, f"d/{FIRST}", 5)).data == b"bytes"
+        os.kill(process.pid, signal.SIGKILL)
+        while node.engine.port is not None or node.engine.starts < 2:
+            await trio.sleep(0.01)
+            if node.engine.starts >= 2:
+                break
+        while node.engine.port is None:
+            await trio.sleep(0.01)
+        assert (await trio.to_thread.run_sync(client.get, f"d/{FIRST}", 5)).data == b"bytes"
+        client.close()
+
+    with_node(tmp_path, check)
+
+
+@pytest.mark.promise(272)
+def test_the_configuration_is_private_and_the_engine_has_no_capabilities(tmp_path: Path) -> None:
+    async def check(node: Node) -> None:
+        directory = tmp_path / "peers"
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert (directory / "nginx.conf").stat().st_mode & 0o777 == 0o600
+        assert (directory / SOCKET).stat().st_mode & 0o777 == 0o600
+        process = node.engine._process
+        assert process is not None
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        assert "CapEff:\t0000000000000000" in status
+        assert "NoNewPrivs:\t1" in status
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert TOKEN.encode() not in command + environment
+
+    with_node(tmp_path, check)
+
+
+def test_an_engine_that_is_missing_or_cannot_be_executed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be executed"):
+        find_engine(tmp_path / "nginx")

@@ -1,0 +1,173 @@
+"""The members, secrets, ports and addresses that the settings of a mount lead to."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch.checks.peers import check_peers
+from monarch.config import load
+from monarch.config.settings import MountSettings, PeerSettings
+from monarch.daemon import run
+from monarch.errors import ConfigError, UsageError
+from monarch.packs.format import FORMAT
+from monarch.peers.members import Endpoint
+from monarch.peers.membership import membership
+from monarch.peers.network import addresses_of, listening_address, own_names
+from monarch.peers.secret import VARIABLE, ports_of, read_secret, token_of
+
+SECRET = "a secret of the job, long enough"
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    path = tmp_path / "nginx"
+    path.touch(mode=0o755)
+    return path
+
+
+def test_a_list_with_addresses_names_this_node(engine: Path) -> None:
+    settings = PeerSettings(
+        members="127.0.77.[1-3]", address="127.0.77.2", port=21800, engine=engine
+    )
+    found = membership(settings, {VARIABLE: SECRET})
+    assert found is not None
+    assert (found.own, found.address, len(found.members)) == (1, "127.0.77.2", 3)
+    assert found.ports == found.own_ports == list(range(21800, 21808))
+    assert found.token == token_of(SECRET.encode())
+
+
+def test_a_port_in_the_list_is_the_only_one_of_its_member(engine: Path) -> None:
+    settings = PeerSettings(members="127.0.0.1:9000,elsewhere", address="127.0.0.1", engine=engine)
+    found = membership(settings, {VARIABLE: SECRET})
+    assert found is not None
+    assert (found.own_ports, found.ports) == ([9000], ports_of(SECRET.encode(), 0))
+
+
+@pytest.mark.promise(276)
+@pytest.mark.parametrize("members", ["", "127.0.0.1"])
+def test_without_other_members_there_is_no_membership(members: str) -> None:
+    assert membership(PeerSettings(members=members), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("members", "environ", "message"),
+    [
+        ("slurm", {}, "no job of Slurm"),
+        ("elsewhere[1-4]", {VARIABLE: SECRET}, "is none of the members"),
+        ("127.0.0.1,elsewhere", {}, "no secret"),
+        ("127.0.0.1,elsewhere", {VARIABLE: "short"}, "16 to 4096 bytes"),
+    ],
+)
+def test_a_mistake_is_one_line_with_a_remedy(
+    members: str, environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        membership(PeerSettings(members=members), environ)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.promise(272)
+def test_a_secret_that_other_users_can_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    with pytest.raises(UsageError, match="No such file"):
+        read_secret(file, {})
+    file.write_text(SECRET + "\n")
+    file.chmod(0o640)
+    with pytest.raises(UsageError, match="other users can read it"):
+        read_secret(file, {})
+    file.chmod(0o600)
+    assert read_secret(file, {VARIABLE: "another"}) == SECRET.encode()
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(UsageError):
+        read_secret(tmp_path / "link", {})
+
+
+def test_the_token_and_the_ports_follow_from_the_secret_alone() -> None:
+    one, other = SECRET.encode(), b"another secret of another job"
+    assert token_of(one) != token_of(other)
+    assert SECRET not in token_of(one)
+    assert ports_of(one, 0) == ports_of(one, 0) != ports_of(other, 0)
+    assert all(20_000 <= port < 30_000 for port in ports_of(one, 0))
+    assert ports_of(one, 65_533) == [65_533, 65_534, 65_535]
+
+
+def test_this_node_knows_its_names_and_the_address_of_the_way_to_others() -> None:
+    names = own_names()
+    assert socket.gethostname() in names
+    assert "127.0.0.1" in names
+    assert addresses_of("127.0.0.1") == ["127.0.0.1"]
+    assert listening_address([Endpoint("127.0.0.1"), Endpoint("127.0.0.2")], 0) == "127.0.0.1"
+    with pytest.raises(UsageError, match=r"peers\.address"):
+        listening_address([Endpoint("no-such-host.invalid"), Endpoint("127.0.0.2")], 0)
+
+
+# -- the configuration, doctor and status ----------------------------------------------------------
+
+
+def mount_settings(**peers: object) -> MountSettings:
+    given = {"name": "m", "source": Path("/s"), "mountpoint": Path("/m"), "peers": peers}
+    return MountSettings.model_validate(given)
+
+
+def test_members_are_a_text_or_a_list_and_an_option(tmp_path: Path) -> None:
+    assert mount_settings(members=["a", "b:80"]).peers.members == "a,b:80"
+    settings = load.from_options(
+        tmp_path / "s", tmp_path / "m", peers="n[1-2]", options=["peers.port=21000"]
+    )
+    assert (settings.peers.members, settings.peers.port) == ("n[1-2]", 21000)
+    assert load.with_options(settings, [], peers="dns:x").peers.members == "dns:x"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["peers.address=here"], "'here' is no IP address"),
+        (["peers.members=a\nb"], "is no list of members"),
+        (["peers.members=a", "source_identity=caller"], "exclude each other"),
+        (["peers.patience=11s"], "peers.patience"),
+        (["peers.port=70000"], "peers.port"),
+    ],
+)
+def test_mistakes_in_the_settings_are_reported(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load.from_options(tmp_path / "s", tmp_path / "m", options=options)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port of 127.0.77.1 at which a program listens."""
+    with socket.create_server(("127.0.77.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        yield port
+
+
+def test_doctor_checks_the_members_the_secret_the_engine_and_the_port(
+    engine: Path, taken: int
+) -> None:
+    def statuses(**peers: object) -> list[tuple[str, str]]:
+        given = {"address": "127.0.77.1", "engine": engine, **peers}
+        found = check_peers(mount_settings(**given), {VARIABLE: SECRET})
+        return [(check.status, check.detail) for check in found]
+
+    assert statuses() == []
+    assert statuses(members="127.0.77.1")[0][0] == "ok"
+    ((status, detail),) = statuses(members="127.0.77.1,127.0.77.2")
+    assert status == "ok" and str(engine) in detail
+    ((status, detail),) = statuses(members=f"127.0.77.1:{taken},127.0.77.2", port=taken)
+    assert status == "warn" and "is free" in detail
+    ((status, detail),) = statuses(members="elsewhere1,elsewhere2", address=None)
+    assert status == "fail" and "none of the members" in detail
+
+
+def test_a_pack_is_not_shared(tmp_path: Path) -> None:
+    (tmp_path / "pack.json").write_text(json.dumps({"format": FORMAT}))
+    settings = mount_settings(members="a,b").model_copy(update={"source": tmp_path})
+    with pytest.raises(UsageError, match="does not share yet"):
+        run.prepare(settings)

@@ -1,0 +1,132 @@
+"""Several daemons share one data set: it is read once, and a fault costs only reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Tree, contents
+from tests.equipment.processes import is_running
+from tests.equipment.waiting import wait_until
+from tests.mount.observe import as_a_disk_does, copies, resident
+from tests.peers.lab import Lab, host, lab
+
+CONTENT = {f"d{n % 4}/f{n:03}": contents(f"f{n}", 500 + 41 * n) for n in range(60)}
+
+
+def owners(made: Lab) -> dict[str, int]:
+    """The node that has the copy of each file; no file has two."""
+    found: dict[str, int] = {}
+    for number, node in made.nodes.items():
+        for name in resident(node, CONTENT):
+            assert name not in found, f"{name} has two copies"
+            found[name] = number
+    return found
+
+
+@pytest.mark.promise(271, 274)
+def test_four_nodes_read_each_file_once_and_a_dead_node_costs_only_its_files(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree(CONTENT)
+    with lab(tmp_path, tmp_path / "source", 4) as made:
+        for number in (1, 2, 3, 4):
+            made.mount(number)
+        made.read_all(CONTENT)
+        assert made.opens_at_the_source() == len(CONTENT)
+        kept = owners(made)
+        assert len(kept) == len(CONTENT), "each file has one copy in the job"
+        assert set(kept.values()) == {1, 2, 3, 4}
+        first = {number: report["peers"]["files"] for number, report in made.reports().items()}
+        made.read_all(CONTENT)
+        made.read_all(CONTENT)
+        assert made.opens_at_the_source() == len(CONTENT), "later epochs need no source"
+        for number, report in made.reports().items():
+            others = sum(owner != number for owner in kept.values())
+            peers = report["peers"]
+            assert peers["files"] - first[number] == 2 * others
+            assert peers["failures"] == {}
+            assert peers["bytes"] >= peers["files"] * 500
+        # A node dies, and its nginx with it.
+        engine = made.engine(4)
+        assert engine is not None
+        made.nodes[4].kill()
+        wait_until(lambda: not is_running(engine), "the engine has ended with its daemon")
+        before = made.opens_at_the_source()
+        lost = [name for name, owner in kept.items() if owner == 4]
+        made.read_all(CONTENT, (1, 2, 3))
+        assert made.opens_at_the_source() == before + len(lost), "the lost files, once each"
+        made.read_all(CONTENT, (1, 2, 3))
+        assert made.opens_at_the_source() == before + len(lost)
+        assert all(made.state_of(number, 4) == "unreachable" for number in (1, 2, 3))
+
+
+@pytest.mark.promise(270, 274)
+def test_a_damaged_copy_and_a_killed_engine_give_no_wrong_byte_and_no_error(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree(CONTENT)
+    with lab(tmp_path, tmp_path / "source", 2) as made:
+        first, second = made.mount(1), made.mount(2)
+        made.read_all(CONTENT)
+        made.read_all(CONTENT)
+        made.reports()
+        name = next(name for name, owner in owners(made).items() if owner == 2)
+        (copy,) = (
+            path for path in copies(second)["fast"].values() if path.read_bytes() == CONTENT[name]
+        )
+        with as_a_disk_does(copy):
+            damaged = bytearray(CONTENT[name])
+            damaged[7] ^= 1
+            copy.write_bytes(damaged)
+        made.commands[0].expects_log("gave other bytes of inode")
+        made.read_all(CONTENT, [1])
+        assert made.peers(1)["failures"] == {"damaged": 1}
+        # The engine of the second node dies and is started again.
+        made.commands[1].expects_log("nginx, which serves copies to the other nodes, ended")
+        engine, starts = made.engine(2), made.peers(2)["starts"]
+        assert engine is not None
+        os.kill(engine, signal.SIGKILL)
+        made.read_all(CONTENT, [1])
+        wait_until(
+            lambda: made.peers(2)["starts"] > starts and made.peers(2)["address"] != "",
+            "it is started again",
+        )
+        made.read_all(CONTENT, [1])
+        assert first.pid != second.pid
+
+
+@pytest.mark.promise(272, 275)
+def test_nodes_with_another_snapshot_or_another_secret_share_nothing(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree(CONTENT)
+    with lab(tmp_path, tmp_path / "source", 3) as made:
+        port = "peers.port=21770"
+        made.mount(1, port)
+        made.mount(2, port, secret=made.write_secret("other"))
+        tree({"added": b"a file that the first node does not know"})
+        made.mount(3, port)
+        made.read_all(CONTENT)
+        assert made.opens_at_the_source() == 3 * len(CONTENT)
+        assert all(report["peers"]["files"] == 0 for report in made.reports().values())
+        assert made.state_of(1, 2) == made.state_of(2, 3) == "wrong-secret"
+        assert made.state_of(1, 3) == made.state_of(3, 1) == "other-set"
+        text = made.commands[0]("status", str(made.nodes[1].path)).stdout
+        assert f"{host(3)}: other-set" in text
+        secret = made.secret.read_text()
+        for number, node in made.nodes.items():
+            assert secret not in node.log_text, number
+
+
+@pytest.mark.promise(276)
+def test_one_node_alone_opens_no_port(tmp_path: Path, tree: Tree) -> None:
+    tree(CONTENT)
+    with lab(tmp_path, tmp_path / "source", 1) as made:
+        node = made.mount(1)
+        made.read_all(CONTENT)
+        assert made.reports()[1]["peers"] is None
+        assert not (node.state / "peers").exists()

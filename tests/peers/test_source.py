@@ -1,0 +1,242 @@
+"""What a node requests of the other members, with members of the test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from monarch.namespace.snapshot import Snapshot
+from monarch.peers import source
+from monarch.peers.answers import digest_of
+from monarch.peers.breaker import Breaker
+from monarch.peers.client import Answer, Kind, PeerClient, PeerFailed
+from monarch.peers.ownership import Member, Ownership
+from monarch.peers.source import Peers, PeerSource
+from monarch.tiers.contents import copy_name
+from monarch.tiers.source import identity_of
+from monarch.types import Identity, Ino
+
+FILES, LARGEST = 400, 1000
+BYTES = b"the right bytes"
+
+
+def identity(ino: int, size: int = len(BYTES)) -> Identity:
+    return Identity(size, 1, 2, ino)
+
+
+class FakeMember:
+    """A member that gives ``answers`` one after the other, the last one again and again."""
+
+    def __init__(self, *answers: Answer | Kind) -> None:
+        self.name = "other"
+        self.breaker = Breaker(0.05)
+        self.answers = list(answers)
+        self.asked: list[str] = []
+
+    def get(self, name: str, size: int) -> Answer:
+        self.asked.append(name)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, str):
+            self.breaker.failed(0.0)
+            raise PeerFailed(answer)
+        return answer
+
+    def damaged(self) -> PeerFailed:
+        return PeerFailed("damaged")
+
+
+RIGHT = Answer(200, BYTES, digest_of(BYTES))
+COMING, NOT_KEPT = Answer(202, b"", None), Answer(404, b"", None)
+
+
+def peers_of(*members: FakeMember | None) -> Peers:
+    known = SimpleNamespace(
+        entries=FILES, attributes=lambda ino: SimpleNamespace(identity=identity(ino))
+    )
+    ownership = Ownership([Member(f"node{number}") for number in range(len(members))])
+    clients = cast(Sequence[PeerClient | None], members)
+    return Peers(cast(Snapshot, known), ownership, clients, largest=LARGEST)
+
+
+def first(peers: Peers, *order: int) -> Ino:
+    """A file whose owner and next owners are these members."""
+    return next(
+        Ino(ino)
+        for ino in range(1, FILES + 1)
+        if tuple(peers._ownership.order(ino)[: len(order)]) == order
+    )
+
+
+def test_a_file_of_another_node_comes_from_there_and_its_digest_is_remembered() -> None:
+    other = FakeMember(RIGHT, Answer(200, BYTES, None))
+    peers = peers_of(None, other)
+    ino = first(peers, 1)
+    assert not peers.owns(ino)
+    assert peers.fetch(ino, identity(ino)) == BYTES
+    assert peers.fetch(ino, identity(ino)) == BYTES
+    assert other.asked == [f"d/{ino}", f"c/{copy_name(ino)}"]
+    assert (peers.received[1].files, peers.received[1].nbytes) == (2, 2 * len(BYTES))
+    own = first(peers, 0)
+    assert peers.owns(own)
+    assert peers.fetch(own, identity(own)) is None
+
+
+@pytest.mark.parametrize(
+    ("ino", "size"), [(0, 10), (FILES + 1, 10), (1 << 40, 10), (5, 0), (5, LARGEST + 1)]
+)
+def test_files_that_are_not_shared_are_not_requested(ino: int, size: int) -> None:
+    other = FakeMember(RIGHT)
+    peers = peers_of(None, other)
+    assert not peers.is_shared(Ino(ino), size)
+    assert peers.fetch(Ino(ino), identity(ino, size)) is None
+    assert other.asked == []
+
+
+def test_another_version_than_that_of_the_snapshot_is_read_from_the_source() -> None:
+    other = FakeMember(RIGHT)
+    peers = peers_of(None, other)
+    ino = first(peers, 1)
+    changed = Identity(len(BYTES), 1, 3, ino)
+    assert peers.fetch(ino, changed) is None
+    assert other.asked == []
+
+
+@pytest.mark.promise(270)
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param((Answer(200, b"the wrong bytes", digest_of(BYTES)),), id="flipped"),
+        pytest.param((Answer(200, BYTES, digest_of(b"")),), id="digest"),
+        pytest.param((Answer(200, BYTES, None),), id="no digest"),
+    ],
+)
+def test_bytes_without_the_right_digest_are_never_used(answers: tuple[Answer, ...]) -> None:
+    other, third = FakeMember(*answers), FakeMember(RIGHT)
+    peers = peers_of(None, other, third)
+    ino = first(peers, 1, 2)
+    assert peers.fetch(ino, identity(ino)) is None
+    assert peers.failures == {"damaged": 1}
+    assert third.asked == [], "the source has the right bytes"
+
+
+@pytest.mark.promise(270)
+def test_a_copy_that_is_damaged_after_its_digest_was_learned_is_found() -> None:
+    other = FakeMember(RIGHT, Answer(200, b"the wrong bytes", None), RIGHT)
+    peers = peers_of(None, other)
+    ino = first(peers, 1)
+    assert peers.fetch(ino, identity(ino)) == BYTES
+    assert peers.fetch(ino, identity(ino)) is None
+    assert peers.fetch(ino, identity(ino)) == BYTES
+    assert other.asked[-1] == f"d/{ino}", "the digest is asked for again"
+
+
+def test_a_file_that_is_being_fetched_is_waited_for() -> None:
+    other = FakeMember(COMING, COMING, RIGHT)
+    peers = peers_of(None, other)
+    ino = first(peers, 1)
+    assert peers.fetch(ino, identity(ino)) == BYTES
+    assert len(other.asked) == 3
+
+
+def test_a_fetch_that_never_ends_is_waited_for_only_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(source, "_COMING_S", -1.0)
+    peers = peers_of(None, FakeMember(COMING))
+    ino = first(peers, 1)
+    assert peers.fetch(ino, identity(ino)) is None
+    assert peers.failures == {"slow": 1}
+
+
+def test_a_file_that_its_owner_does_not_keep_is_not_requested_again() -> None:
+    other, third = FakeMember(NOT_KEPT), FakeMember(RIGHT)
+    peers = peers_of(None, other, third)
+    ino = first(peers, 1, 2)
+    for _ in range(5):
+        assert peers.fetch(ino, identity(ino)) is None
+    # A minute may end between two calls, not more.
+    assert len(other.asked) <= 2
+    assert peers.not_kept == len(other.asked)
+    assert third.asked == []
+
+
+@pytest.mark.promise(274)
+def test_if_the_owner_fails_the_next_member_owns_the_file() -> None:
+    other, third = FakeMember("unreachable"), FakeMember(RIGHT)
+    peers = peers_of(None, other, third)
+    ino = first(peers, 1, 2, 0)
+    assert peers.fetch(ino, identity(ino)) == BYTES
+    assert not peers.owns(ino)
+    mine = first(peers, 1, 0)
+    assert not peers.owns(mine)
+    assert peers.fetch(mine, identity(mine)) is None
+    assert peers.owns(mine), "this node keeps it in the place of its owner"
+
+
+def test_at_most_two_members_are_asked_for_a_file() -> None:
+    members = [FakeMember("unreachable") for _ in range(4)]
+    peers = peers_of(None, *members)
+    ino = first(peers, 1, 2, 3)
+    assert peers.fetch(ino, identity(ino)) is None
+    assert [len(member.asked) for member in members] == [1, 1, 0, 0]
+    assert peers.failures == {"unreachable": 2}
+
+
+@pytest.mark.parametrize("kind", ["slow", "broken", "wrong-secret", "other-set"])
+def test_a_single_failure_of_a_member_that_is_there_leads_to_the_source(kind: Kind) -> None:
+    other, third = FakeMember(kind), FakeMember(RIGHT)
+    peers = peers_of(None, other, third)
+    ino = first(peers, 1, 2)
+    assert peers.fetch(ino, identity(ino)) is None
+    assert third.asked == []
+
+
+def test_members_that_are_out_are_passed_over() -> None:
+    other, third = FakeMember(RIGHT), FakeMember(RIGHT)
+    peers = peers_of(None, other, third)
+    ino = first(peers, 1, 2)
+    other.breaker.is_out = lambda now: True  # type: ignore[method-assign]
+    other.breaker.admits = lambda now: False  # type: ignore[method-assign]
+    assert peers.fetch(ino, identity(ino)) == BYTES
+    assert (other.asked, len(third.asked)) == ([], 1)
+    assert peers.owns(first(peers, 1, 0))
+
+
+def test_counts_of_many_threads_add_up() -> None:
+    other = FakeMember(RIGHT)
+    peers = peers_of(None, other)
+    ino = first(peers, 1)
+
+    def read() -> None:
+        for _ in range(200):
+            peers.fetch(ino, identity(ino))
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert peers.received[1].files == 800
+
+
+def test_the_share_of_a_node_is_that_of_its_weight() -> None:
+    assert peers_of(None, FakeMember(RIGHT), FakeMember(RIGHT), FakeMember(RIGHT)).share == 0.25
+
+
+def test_a_source_reads_itself_what_no_other_node_gives(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(BYTES)
+    known = identity_of((tmp_path / "file").stat())
+    shared = PeerSource(bytes(tmp_path))
+    try:
+        assert shared.fetch_shared(b"file", known, Ino(1)).read_bytes == len(BYTES)
+        shared.peers = peers_of(None, FakeMember("slow"))
+        ino = first(shared.peers, 1)
+        fetched = shared.fetch_shared(b"file", known, ino)
+        assert (fetched.data, fetched.opens) == (BYTES, 1)
+    finally:
+        shared.close()
