@@ -32,8 +32,10 @@ _DIRECTORY = "peers"
 _SHARE = 4
 # A node that waits for a fetch gets an answer after this part of its patience.
 _EARLY = 0.4
+# A node that waits for a fetch reads the source itself after so many times its patience.
+_COMING = 100
 # The start of the engine delays the mount at most so long, in seconds.
-_READY_S = 5.0
+_READY_S = 10.0
 # Other nodes in a report, those in trouble first.
 _MOST_REPORTED = 256
 
@@ -157,7 +159,13 @@ def build_sharing(
     ]
     members = [Member(str(each)) for each in membership.members]
     ownership = Ownership(members, int(set_name[:16], 16))
-    peers = Peers(snapshot, ownership, clients, largest=settings.limits.inline_max)
+    peers = Peers(
+        snapshot,
+        ownership,
+        clients,
+        largest=settings.limits.inline_max,
+        coming_s=_COMING * patience_s,
+    )
     files = SharedFiles(
         peers, snapshot, names, tiers.residency, hierarchy.records, tiers.controller, readers
     )

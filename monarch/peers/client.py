@@ -6,6 +6,7 @@ length that a member can send: a member may be broken, and its port may be of an
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 import struct
@@ -32,6 +33,8 @@ _STATUSES = frozenset({OK, COMING, NOT_KEPT})
 HELLO = "hello"
 
 CONNECT_S = 0.2
+# Once for each member, unless it moves.
+_RESOLVE_S = 1.0
 _MOST_HEAD = 4096
 _MOST_IDLE = 16
 _TIMEVAL = struct.Struct("@ll")
@@ -164,7 +167,7 @@ class PeerClient:
                 self._address = None
             except OSError:
                 raise PeerFailed("unreachable") from None
-        if not self._finding.acquire(timeout=CONNECT_S):
+        if not self._finding.acquire(timeout=CONNECT_S + self.breaker.limit_s):
             raise PeerFailed("unreachable")
         try:
             if self._address is None:
@@ -179,10 +182,7 @@ class PeerClient:
         """The address at which the member answers for this set. Other programs, and other mounts of
         the job, may have some of the ports. Raises PeerFailed, OSError."""
         kind: Kind = "unreachable"
-        try:
-            found = call_within(CONNECT_S, _resolved, self._host)
-        except Unanswered:
-            raise PeerFailed(kind) from None
+        found = _resolved(self._host)
         hello = self._before + HELLO.encode() + self._after
         for port in self._ports:
             try:
@@ -204,8 +204,15 @@ class PeerClient:
 
 
 def _resolved(host: str) -> str:
-    """The first address of a host. Raises OSError."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    """The first address of a host. Raises OSError, also if the DNS takes too long."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        found = call_within(_RESOLVE_S, socket.getaddrinfo, host, None, 0, socket.SOCK_STREAM)
+    except Unanswered:
+        raise TimeoutError(f"the DNS does not answer for {host}") from None
     return str(found[0][4][0])
 
 

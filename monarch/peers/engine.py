@@ -42,7 +42,7 @@ _PLACES = ("/usr/sbin", "/usr/local/sbin", "/usr/local/nginx/sbin", "/sbin")
 # that begins with the first.
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
-_READY_S = 5.0
+_READY_S = 20.0
 _STEP_S = 0.01
 _END_S = 2.0
 _MOST_WORDS = 500

@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 # Members that are asked for one file: the owner, and the next one.
 _ASKED = 2
-# How long a member may fetch a file from the source before this node does so, too, in seconds.
-_COMING_S = 5.0
 # A member that does not keep a file is asked again after one to two times this, in seconds.
 _NOT_KEPT_S = 60
 _TURNS = 254
@@ -52,8 +50,9 @@ class Received:
 
 class Peers:
     """The other members as this node sees them. ``clients`` are in the order of the members of
-    ``ownership``, None for this node. Files of up to ``largest`` bytes are shared. All methods may
-    run in any thread; only ``fetch`` waits."""
+    ``ownership``, None for this node. Files of up to ``largest`` bytes are shared. A member may
+    read a file from the source for ``coming_s`` seconds before this node does so, too. All methods
+    may run in any thread; only ``fetch`` waits."""
 
     def __init__(
         self,
@@ -62,7 +61,9 @@ class Peers:
         clients: Sequence[PeerClient | None],
         *,
         largest: int,
+        coming_s: float,
     ) -> None:
+        self._coming_s = coming_s
         self._snapshot = snapshot
         self._ownership = ownership
         self.clients = tuple(clients)
@@ -158,7 +159,7 @@ class Peers:
         known = int(self._digests[ino])
         # Without its digest the copy is of no use, and the daemon of the member knows it.
         name = f"c/{copy_name(ino)}" if known else f"d/{ino}"
-        until_s = time.monotonic() + _COMING_S
+        until_s = time.monotonic() + self._coming_s
         answer = client.get(name, size)
         while answer.status == COMING:
             if time.monotonic() > until_s:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from tests.mount.observe import account, epoch, settled
 
 # A loaded machine must not make a member look slow.
 PATIENCE = "peers.patience=10"
+# More than the time in which a file may change without another time of change, in seconds.
+_RESTED_S = 2.5
 
 
 def host(number: int) -> str:
@@ -52,6 +55,8 @@ class Lab:
             f"peers.address={host(number)}",
             f"peers.secret_file={secret or self.secret}",
             PATIENCE,
+            # A damaged copy is for the other nodes to find.
+            "limits.scrub_bandwidth=0",
         ]
         made = command.mount(
             self.source,
@@ -62,7 +67,10 @@ class Lab:
         return made
 
     def read_all(self, content: Mapping[str, bytes], numbers: Sequence[int] = ()) -> None:
-        """Reads all files on the nodes at the same time, each in an order of its own."""
+        """Reads all files on the nodes at the same time, each in an order of its own. The files
+        have rested before: young ones would be read from the source again."""
+        newest = max((self.source / name).stat().st_ctime for name in content)
+        time.sleep(max(0.0, newest + _RESTED_S - time.time()))
         failed: list[BaseException] = []
 
         def read(number: int) -> None:

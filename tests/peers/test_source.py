@@ -11,7 +11,6 @@ from typing import cast
 import pytest
 
 from monarch.namespace.snapshot import Snapshot
-from monarch.peers import source
 from monarch.peers.answers import digest_of
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import Answer, Kind, PeerClient, PeerFailed
@@ -54,13 +53,14 @@ RIGHT = Answer(200, BYTES, digest_of(BYTES))
 COMING, NOT_KEPT = Answer(202, b"", None), Answer(404, b"", None)
 
 
-def peers_of(*members: FakeMember | None) -> Peers:
+def peers_of(*members: FakeMember | None, coming_s: float = 60.0) -> Peers:
     known = SimpleNamespace(
         entries=FILES, attributes=lambda ino: SimpleNamespace(identity=identity(ino))
     )
     ownership = Ownership([Member(f"node{number}") for number in range(len(members))])
     clients = cast(Sequence[PeerClient | None], members)
-    return Peers(cast(Snapshot, known), ownership, clients, largest=LARGEST)
+    snapshot = cast(Snapshot, known)
+    return Peers(snapshot, ownership, clients, largest=LARGEST, coming_s=coming_s)
 
 
 def first(peers: Peers, *order: int) -> Ino:
@@ -143,11 +143,8 @@ def test_a_file_that_is_being_fetched_is_waited_for() -> None:
     assert len(other.asked) == 3
 
 
-def test_a_fetch_that_never_ends_is_waited_for_only_so_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(source, "_COMING_S", -1.0)
-    peers = peers_of(None, FakeMember(COMING))
+def test_a_fetch_that_never_ends_is_waited_for_only_so_long() -> None:
+    peers = peers_of(None, FakeMember(COMING), coming_s=-1.0)
     ino = first(peers, 1)
     assert peers.fetch(ino, identity(ino)) is None
     assert peers.failures == {"slow": 1}
