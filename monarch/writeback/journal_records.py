@@ -59,8 +59,8 @@ class Known:
     ``given_up``: inode numbers of entries that were created on the mount and are not at the source
     under their name. ``settled``: files of the source that were copied up before the journal was
     rewritten, so that everything else here is newer. ``set_id``: of files whose mode was changed
-    after their last bytes came, by object, the set-ID bits that the drain may have withheld, and
-    those that it may have given.
+    after their last bytes came, or whose last bytes came before their record, by object, the set-ID
+    bits that the drain may have withheld, and those that it may have given.
     """
 
     known: Mapping[int, Identity] = field(default_factory=dict)

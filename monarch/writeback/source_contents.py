@@ -201,8 +201,7 @@ class StagedContents:
         if place.kind == "over" and place.target is not None and op.strict:
             self._apply_attributes_of(place.target, fd, op, expected)
             return
-        if expected.was_there and place.kind in ("new", "conflict") and is_given_away(op):
-            # The user who removed or replaced a program at the source has revoked its rights.
+        if has_ended_rights(op, place, expected):
             op = replace(op, mode=None if op.mode is None else op.mode & ~SPECIAL_BITS)
         if place.by is None and not (expected.is_made or op.by is None):
             op = replace(op, uid=None, gid=None, mode=(op.mode or 0) & ~SPECIAL_BITS)
@@ -300,6 +299,18 @@ def due_bits(found: os.stat_result, op: Op, expected: Expected) -> int:
         ):
             bits |= expected.doubtful
     return bits
+
+
+def has_ended_rights(op: Op, place: Place, expected: Expected) -> bool:
+    """Whether the owner of a file has ended the rights of its set-ID bits: the file was removed or
+    replaced at the source, and another user has written this content of it on the mount.
+
+    The content then gets no set-ID bits, also not later. All other contents that get a name at the
+    source get the bits that they have on the mount, whether the file was created on the mount or
+    copied up: with the content, or, if its bytes are newer than the record, with their record.
+    """
+    is_gone = expected.was_there and place.kind in ("new", "conflict")
+    return is_gone and is_given_away(op)
 
 
 def is_given_away(op: Op) -> bool:

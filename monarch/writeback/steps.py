@@ -16,7 +16,7 @@ from monarch.writeback.expected import Expected, is_time
 from monarch.writeback.journal import Replay
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op
-from monarch.writeback.source_contents import Place
+from monarch.writeback.source_contents import Place, has_ended_rights
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter, Step
 
@@ -43,11 +43,19 @@ class Steps:
 
     def load(self, replay: Replay) -> None:
         """Takes over the changes of an earlier mount. Must be called before all other methods."""
+        # Objects whose file the source had under its name.
+        there: set[int] = set()
         if replay.known is not None:
+            there = replay.known.known.keys() - replay.known.over.keys()
             for number, (held, given) in replay.known.set_id.items():
                 self._doubtful[number], self._given[number] = held, given
         for seq, op in replay.ops:
             identity, number = replay.done.get(seq), op.object
+            was_there = number in there
+            if op.kind == "take" or identity is not None:
+                there.add(number)
+            elif op.kind == "rename" and seq in replay.done:
+                there.discard(number)
             if identity is None or not number:
                 continue
             self._doubtful.pop(number, None)
@@ -60,6 +68,9 @@ class Steps:
                 and (op.mtime_ns is None or is_time(identity.mtime_ns, op.mtime_ns))
             ):
                 self._given.pop(number, None)
+            elif op.kind == "content" and not was_there:
+                # It came with newer bytes, and so without these bits.
+                self._doubtful[number] = (op.mode or 0) & _SET_ID
 
     def set_id_of(self, objects: Iterable[int]) -> dict[int, tuple[int, int]]:
         """Of ``objects``, after ``load``, the set-ID bits that earlier mounts may have withheld,
@@ -87,9 +98,8 @@ class Steps:
             assert entry.place is not None
             if entry.place.kind in ("new", "replace"):
                 expected = self._state.expected(entry.seq, op)
-                # A program of others that they have removed or replaced stays without these bits.
-                is_own = expected.is_made and not expected.was_there
-                self._withheld[number] = entry.withheld if is_own else 0
+                is_over = has_ended_rights(op, entry.place, expected)
+                self._withheld[number] = 0 if is_over else entry.withheld
         elif op.kind == "content":
             version = entry.staged or self._state.version(number)
             if self._is_as_recorded(entry, version):

@@ -287,3 +287,45 @@ async def test_withheld_bits_come_after_a_kill(
         await drain.progress.wait(shared.last_seq)
     assert (shared.source / "a").read_bytes() == b"of root"
     assert mode_of(shared, "a") == (0o700 if is_changed else 0o4777)
+
+
+@pytest.mark.promise(67)
+@pytest.mark.parametrize("end", ["none", "killed", "rewritten"])
+@pytest.mark.parametrize("by", [ROOT, ALICE])
+@pytest.mark.parametrize("bits", [0o4000, 0o2000])
+async def test_withheld_bits_come_to_a_file_of_the_source_that_gets_a_new_name(
+    shared: Model, clock: Clock, by: Credentials, bits: int, end: str
+) -> None:
+    """The content that the earlier name was to get is left out, so the file has no name at the
+    source until its next content comes. ``end`` of the mount before the newest bytes are recorded;
+    ``rewritten``: the next mount with a new snapshot writes the journal anew."""
+    shared.by, shared.owner = by, by.uid
+    os.chown(shared.source / "a", by.uid, by.gid)
+    async with draining(shared, abandon=False) as drain:
+        node = shared.begin(b"a")
+        shared.store(node, b"half")
+        shared.content(node)
+        shared.store(node, b"other")
+        shared.rename(b"a", b"renamed")
+        shared.chmod(b"renamed", 0o755 | bits)
+        shared.store(node, b"newer")
+        await until(lambda: drain.backlog().ops == 0)
+        assert not (shared.source / "renamed").exists()
+        shared.store(node, b"")
+        shared.content(node)
+        shared.store(node, b"newest")
+        node.writers = 0
+        await drain.progress.wait(shared.last_seq)
+        await drain.progress.settle()
+        assert (shared.source / "renamed").read_bytes() == b"newest"
+        assert mode_of(shared, "renamed") == 0o755
+        if end == "none":
+            await drain.progress.wait(shared.content(node))
+    if end != "none":
+        replay = shared.look_anew() if end == "rewritten" else shared.kill()
+        async with draining(shared, replay) as drain:
+            await drain.progress.wait(shared.last_seq)
+    assert not (shared.source / "a").exists()
+    assert (shared.source / "renamed").read_bytes() == b"newest"
+    assert (shared.source / "renamed").stat().st_uid == by.uid
+    assert mode_of(shared, "renamed") == 0o755 | bits
