@@ -146,10 +146,10 @@ class ExtendedAttributes:
         if name in acl.NAMES:
             return self._acl(ino, name) or None
         writing = self._writing
-        if writing is not None and name.startswith(b"user.") and not name.startswith(_OURS):
-            there = await writing.xattrs_elsewhere(ino)
-            if there is not None:
-                return there.get(name)
+        if writing is not None and not name.startswith(_OURS):
+            is_of_users = name.startswith(b"user.")
+            there = await writing.xattrs_elsewhere(ino) if is_of_users else None
+            return there.get(name) if there is not None else writing.xattr(ino, name)
         is_written = writing is not None and self._names.is_rewritten(ino)
         if writing is not None and is_written and name not in (XATTR_TIER, XATTR_STATE):
             return writing.xattr(ino, name)

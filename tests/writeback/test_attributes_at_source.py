@@ -7,7 +7,8 @@ import os
 import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import trio.testing
@@ -15,6 +16,9 @@ import trio.testing
 from monarch.errors import Refused
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
+from monarch.vfs.filesystem import ExtendedAttributes
+from monarch.vfs.read_side import ReadSide
+from monarch.vfs.readers import Readers
 from monarch.writeback import copy_up
 from monarch.writeback.earlier import renewed_by_drain
 from monarch.writeback.source_entries import SourceEntries
@@ -148,6 +152,33 @@ async def test_a_change_that_is_not_drained_survives_each_remount(
                 assert known(session) == identity_of(at(rig))
                 assert session.write_back.drain.backlog().conflicts == 0
     assert (rig.source / "a").read_bytes() == b"of the source"
+
+
+@pytest.mark.promise(31)
+@pytest.mark.parametrize("remount", ["same", "read-only", "elsewhere"])
+async def test_each_extended_attribute_that_a_mount_lists_has_a_value(
+    remount: str, rig: Rig
+) -> None:
+    async with rig.mount(works=False) as session:
+        await CHANGES["setxattr"](session)
+        await session.front.recorder.sync()
+    for works in (False, True):
+        async with rig.mount(works=works, **how(remount, rig)) as session:
+            if works:
+                await session.drained()
+            shown, ino = extended_attributes(session), session.ino(b"a")
+            found = {name: await shown.get(ino, name) for name in await shown.names(ino)}
+            assert None not in found.values()
+            assert works or found[b"user.note"] == b"1"
+
+
+def extended_attributes(session: Session) -> ExtendedAttributes:
+    """What answers the processes, for attributes that Monarch does not define."""
+    read = SimpleNamespace(names=session.names, residency=None, records=None, metrics=None)
+    readers = SimpleNamespace(catch_up=None)
+    return ExtendedAttributes(
+        cast(ReadSide, read), cast(Readers, readers), session.front.attributes
+    )
 
 
 @pytest.mark.parametrize("remount", ["same", "refresh", "never", "lost state"])
