@@ -7,6 +7,7 @@ the source, or be reported.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import random
@@ -109,13 +110,23 @@ def _entry(path: bytes, closely: bool) -> Shown:
 
 def _file(path: bytes, mode: int) -> Shown:
     content = Path(os.fsdecode(path)).read_bytes()
-    names = sorted(map(os.fsencode, os.listxattr(path)))
-    xattrs = tuple((name, os.getxattr(path, name)) for name in names)
+    try:
+        xattrs = _xattrs(path)
+    except OSError as error:
+        if error.errno != errno.ENODATA:
+            raise
+        # A mount that does not absorb shows them until the file is drained, which may be now.
+        xattrs = _xattrs(path)
     safety = ""
     # A mount does not list it.
     with suppress(OSError):
         safety = os.getxattr(path, _DURABLE).decode()
     return Shown("file", mode, content, b"", xattrs, safety)
+
+
+def _xattrs(path: bytes) -> tuple[tuple[bytes, bytes], ...]:
+    names = sorted(map(os.fsencode, os.listxattr(path)))
+    return tuple((name, os.getxattr(path, name)) for name in names)
 
 
 def _with_more(it: Shown, status: os.stat_result) -> Shown:
