@@ -43,7 +43,8 @@ class Expected:
     are not identified by an inode number alone, since the source reuses numbers. ``over``: entries
     that renames on the mount have replaced. ``is_made``: the file was created on the mount, so its
     owner and mode at the source are those that the kernel allowed. ``was_there``: the source has
-    had the file under its name; if that is another file now, others have changed it. ``longest``:
+    had the file under its name, and the drain has not removed it; if there is no such file now, or
+    another, others have removed or replaced it. ``longest``:
     the file may have been grown in place, up to this many bytes. ``is_file``: ``known`` is the
     identity of a regular file.
 

@@ -302,12 +302,12 @@ def due_bits(found: os.stat_result, op: Op, expected: Expected) -> int:
 
 
 def has_ended_rights(op: Op, place: Place, expected: Expected) -> bool:
-    """Whether the owner of a file has ended the rights of its set-ID bits: the file was removed or
-    replaced at the source, and another user has written this content of it on the mount.
+    """Whether the owner of a file has ended the rights of its set-ID bits: others have removed or
+    replaced the file at the source, and another user has written this content of it on the mount.
 
-    The content then gets no set-ID bits, also not later. All other contents that get a name at the
-    source get the bits that they have on the mount, whether the file was created on the mount or
-    copied up: with the content, or, if its bytes are newer than the record, with their record.
+    The content then gets no set-ID bits, also not later. Each other content that gets a name at the
+    source has the bits that the file has on the mount, also if the file was copied up: they come
+    with the content or, if its bytes are newer than its record, with the record of these bytes.
     """
     is_gone = expected.was_there and place.kind in ("new", "conflict")
     return is_gone and is_given_away(op)

@@ -20,6 +20,7 @@ from monarch.types import Identity, kept_ns
 from monarch.writeback.expected import Expected, SourceLog, is_shared, shared
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, NOT_SUPPORTED, SourceAttributes, sync_entry
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_directories import (
     OpenDirectories,
     Temporaries,
@@ -130,8 +131,11 @@ class SourceEntries:
             self._temporaries.link_over(it, to_fd, to_name, op.object, by)
         return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
 
-    def unlink(self, directories: OpenDirectories, op: Op, expected: Expected) -> None:
-        """A missing name is success; an entry of others stays."""
+    def unlink(
+        self, directories: OpenDirectories, op: Op, expected: Expected, place: Place
+    ) -> None:
+        """A missing name is success; an entry of others stays. ``place`` is ``over`` then if this
+        has taken an older version of the file from its name: by a rename, or from its last name."""
         try:
             by = directories.user_of(op)
             fd, name = directories.of(op.path, by)
@@ -143,6 +147,8 @@ class SourceEntries:
                 return
             with acting_as(by):
                 os.unlink(name, dir_fd=fd)
+            if op.kind == "rename" or there.st_nlink == 1:
+                place.kind = "over"
             self._log.note_removed(op.path)
         except (FileNotFoundError, NotADirectoryError):
             return

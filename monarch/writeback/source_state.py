@@ -271,9 +271,7 @@ class SourceState:
             ours=self._ours_of(number),
             over=self._over.get(number, ()),
             is_made=number in self._new,
-            # Not if a rename has removed it there, until its content is drained.
-            was_there=(number in self._known or number in self._to_take)
-            and number not in self._over,
+            was_there=number in self._known or number in self._to_take,
             longest=self._longest.get(number, 0),
             is_file=True,
         )

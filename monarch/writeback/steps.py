@@ -16,7 +16,7 @@ from monarch.writeback.expected import Expected, is_time
 from monarch.writeback.journal import Replay
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op
-from monarch.writeback.source_contents import Place, has_ended_rights
+from monarch.writeback.source_contents import Place, has_ended_rights, is_given_away
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter, Step
 
@@ -40,22 +40,30 @@ class Steps:
     _given: dict[int, int] = field(default_factory=dict, init=False)
     # ... or an earlier mount has done one of both, and the drain has not changed the file since.
     _doubtful: dict[int, int] = field(default_factory=dict, init=False)
+    # Objects whose older version the drain itself has removed at the source, for a rename or unlink
+    # on the mount, until their next content comes.
+    _removed: set[int] = field(default_factory=set, init=False)
 
     def load(self, replay: Replay) -> None:
         """Takes over the changes of an earlier mount. Must be called before all other methods."""
-        # Objects whose file the source had under its name.
+        # Objects whose file the source had, or has.
         there: set[int] = set()
+        # Those that have no file there under their names: whether the drain or others have removed
+        # the older version is not known.
+        absent: set[int] = set()
         if replay.known is not None:
-            there = replay.known.known.keys() - replay.known.over.keys()
+            there |= replay.known.known.keys()
+            absent |= there & replay.known.over.keys()
             for number, (held, given) in replay.known.set_id.items():
                 self._doubtful[number], self._given[number] = held, given
         for seq, op in replay.ops:
             identity, number = replay.done.get(seq), op.object
-            was_there = number in there
+            is_new = number not in there or (number in absent and not is_given_away(op))
             if op.kind == "take" or identity is not None:
                 there.add(number)
+                absent.discard(number)
             elif op.kind == "rename" and seq in replay.done:
-                there.discard(number)
+                absent.add(number)
             if identity is None or not number:
                 continue
             self._doubtful.pop(number, None)
@@ -68,7 +76,7 @@ class Steps:
                 and (op.mtime_ns is None or is_time(identity.mtime_ns, op.mtime_ns))
             ):
                 self._given.pop(number, None)
-            elif op.kind == "content" and not was_there:
+            elif op.kind == "content" and is_new:
                 # It came with newer bytes, and so without these bits.
                 self._doubtful[number] = (op.mode or 0) & _SET_ID
 
@@ -86,6 +94,11 @@ class Steps:
             return
         if identity is not None or op.kind == "unlink":
             self._doubtful.pop(number, None)
+        if op.kind in ("rename", "unlink"):
+            if entry.place is not None and entry.place.kind == "over":
+                self._removed.add(number)
+        elif op.kind == "gone":
+            self._removed.discard(number)
         if op.kind == "gone" or (op.kind == "attr" and op.mode is not None):
             self._withheld.pop(number, None)
             self._given.pop(number, None)
@@ -97,14 +110,15 @@ class Steps:
         elif op.kind == "content" and entry.staged is not None and entry.withheld:
             assert entry.place is not None
             if entry.place.kind in ("new", "replace"):
-                expected = self._state.expected(entry.seq, op)
-                is_over = has_ended_rights(op, entry.place, expected)
-                self._withheld[number] = 0 if is_over else entry.withheld
+                has_ended = has_ended_rights(op, entry.place, self._expected_now(entry))
+                self._withheld[number] = 0 if has_ended else entry.withheld
         elif op.kind == "content":
             version = entry.staged or self._state.version(number)
             if self._is_as_recorded(entry, version):
                 self._withheld.pop(number, None)
                 self._given.pop(number, None)
+        if op.kind == "content":
+            self._removed.discard(number)
 
     def of(self, entry: Entry) -> Step | None:
         """The call that makes a change; None if nothing has to be done at the source."""
@@ -126,19 +140,23 @@ class Steps:
                 return self._of_content(entry)
             case "rename" if absent:
                 # The entry under the new name stays until the content is drained, with that name.
-                is_lost = op.object in self._order.lost
-                return None if is_lost else partial(entries.unlink, op=op, expected=expected)
+                if op.object in self._order.lost:
+                    return None
+                place = entry.place = entry.place or Place()
+                return partial(entries.unlink, op=op, expected=expected, place=place)
             case "rename":
                 over = state.expected_over(op)
                 return partial(entries.rename, op=op, expected=expected, over=over)
             case "link" if absent:
                 return None
-            case "mkdir" | "symlink" | "mknod" | "unlink" | "rmdir" | "link":
+            case "unlink":
+                place = entry.place = entry.place or Place()
+                return partial(entries.unlink, op=op, expected=expected, place=place)
+            case "mkdir" | "symlink" | "mknod" | "rmdir" | "link":
                 changes = {
                     "mkdir": entries.mkdir,
                     "symlink": entries.symlink,
                     "mknod": entries.mknod,
-                    "unlink": entries.unlink,
                     "rmdir": entries.rmdir,
                     "link": entries.link,
                 }
@@ -257,9 +275,7 @@ class Steps:
         """The file that a content may replace, for the ``version`` of its object that comes there.
         Set-ID bits come with the recorded bytes only."""
         op, number = entry.op, entry.op.object
-        expected = replace(
-            self._state.expected(entry.seq, op), taken=self._taken(entry) & (op.mode or 0)
-        )
+        expected = replace(self._expected_now(entry), taken=self._taken(entry) & (op.mode or 0))
         if not self._is_as_recorded(entry, version):
             return expected
         stay = (op.mode or 0) & ~expected.taken
@@ -269,6 +285,12 @@ class Steps:
             given=self._given.get(number, 0) & stay,
             doubtful=self._doubtful.get(number, 0) & stay,
         )
+
+    def _expected_now(self, entry: Entry) -> Expected:
+        """The file that a content may replace. It was not removed by others if the drain has."""
+        expected = self._state.expected(entry.seq, entry.op)
+        is_removed = entry.op.object in self._removed
+        return replace(expected, was_there=expected.was_there and not is_removed)
 
     def _with_bits_that_stay(self, entry: Entry) -> Op:
         """A change without the set-ID bits that a later change of the same file removes.

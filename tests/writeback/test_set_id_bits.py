@@ -329,3 +329,48 @@ async def test_withheld_bits_come_to_a_file_of_the_source_that_gets_a_new_name(
     assert (shared.source / "renamed").read_bytes() == b"newest"
     assert (shared.source / "renamed").stat().st_uid == by.uid
     assert mode_of(shared, "renamed") == 0o755 | bits
+
+
+@pytest.mark.fault("U7")
+@pytest.mark.promise(160)
+@pytest.mark.parametrize("end", ["none", "killed", "rewritten"])
+@pytest.mark.parametrize("kind", ["rename", "link"])
+@pytest.mark.parametrize("change", ["none", "removed", "replaced", "renamed"])
+async def test_a_program_that_its_owner_removed_gets_no_bits_under_its_new_name(
+    shared: Model, clock: Clock, change: str, kind: str, end: str
+) -> None:
+    """Root writes the program, and gives it the new name on the mount, while the owner removes it
+    at the source. A mount after a kill does not know who has removed it."""
+    shared.by, shared.owner = ROOT, 1001
+    owned(shared, "a", 0o4755)
+    shared.tree[b"a"].mode = 0o4755
+    async with draining(shared, abandon=False) as drain:
+        node = shared.begin(b"a")
+        shared.store(node, b"half")
+        shared.content(node)
+        shared.store(node, b"other")
+        if kind == "link":
+            shared.link(b"a", b"new")
+            shared.unlink(b"a")
+        else:
+            shared.rename(b"a", b"new")
+        shared.store(node, b"newest")
+        if change == "renamed":
+            (shared.source / "a").rename(shared.source / "elsewhere")
+        elif change != "none":
+            (shared.source / "a").unlink()
+        if change == "replaced":
+            (shared.source / "a").write_bytes(b"of others")
+        await until(lambda: drain.backlog().ops == 0)
+        assert (shared.source / "a").exists() is (change == "replaced")
+        assert not (shared.source / "new").exists()
+        if end == "none":
+            shared.end(node)
+            await drain.progress.wait(shared.last_seq)
+    if end != "none":
+        replay = shared.look_anew() if end == "rewritten" else shared.kill()
+        async with draining(shared, replay) as drain:
+            await drain.progress.wait(shared.last_seq)
+    assert (shared.source / "new").read_bytes() == b"newest"
+    has_bits = change == "none" and end == "none"
+    assert mode_of(shared, "new") == (0o4755 if has_bits else 0o755)

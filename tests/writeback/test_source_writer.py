@@ -466,7 +466,8 @@ def test_every_change_of_a_name_may_be_made_twice(rig: Rig) -> None:
             assert rig.entries.rename(directories, moved, Expected(), Expected()) is not None
         for name in (b"d/s", b"d/f", b"d/h"):
             for _ in range(2):
-                rig.entries.unlink(directories, Op(kind="unlink", path=name, by=by), Expected())
+                unlink = Op(kind="unlink", path=name, by=by)
+                rig.entries.unlink(directories, unlink, Expected(), Place())
         (rig.root / "d" / os.fsdecode(rig.temporaries.part(5))).touch()
         for _ in range(2):
             rig.entries.rmdir(directories, Op(kind="rmdir", path=b"d", by=by), Expected())
@@ -481,7 +482,7 @@ def test_a_name_that_others_have_taken_is_neither_removed_nor_replaced(rig: Rig)
     other = Expected(seq=5, known=NOTHING)
     with rig.directories() as directories:
         unlink = Op(kind="unlink", path=b"a", strict=True)
-        rig.entries.unlink(directories, unlink, other)
+        rig.entries.unlink(directories, unlink, other, Place())
         rename = Op(kind="rename", path=b"a", to=b"b", strict=True)
         assert rig.entries.rename(directories, rename, other, Expected()) is None
         assert rig.entries.rename(directories, rename, known, Expected()) is not None
