@@ -332,6 +332,9 @@ class SourceState:
                     self._base[number] = known.size
                 self.entries.forget(op.ino)
             case "content" if identity is not None:
+                known = self._known.get(number)
+                if known is not None and known.source_ino == identity.source_ino:
+                    self._renew(known, identity)
                 self._present.add(number)
                 self._known[number] = identity
                 self._over.pop(number, None)
@@ -447,6 +450,7 @@ class SourceState:
 
     def note_grown(self, number: int, identity: Identity) -> None:
         """Records that bytes were appended in place: the source's file is ``identity`` now."""
+        self._renew(self._known.get(number), identity)
         self._known[number] = identity
 
     def stop_growth(self, number: int) -> None:

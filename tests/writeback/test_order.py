@@ -11,6 +11,7 @@ import trio.testing
 
 from monarch.posix import failpoints
 from monarch.text import MiB
+from monarch.writeback.drain import Drain
 from tests.equipment.slowfs import SlowSource
 from tests.writeback.rig import Killed, Model, draining, read_tree
 
@@ -231,6 +232,44 @@ async def test_a_content_that_was_published_under_some_of_its_names_does_not_giv
         await drain.progress.wait(model.last_seq)
         assert drain.backlog().conflicts == 0
     model.check_all_is_there()
+
+
+@pytest.mark.parametrize("is_grown", [False, True])
+async def test_a_replaced_name_is_removed_though_its_file_has_changed_under_another(
+    model: Model, clock: Clock, is_grown: bool
+) -> None:
+    """A new file without bytes at the source has replaced the name, and is renamed away."""
+    async with draining(model) as drain:
+        model.link(b"a", b"linked")
+        node = model.create(b"new")
+        node.writers = 1
+        model.store(node, b"half")
+        model.content(node)
+        model.store(node, b"other")
+        model.rename(b"new", b"linked")
+        model.store(node, b"newer")
+        await until_empty(drain)
+        file = model.begin(b"a")
+        if is_grown:
+            model.append(file, b" and more")
+        else:
+            model.store(file, b"rewritten")
+        model.end(file)
+        await until_empty(drain)
+        expected = b"old a and more" if is_grown else b"old a"
+        assert (model.source / "linked").read_bytes() == expected
+        model.rename(b"linked", b"renamed")
+        node.writers = 0
+        model.unlink(b"renamed")
+        await until_empty(drain)
+    model.check_all_is_there()
+
+
+async def until_empty(drain: Drain) -> None:
+    """Wait until no change waits."""
+    with trio.fail_after(300):
+        while drain.backlog().ops:
+            await trio.sleep(0.05)
 
 
 # -- what is only appended to ------------------------------------------------------------------
