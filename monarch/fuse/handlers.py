@@ -194,6 +194,8 @@ class Handlers:
         self._serve_attributes(parent, to_parent)
 
     async def setattr(self, ino: Ino, by: Credentials, **wanted: int | None) -> Attributes:
+        if wanted.get("size") is not None:
+            self._filesystem.require_unread(ino)
         return await self.writing.attributes.change(ino, by=by, **wanted)
 
     async def release(self, ino: Ino) -> None:

@@ -81,14 +81,18 @@ class FileSystem:
     ) -> bool:
         if self.writing is None:
             raise Refused(errno.EROFS)
-        is_bound = self.bindings.get(ino) is not None
         is_to_write = bool(flags & (os.O_ACCMODE | os.O_TRUNC))
-        if (is_bound and is_to_write) or self.bindings.is_read_by_kernel(ino):
-            # Its readers read a copy, or the source, and would not see the written bytes, even if
-            # its attributes were changed since they opened it.
-            raise Refused(errno.ETXTBSY)
+        if is_to_write or self.bindings.is_read_by_kernel(ino):
+            self.require_unread(ino)
         await self.writing.operations.open(ino, flags, by)
         return not self.writing.files.is_outdated(ino)
+
+    def require_unread(self, ino: Ino) -> None:
+        """Raises Refused, ETXTBSY, if processes read a copy of a file, or the source's file: they
+        would not see a change of its bytes, also if its attributes were changed since they opened
+        it."""
+        if self.bindings.get(ino) is not None or self.bindings.is_read_by_kernel(ino):
+            raise Refused(errno.ETXTBSY)
 
     def read(self, ino: Ino, offset: int, size: int) -> Awaitable[bytes | bytearray | memoryview]:
         """Up to ``size`` bytes from ``offset`` on of an open file; short only at its end. Raises
