@@ -325,6 +325,9 @@ class Drain:
                     changed.add(op.object)
                 elif op.ino and not op.object:
                     changed_inos.add(op.ino)
+                if op.kind == "rename" and op.over_ino and not op.over_object:
+                    # A copy-up of the replaced file changes what is known of it.
+                    changed_inos.add(op.over_ino)
                 if touched.conflicts_with(op) or self._marks.unsynced.conflicts_with(op):
                     break
                 touched.add(op)

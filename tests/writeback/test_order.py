@@ -12,6 +12,7 @@ import trio.testing
 from monarch.posix import failpoints
 from monarch.text import MiB
 from monarch.writeback.drain import Drain
+from monarch.writeback.journal import Op
 from tests.equipment.slowfs import SlowSource
 from tests.writeback.rig import Killed, Model, draining, read_tree
 
@@ -263,6 +264,45 @@ async def test_a_replaced_name_is_removed_though_its_file_has_changed_under_anot
         model.unlink(b"renamed")
         await until_empty(drain)
     model.check_all_is_there()
+
+
+async def test_a_replaced_name_is_removed_though_its_file_is_copied_up_in_the_same_turn(
+    model: Model, clock: Clock
+) -> None:
+    os.link(model.source / "a", model.source / "linked")
+    model.tree = read_tree(model.source)
+    file = model.tree[b"a"]
+    async with draining(model) as drain:
+        node = model.create(b"new")
+        node.writers = 1
+        model.store(node, b"half")
+        model.content(node)
+        model.store(node, b"other")
+        # The drain gives the file another identity before it has an object.
+        names = (b"a", b"linked")
+        model.record(
+            Op(
+                kind="attr",
+                path=b"a",
+                paths=names,
+                ino=file.ino,
+                mtime_ns=10**18,
+                was=file.was,
+            )
+        )
+        await until_empty(drain)
+        assert (model.source / "linked").stat().st_mtime_ns == 10**18
+        # The rename records no content, which would be drained in a turn of its own.
+        node.is_recorded = node.is_kept = True
+        model.rename(b"new", b"linked")
+        model.take(b"a")
+        await until_empty(drain)
+        model.rename(b"linked", b"renamed")
+        node.writers = 0
+        model.unlink(b"renamed")
+        await until_empty(drain)
+        assert drain.backlog().conflicts == 0
+    assert not (model.source / "linked").exists()
 
 
 async def until_empty(drain: Drain) -> None:
