@@ -160,7 +160,9 @@ def open_tiers(parts: Parts) -> Tiers:
     if pack is not None:
         # A chunk that is admitted is read as a whole; another one must not be.
         foreseeing = foreseeing.model_copy(update={"fill": False})
-    foresight = Foresight(snapshot, foreseeing, lambda ino: controller.is_placed(ino))
+    foresight = Foresight(
+        snapshot, foreseeing, lambda ino: controller.is_placed(ino), residency.have_copies
+    )
     policy = _policy(settings, snapshot, capacities, bucket if pack is None else pack.files.bucket)
     belady = None
     # Of a pack the tiers keep whole chunks.

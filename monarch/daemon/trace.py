@@ -16,7 +16,7 @@ import trio
 
 from monarch.control.server import Send, Verb
 from monarch.errors import BusyError, MonarchError, UsageError
-from monarch.foresight.stream import Bits
+from monarch.foresight.stream import Seen
 from monarch.namespace.namespace import Namespace
 from monarch.placement.epochs import Epochs
 from monarch.telemetry.report import StatusReport
@@ -78,7 +78,7 @@ class Recording:
         self._waiting: deque[tuple[OpenedFile | int, int | None]] = deque()
         self._lost_now = 0
         # The files that the client knows by name.
-        self._named = Bits(names.entries + 1)
+        self._named = Seen(names.entries + 1)
         self.opens = self.lost = 0
         self.why_ended = ""
 

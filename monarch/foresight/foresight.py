@@ -8,6 +8,7 @@ that ``has_copy`` knows. Pure.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,15 +57,16 @@ class _Job:
 
 class Foresight:
     """Belongs to the event loop; no method waits. ``has_copy`` returns whether a file needs no
-    fetch."""
+    fetch, ``have_copies`` whether all of some files have copies."""
 
     def __init__(
         self,
         names: Names,
         settings: ForesightSettings,
         has_copy: Callable[[Ino], bool] = lambda ino: False,
+        have_copies: Callable[[range], bool] = lambda files: False,
     ) -> None:
-        self._has_copy = has_copy
+        self._has_copy, self._have_copies = has_copy, have_copies
         self._names = names
         self._settings = settings
         self.announced = Announcements(Limits(has_positions=settings.belady))
@@ -121,25 +123,30 @@ class Foresight:
         elif stream.pattern == "skewed":
             self._skewed_open(ino)
 
-    def opened_all(self, inos: Sequence[Ino]) -> None:
-        """As ``opened`` for each of ``inos``, by an unknown process of no known job."""
+    def opened_all(self, inos: array[int]) -> None:
+        """As ``opened`` for each of ``inos``, at least one, in an array of type I, by an unknown
+        process of no known job."""
+        numbers = np.frombuffer(inos, np.uint32)
+        stream = self._stream_of_all(range(int(numbers.min()), int(numbers.max()) + 1))
         marks = np.frombuffer(self._marks.of, np.uint8)
-        stream = self._stream_of_all(inos) if inos else None
-        if stream is None or not bool((marks[inos] == READ).all()):
+        if stream is None or not bool((marks[numbers] == READ).all()):
             for ino in inos:
-                self.opened(ino, job=0)
-        elif stream.opened_all(inos) or stream.is_filling:
-            self.has_learned |= stream.pattern == "same order"
+                self.opened(Ino(ino), job=0)
+            return
+        is_complete = stream.opened_all(inos)
+        self.has_learned |= is_complete and stream.pattern == "same order"
+        is_ahead = is_complete and stream.reach > 0 and not self._have_copies(stream.subtree.files)
+        if is_ahead or stream.is_filling:
             self._wake()
 
-    def _stream_of_all(self, inos: Sequence[Ino]) -> Stream | None:
+    def _stream_of_all(self, inos: range) -> Stream | None:
         """The stream that an open of each of ``inos`` belongs to, if no other part records
         them."""
         stream = next(iter(self._job(0).streams), None)
         if stream is None or stream.pattern == "skewed" or self.announced.has_orders:
             return None
         files = stream.subtree.files
-        return stream if min(inos) in files and max(inos) in files else None
+        return stream if inos[0] in files and inos[-1] in files else None
 
     def end_jobs(self, is_over: Callable[[int], bool]) -> None:
         """Ends the streams of the jobs that have ended. Another job in the same files then keeps

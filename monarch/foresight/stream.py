@@ -16,6 +16,8 @@ import numpy as np
 from monarch.foresight import recognition
 from monarch.foresight.marks import GIVEN, Marks
 from monarch.foresight.recognition import LEAST_FILES, Locality, Pattern
+from monarch.telemetry import passes
+from monarch.telemetry.passes import Pass
 from monarch.types import Ino
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ _EARLY_FILL = 0.1
 # Files to be filled for each open, and the most that may be saved up: a fill ends with its readers.
 _FILL_PER_OPEN, _MOST_FILL = 32, 2048
 
+# Many opens are at least so many windows: every window of fewer opens is tested.
+_MANY_WINDOWS = 3
+
 # Windows after which a skewed stream must have shown repeats since the count began.
 _LEAST_SKEWED = 4
 
@@ -44,29 +49,28 @@ _SLICE = 1 << 16
 _LOCAL: frozenset[Pattern] = frozenset(("sequential", "strided", "same order"))
 
 
-class Bits:
-    """A set of the numbers below ``size``, one bit each."""
+class Seen:
+    """A set of the numbers below ``size``, one byte each: ``of`` is 1 for those in the set."""
 
-    __slots__ = ("_bits", "count")
+    __slots__ = ("count", "of")
 
     def __init__(self, size: int) -> None:
-        self._bits = bytearray((size + 7) // 8)
+        self.of = bytearray(size)
         self.count = 0
 
     def __contains__(self, number: int) -> bool:
-        return bool(self._bits[number >> 3] >> (number & 7) & 1)
+        return bool(self.of[number])
 
     def add(self, number: int) -> bool:
         """Adds a number; False if it was there."""
-        bit = 1 << (number & 7)
-        if self._bits[number >> 3] & bit:
+        if self.of[number]:
             return False
-        self._bits[number >> 3] |= bit
+        self.of[number] = 1
         self.count += 1
         return True
 
     def clear(self) -> None:
-        self._bits = bytearray(len(self._bits))
+        self.of = bytearray(len(self.of))
         self.count = 0
 
 
@@ -174,7 +178,7 @@ class Stream:
         self._window_size = recognition.window_of(self._n)
         # Whether one process has opened all files of the last window.
         self._has_one_process = False
-        self._seen = Bits(self._n)
+        self._seen = Seen(self._n)
         # The latest opens, none of a file that is new in this epoch.
         self._run: dict[int, None] = {}
         self._vote: Pattern = "unknown"
@@ -227,37 +231,54 @@ class Stream:
             self._fill_credit = min(_MOST_FILL, self._fill_credit + _FILL_PER_OPEN)
         return self._ends_window()
 
-    def opened_all(self, inos: Sequence[Ino]) -> bool:
-        """As ``opened`` for each of ``inos``, by unknown processes; whether any window is complete.
-        Unless the pattern says where the readers are, only the last two windows of many opens are
-        tested: a test takes as long as some hundred opens."""
-        is_complete = False
-        start, size, latest, run = self._start, self._window_size, self._latest, self._run
-        left, seen, order = len(inos), self._seen, self._order
-        for ino in inos:
-            left -= 1
-            position = ino - start
-            if position in latest:
-                continue
-            latest[position] = 0
-            self.opens += 1
-            if not seen.add(position):
-                self._repeated(position)
-                order = self._order
-            else:
-                if order is not None:
-                    order.append(position)
-                if run:
-                    self.repeats += len(run)
-                    run.clear()
-            if len(latest) >= size:
-                if self.is_filling:
-                    self._fill_credit = min(_MOST_FILL, self._fill_credit + _FILL_PER_OPEN * size)
-                is_tested = left < 3 * size or self.pattern in _LOCAL
-                is_complete |= self._ends_window(is_tested=is_tested)
+    def opened_all(self, inos: array[int]) -> bool:
+        """As ``opened`` for each of ``inos``, an array of type I, by unknown processes; whether any
+        window is complete. Only the last window of many opens is tested: a test takes as long as
+        some hundred opens, and readers this fast gain nothing by fetches ahead."""
+        is_complete, at, size = False, 0, self._window_size
+        keep = len(inos) if len(inos) < _MANY_WINDOWS * size else size
+        while at < len(inos) and self._can_count():
+            at, is_new = self._count(inos, at, keep)
+            is_complete |= is_new
+        for ino in inos[at:]:
+            is_complete |= self.opened(Ino(ino))
         return is_complete
 
-    def _ends_window(self, *, is_tested: bool = True) -> bool:
+    def _can_count(self) -> bool:
+        """Whether many opens can be counted at once."""
+        is_usual = self.pattern != "skewed" and len(self._run) < passes.MOST_RUN
+        return is_usual and passes.can_count()
+
+    def _count(self, inos: array[int], at: int, keep: int) -> tuple[int, bool]:
+        """Counts opens from the index ``at`` on, up to the end of an epoch, or of a window that
+        fewer than ``keep`` opens follow, which is tested. The index of the next open, and whether a
+        window is complete."""
+        now = Pass(
+            first=self._start,
+            seen=self._seen.of,
+            mark=1,
+            window_size=self._window_size,
+            opens=self.opens,
+            files=self._seen.count,
+            run=self._run,
+            repeats=self.repeats,
+            window=self._latest,
+        )
+        at = now.count(inos, at, keep=keep)
+        if self.is_filling:
+            credit = self._fill_credit + _FILL_PER_OPEN * (now.opens - self.opens)
+            self._fill_credit = min(_MOST_FILL, credit)
+        self.opens, self._seen.count, self.repeats = now.opens, now.files, now.repeats
+        self._run, self._latest = dict.fromkeys(now.run), dict.fromkeys(now.window, 0)
+        if self._order is not None:
+            self._order.extend(now.new)
+        if now.windows:
+            self._window = now.last_window
+        if passes.ends_pass(len(self._run), self._seen.count):
+            self._begin_epoch()
+        return at, self._ends_window() or bool(now.windows)
+
+    def _ends_window(self) -> bool:
         """Whether the opens since the last window are a window, which then ends and is tested."""
         latest = self._latest
         if len(latest) < self._window_size:
@@ -265,8 +286,7 @@ class Stream:
         processes = set(latest.values())
         self._before, self._window = self._window, list(latest)
         latest.clear()
-        if is_tested:
-            self._judge()
+        self._judge()
         self._has_one_process = len(processes) == 1 and 0 not in processes
         return True
 
@@ -279,14 +299,14 @@ class Stream:
 
     def _repeated(self, position: int) -> None:
         """Counts an open of a file that this epoch has opened before. An epoch ends with a run of
-        such opens, as in ``placement/epochs.py``."""
+        such opens (``telemetry/passes.py``)."""
         self._run[position] = None
         if self.pattern == "skewed":
             # It has no epochs. After more opens most files have repeats in whatever order they are
             # read, so the test would say little.
             is_over = self.opens >= self._n
         else:
-            is_over = len(self._run) >= max(2, min(64, self._seen.count // 2))
+            is_over = passes.ends_pass(len(self._run), self._seen.count)
         if is_over:
             self._begin_epoch()
 

@@ -410,11 +410,11 @@ class Datapath:
         happened: list[Served] = self._native.events()
         return happened
 
-    def opened(self, events: bytes, directories: array[int]) -> list[Ino]:
-        """The files that ``struct inotify_event`` in ``events`` name, in their order. The table has
-        the directory of each watch, 0 for none. 0 in the result: not all opens are reported."""
-        found: list[Ino] = self._native.opened(events, directories)
-        return found
+    def opened(self, events: bytes, directories: array[int]) -> array[int]:
+        """The files that ``struct inotify_event`` in ``events`` name, in their order, as an array
+        of type I. The table has the directory of each watch, 0 for none. If not all opens are
+        reported, the last is 0."""
+        return array("I", self._native.opened(events, directories))
 
     def taken(self, ino: Ino) -> None:
         """Releases the fetched bytes of ``ino`` that were held for reads to come."""

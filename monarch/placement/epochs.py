@@ -1,7 +1,9 @@
 """Counts opens and hits per epoch, and detects where epochs begin: one byte per inode.
 
 The rule: an epoch ends when a run of opens, none of them of an inode that is new in this epoch,
-has touched enough different inodes: half of those seen in the epoch, but at least 2 and at most 64.
+has touched enough different inodes: half of those seen in the epoch, but at least 2 and at most 64
+(``telemetry/passes.py``). A run of 64 does not happen by chance within an epoch, so the next epoch
+is detected after 64 opens, whatever the size of the data set.
 The opens of that run and their hits then belong to the new epoch. So the counts are exact for
 passes over two or more files that open each file once, in any order.
 
@@ -19,17 +21,15 @@ the rule:
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from monarch.telemetry import passes
+from monarch.telemetry.passes import Pass
 from monarch.types import Ino
 
 _KEPT_EPOCHS = 100
-_MIN_RUN_INODES = 2
-# A run of this length without a new inode does not happen by chance within an epoch. So the next
-# epoch is detected after 64 opens, whatever the size of the data set.
-_MAX_RUN_INODES = 64
 _LAST_MARK = 255
 
 
@@ -82,32 +82,32 @@ class Epochs:
         self._run.add(ino)
         self._run_opens += 1
         self._run_hits += hit
-        enough = max(_MIN_RUN_INODES, min(_MAX_RUN_INODES, self._distinct // 2))
-        if len(self._run) >= enough:
+        if passes.ends_pass(len(self._run), self._distinct):
             self._begin_epoch()
 
-    def opened_all(self, inos: Sequence[Ino]) -> None:
-        """As ``opened`` for each of ``inos``, none of them a hit."""
-        seen_in, mark = self._seen_in, self._mark
-        # Those since the last file that was not new.
-        new = 0
-        for ino in inos:
-            if seen_in[ino] != mark:
-                seen_in[ino] = mark
-                new += 1
-                continue
-            if new:
-                self._opened_new(new)
-                new = 0
-            self.opened(ino, hit=False)
-            mark = self._mark
-        if new:
-            self._opened_new(new)
-
-    def _opened_new(self, count: int) -> None:
-        self._opens += count
-        self._distinct += count
-        self._forget_run()
+    def opened_all(self, inos: array[int]) -> None:
+        """As ``opened`` for each of ``inos``, an array of type I, none of them a hit."""
+        at = 0
+        while at < len(inos) and passes.can_count():
+            now = Pass(
+                first=0,
+                seen=self._seen_in,
+                mark=self._mark,
+                opens=self._opens,
+                files=self._distinct,
+                run=self._run,
+                run_opens=self._run_opens,
+            )
+            at = now.count(inos, at)
+            self._opens, self._distinct = now.opens, now.files
+            self._run, self._run_opens = set(map(Ino, now.run)), now.run_opens
+            if now.repeats:
+                # The run that may have had hits is over.
+                self._run_hits = 0
+            if passes.ends_pass(len(self._run), self._distinct):
+                self._begin_epoch()
+        for ino in inos[at:]:
+            self.opened(Ino(ino), hit=False)
 
     def _begin_epoch(self) -> None:
         self._finished.append(

@@ -67,6 +67,10 @@ class Residency:
     def tier_of(self, ino: Ino) -> int:
         return self._tiers[ino]
 
+    def have_copies(self, inos: range) -> bool:
+        """Whether each of ``inos``, consecutive numbers, is in a tier."""
+        return bool(self._tiers_array[inos.start : inos.stop].all())
+
     def place(self, ino: Ino, tier: int) -> None:
         """Records a verified copy in ``tier``."""
         if not 1 <= tier <= MAX_TIER:

@@ -48,9 +48,9 @@ class Directories(Protocol):
 
 
 class EventsReader(Protocol):
-    """The datapath: finds the files of events. 0 in the result: not all opens are reported."""
+    """The datapath: finds the files of events. If not all opens are reported, the last is 0."""
 
-    def opened(self, events: bytes, directories: array[int]) -> list[Ino]: ...
+    def opened(self, events: bytes, directories: array[int]) -> array[int]: ...
 
 
 class OpenWatch:
@@ -124,17 +124,18 @@ class OpenWatch:
         if self.counts:
             self._own[ino] += 1
 
-    def opened(self) -> list[Ino]:
-        """The files that were opened since the last call, in the order of the opens."""
-        if self._events is None or self.not_counted:
-            return []
-        events = self._events.read()
-        found = self._datapath.opened(events, self._directories) if events else []
-        if 0 in found:
-            found = found[: found.index(Ino(0))]
+    def opened(self) -> array[int]:
+        """The files that were opened since the last call, in the order of the opens: an array of
+        type I."""
+        events = self._events.read() if self._events is not None and self.counts else b""
+        if not events:
+            return array("I")
+        found = self._datapath.opened(events, self._directories)
+        if found and not found[-1]:
+            found.pop()
             self._give_up("the kernel has lost reports of opens")
         if self._own:
-            found = [ino for ino in found if not self._is_own(ino)]
+            found = array("I", (ino for ino in found if not self._is_own(Ino(ino))))
         self.opens += len(found)
         return found
 
@@ -147,8 +148,13 @@ class OpenWatch:
                 await trio.lowlevel.wait_readable(self._events)
             except trio.ClosedResourceError:
                 return
-            count()
-            await trio.sleep(_STEP_S)
+            opens = -1
+            # While there are opens, one wait for each lot of them: a wait costs as much processor
+            # time as a hundred opens.
+            while opens != self.opens:
+                opens = self.opens
+                count()
+                await trio.sleep(_STEP_S)
 
     def close(self) -> None:
         """Ends all watches; does nothing if there are none."""

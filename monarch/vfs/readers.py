@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import time
+from array import array
 from collections.abc import Callable
 
 import trio
@@ -369,11 +370,11 @@ class Readers:
         if self.traced is not None:
             self.traced(ino, tier, latency_s, job)
 
-    def _count_watched(self, inos: list[Ino]) -> None:
+    def _count_watched(self, inos: array[int]) -> None:
         """Counts opens that the kernel has reported without the process."""
         if self.traced is not None:
             for ino in inos:
-                self._count_open(ino, None, 0, 0)
+                self._count_open(Ino(ino), None, 0, 0)
             return
         self._epochs.opened_all(inos)
         self._foresight.opened_all(inos)
@@ -389,8 +390,8 @@ class Readers:
         if self._fast is None:
             return
         is_watched = self._watch is not None and self._watch.counts
-        if self._watch is not None and is_watched:
-            self._count_watched(self._watch.opened())
+        if self._watch is not None and is_watched and (opened := self._watch.opened()):
+            self._count_watched(opened)
         # The events happened since the last call.
         since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
         jobs: dict[int, int] = {}

@@ -346,7 +346,7 @@ def test_opens_that_are_recorded_together_are_recognised(kind: str, lot: int) ->
         seed = 1 if kind == "same order" else epoch
         opens += map(Ino, files if kind == "in order" else shuffled(files, seed))
     for start in range(0, len(opens), lot):
-        job.foresight.opened_all(opens[start : start + lot])
+        job.foresight.opened_all(array("I", opens[start : start + lot]))
     (stream,) = job.foresight.report(counts_opens=True).streams
     assert (stream.epoch, stream.files) == (4, len(files))
     # The first windows were opened before the stream had begun.

@@ -40,8 +40,8 @@ def test_events_name_files_of_their_directory(tree: Tree, tmp_path: Path) -> Non
             *(event(1, b"d", _IN_OPEN | _IN_ISDIR), event(3, b"", _IN_OPEN | _IN_ISDIR)),
             *(event(2, b"a"), event(-1, b"a"), event(4, b"a"), event(1, b"none")),
         ]
-        assert one.datapath.opened(b"".join(events), directories(one)) == expected
-        assert one.datapath.opened(b"", directories(one)) == []
+        assert one.datapath.opened(b"".join(events), directories(one)).tolist() == expected
+        assert not one.datapath.opened(b"", directories(one))
 
 
 @pytest.mark.promise(183)
@@ -49,10 +49,10 @@ def test_lost_events_are_reported_and_an_unmount_is_not(tree: Tree, tmp_path: Pa
     with rig(tree({"a": 1}), tmp_path) as one:
         a, table = one.ino("a"), array("I", [0, 1])
         lost = event(1, b"a") + event(-1, b"", _IN_Q_OVERFLOW) + event(1, b"a")
-        assert one.datapath.opened(lost, table) == [a, 0, a]
-        assert one.datapath.opened(event(1, b"", _IN_IGNORED), table) == [0]
+        assert one.datapath.opened(lost, table).tolist() == [a, 0]
+        assert one.datapath.opened(event(1, b"", _IN_IGNORED), table).tolist() == [0]
         ended = event(1, b"", _IN_UNMOUNT) + event(1, b"", _IN_IGNORED)
-        assert one.datapath.opened(ended, table) == []
+        assert not one.datapath.opened(ended, table)
 
 
 def test_any_bytes_are_read_within_their_bounds(tree: Tree, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from array import array
 from collections.abc import Iterable
 
 import pytest
@@ -119,7 +120,7 @@ def test_opens_that_are_counted_together_count_as_one_by_one(seed: int) -> None:
     opened(one_by_one, inos)
     while inos:
         count = rng.choice([1, 3, 100, 256, 700])
-        together.opened_all(inos[:count])
+        together.opened_all(array("I", inos[:count]))
         inos = inos[count:]
     assert together.epochs() == one_by_one.epochs()
     assert together.is_undecided == one_by_one.is_undecided

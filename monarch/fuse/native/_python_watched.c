@@ -17,37 +17,49 @@ static uint64_t file_of(const struct names *names, const struct inotify_event *e
     return parent ? names_child(names, parent, name, strnlen(name, event->len)) : 0;
 }
 
-static bool append(PyObject *list, uint64_t ino) {
-    PyObject *number = PyLong_FromUnsignedLongLong(ino);
-    bool is_kept = number && PyList_Append(list, number) == 0;
-    Py_XDECREF(number);
-    return is_kept;
-}
-
-/* ``events`` as they were read, and the inode number of the directory of each watch, 32 bits by its
- * number. A list of inode numbers; 0 means that not all opens are reported. */
-PyObject *datapath_opened(Datapath *self, PyObject *args) {
-    Py_buffer events, directories;
-    if (!PyArg_ParseTuple(args, "y*y*", &events, &directories))
-        return NULL;
-    PyObject *list = PyList_New(0);
-    const char *at = events.buf, *end = at + events.len;
+/* Writes the inode numbers of the events from ``at`` on to ``found``; returns their number. After
+ * the loss of a report it ends with 0. */
+static size_t find_files(const struct names *names, const char *at, const char *end,
+                         const Py_buffer *directories, uint32_t *found) {
     struct inotify_event event;
+    size_t count = 0;
     bool unmounted = false;
-    while (list && (size_t)(end - at) >= sizeof event) {
+    while ((size_t)(end - at) >= sizeof event) {
         memcpy(&event, at, sizeof event);
         at += sizeof event;
         if (event.len > (size_t)(end - at))
             break;
         unmounted = unmounted || event.mask & IN_UNMOUNT;
         /* Events were lost, or a watch has ended before the mount. */
-        bool ends = event.mask & IN_Q_OVERFLOW || (event.mask & IN_IGNORED && !unmounted);
-        uint64_t ino = ends ? 0 : file_of(&self->dp->names, &event, at, &directories);
-        if ((ends || ino) && !append(list, ino))
-            Py_CLEAR(list);
+        if (event.mask & IN_Q_OVERFLOW || (event.mask & IN_IGNORED && !unmounted)) {
+            found[count++] = 0;
+            break;
+        }
+        uint64_t ino = file_of(names, &event, at, directories);
+        if (ino)
+            found[count++] = (uint32_t)ino;
         at += event.len;
+    }
+    return count;
+}
+
+/* ``events`` as they were read, and the inode number of the directory of each watch, 32 bits by its
+ * number. The bytes of inode numbers of 32 bits; if not all opens are reported, the last is 0. */
+PyObject *datapath_opened(Datapath *self, PyObject *args) {
+    Py_buffer events, directories;
+    if (!PyArg_ParseTuple(args, "y*y*", &events, &directories))
+        return NULL;
+    size_t most = (size_t)events.len / sizeof(struct inotify_event), count = 0;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(most * sizeof(uint32_t)));
+    if (bytes) {
+        uint32_t *found = (uint32_t *)(void *)PyBytes_AS_STRING(bytes);
+        const char *at = events.buf;
+        Py_BEGIN_ALLOW_THREADS;
+        count = find_files(&self->dp->names, at, at + events.len, &directories, found);
+        Py_END_ALLOW_THREADS;
+        _PyBytes_Resize(&bytes, (Py_ssize_t)(count * sizeof(uint32_t)));
     }
     PyBuffer_Release(&events);
     PyBuffer_Release(&directories);
-    return list;
+    return bytes;
 }
