@@ -48,7 +48,7 @@ _GATHER_S = 0.01
 # Small files committed in one turn of a worker thread: the hop costs as much as a commit.
 _BATCH = 32
 _STEP_S = 0.005
-# The interval of checks of the queue while an item is wanted.
+# The interval of checks of the queue while an item is wanted, and none was submitted just before.
 _WANTED_S = 0.1
 
 
@@ -260,15 +260,16 @@ class Engine:
             self._flights.give_up_all()
 
     async def _keep_wanted_going(self) -> None:
-        """Submits wanted items when the queue is empty."""
+        """Submits wanted items when the queue is empty, as fast as they are copied."""
+        pause_s = _WANTED_S
         while True:
             if not self._controller.wanted and not len(self._flights):
                 # An item becomes wanted with its promotion, which is then submitted or abandoned,
                 # or the caller calls ``wake``.
                 self._work = trio.Event()
                 await self._work.wait()
-            await trio.sleep(_WANTED_S)
-            now = trio.current_time()
+            await trio.sleep(pause_s)
+            now, pause_s = trio.current_time(), _WANTED_S
             while (
                 # Otherwise each of them is being copied.
                 self._controller.wanted > len(self._flights)
@@ -281,6 +282,7 @@ class Engine:
                     break
                 if not self.submit(promote, self._names.stored(promote.ino).identity):
                     break
+                pause_s = _STEP_S
 
     async def _copy_worker(self, tier: Tier) -> None:
         line = self._flights.copies[tier.number]
