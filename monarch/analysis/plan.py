@@ -1,0 +1,81 @@
+"""The plan of one measured run of a job, and what its process reports: texts between processes.
+
+``monarch analyze run`` puts the plan into the environment of the job. ``monarch.watch`` reads it
+there, and writes the report into a file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from monarch.telemetry.report import Report
+
+# The variable of the environment with the plan, and that with the phase alone, for scripts.
+VARIABLE = "MONARCH_ANALYZE"
+PHASE_VARIABLE = "MONARCH_PHASE"
+
+# fill: nothing is measured, files get copies. synthetic: batches that are in memory. cached: all
+# files may be read from the tiers. real: a share of them.
+Phase: TypeAlias = Literal["fill", "synthetic", "cached", "real"]
+
+# The windows of a run, whose rates are compared.
+WINDOWS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Report):
+    """``share`` of the files may be read from tiers, and the source gives at most
+    ``source_limit`` bytes/s (0: no limit). ``iterations`` batches are measured, after ``warmup``
+    others. ``report`` is the path of the report. ``alive`` is the descriptor of a pipe that ends
+    with the command that analyses, -1 if there is none."""
+
+    phase: Phase
+    mountpoint: str
+    report: str
+    share: float = 1.0
+    source_limit: int = 0
+    iterations: int = 100
+    warmup: int = 5
+    alive: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport(Report):
+    """The measured part of one run; durations in seconds.
+
+    ``train_s`` are the durations of windows of ``window`` batches with the training, ``load_s``
+    those without it. ``hits`` opens were served by tiers, ``misses`` by the source, which gave
+    ``source_bytes``; they belong to ``batches`` batches. ``workers`` of the loader, 0: it runs
+    within the training process, None: unknown. ``in_stages``: it fetches and prepares in separate
+    stages. ``epoch_batches`` is the length of the loader, None if it is unknown.
+    """
+
+    window: int
+    train_s: list[float]
+    load_s: list[float]
+    hits: int
+    misses: int
+    source_bytes: int
+    batches: int
+    workers: int | None
+    in_stages: bool
+    epoch_batches: int | None
+
+
+def encode(value: Plan | RunReport) -> str:
+    return json.dumps(value.to_dict())
+
+
+def decode_plan(text: str) -> Plan:
+    """Raises ValueError if ``text`` is not a plan."""
+    plan = Plan.from_dict(json.loads(text))
+    if plan.iterations < WINDOWS or plan.warmup < 1 or not 0 <= plan.share <= 1:
+        raise ValueError("the plan has a number out of its range")
+    return plan
+
+
+def decode_report(text: str) -> RunReport:
+    """Raises ValueError if ``text`` is not a report."""
+    return RunReport.from_dict(json.loads(text))

@@ -1,0 +1,215 @@
+"""The models of a job, compared with jobs in virtual time, and their properties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch.analysis.loader_model import (
+    JobModel,
+    Kind,
+    Point,
+    fitted,
+    serial_rate,
+    smallest_share_in_closed_form,
+    source_rate,
+)
+from tests.analysis.pipeline import Job, serial_workers, stages
+
+CORES = 8
+# Rates in samples/s: the job waits for fetches, for preparation, and for both.
+REGIMES = {
+    "fetch": {"source": 500.0, "tier": 20000.0, "prep": 2000.0, "training": 600.0},
+    "prep": {"source": 4000.0, "tier": 20000.0, "prep": 1000.0, "training": 10000.0},
+    "crossover": {"source": 2000.0, "tier": 20000.0, "prep": 500.0, "training": 6000.0},
+}
+SHARES = (0.0, 0.5, 0.75, 0.9)
+
+
+def plain(job: Job, share: float) -> float:
+    """``min(F, P, G)``, with the preparation of all cores, as the paper's recipe measures it."""
+    fetch = source_rate(share, hit_s=1 / job.tier, miss_s=1 / job.source)
+    return min(fetch, job.cores * job.prep, job.training)
+
+
+def serial(job: Job, share: float) -> float:
+    rate = serial_rate(
+        share,
+        workers=job.workers,
+        cores=job.cores,
+        hit_s=1 / job.tier,
+        miss_s=1 / job.source,
+        prep_s=1 / job.prep,
+    )
+    fetch = source_rate(share, hit_s=0.0, miss_s=1 / job.source)
+    return min(fetch, rate, job.training)
+
+
+def largest_error(
+    model: Callable[[Job, float], float], regime: str, workers: int, truth=serial_workers
+) -> float:
+    job = Job(workers=workers, cores=CORES, **REGIMES[regime])
+    return max(abs(model(job, x) - truth(job, x)) / model(job, x) for x in SHARES)
+
+
+@pytest.mark.promise(290)
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("regime", list(REGIMES))
+def test_the_serial_model_describes_workers_that_fetch_and_then_prepare(
+    regime: str, workers: int
+) -> None:
+    assert largest_error(serial, regime, workers) < 0.05
+
+
+@pytest.mark.promise(290)
+@pytest.mark.parametrize(
+    ("regime", "workers", "least"),
+    [
+        ("fetch", 1, 0.15),
+        ("prep", 1, 0.70),
+        ("prep", 2, 0.50),
+        ("crossover", 1, 0.80),
+        ("crossover", 2, 0.70),
+        ("crossover", 4, 0.40),
+    ],
+)
+def test_the_plain_model_does_not_describe_them(regime: str, workers: int, least: float) -> None:
+    assert largest_error(plain, regime, workers) > least
+
+
+def test_both_models_miss_the_queueing_of_eight_workers_at_the_crossover() -> None:
+    assert 0.05 < largest_error(serial, "crossover", 8) < 0.15
+    assert 0.05 < largest_error(plain, "crossover", 8) < 0.15
+
+
+def test_the_plain_model_describes_stages_and_the_serial_one_does_not() -> None:
+    assert largest_error(plain, "prep", CORES, stages) < 0.05
+    assert largest_error(serial, "crossover", 1, stages) > 0.15
+
+
+def points_of(job: Job, truth: Callable[[Job, float], float]) -> list[Point]:
+    """What an analysis measures: the job, and its loader with a training that takes no time."""
+    alone = Job(**{**vars(job), "training": 1e9})
+    return [Point(x, truth(alone, x), truth(job, x)) for x in (0.0, 0.5, 1.0)]
+
+
+@pytest.mark.promise(290)
+@pytest.mark.parametrize(
+    ("truth", "workers", "regime", "kind"),
+    [
+        (serial_workers, 2, "prep", "serial"),
+        (serial_workers, 2, "crossover", "serial"),
+        (stages, 1, "fetch", "pipelined"),
+    ],
+)
+def test_the_model_that_fits_is_chosen_and_predicts_other_shares_and_cores(
+    truth: Callable[[Job, float], float], workers: int, regime: str, kind: Kind
+) -> None:
+    job = Job(workers=workers, cores=workers, **REGIMES[regime])
+    model, error = fitted(
+        points_of(job, truth),
+        training_s=1 / job.training,
+        workers=workers,
+        in_stages=False,
+        cores=workers,
+    )
+    assert model.kind == kind and error < 0.07
+    for share in (0.25, 0.9):
+        assert model.rate(share) == pytest.approx(truth(job, share), rel=0.07)
+    more = Job(**{**vars(job), "workers": 2 * workers, "cores": 2 * workers})
+    assert model.with_cores(2 * workers).rate(1.0) == pytest.approx(truth(more, 1.0), rel=0.05)
+
+
+def test_a_loader_within_the_training_process_is_recognised_and_gets_workers() -> None:
+    prep_s, miss_s, training_s = 0.010, 0.020, 0.030
+    loads = {x: 1 / (prep_s + (1 - x) * miss_s) for x in (0.0, 0.5, 1.0)}
+    points = [Point(x, load, 1 / (1 / load + training_s)) for x, load in loads.items()]
+    found = [
+        fitted(points, training_s=training_s, workers=workers, in_stages=False, cores=4)
+        for workers in (0, None)
+    ]
+    for model, error in found:
+        assert model.kind == "inline" and error < 1e-9
+    # With workers the training hides the loader.
+    assert found[0][0].with_cores(4).rate(0.0) == pytest.approx(1 / training_s)
+
+
+def test_the_same_share_in_all_runs_gives_no_model() -> None:
+    points = [Point(0.5, 10.0, 9.0), Point(0.505, 10.0, 9.0)]
+    with pytest.raises(ValueError, match="same share"):
+        fitted(points, training_s=0.1, workers=2, in_stages=False, cores=2)
+
+
+def test_a_slower_source_limits_the_rate_to_its_bytes() -> None:
+    model = JobModel("serial", 4, 4, 0.001, 0.010, 0.040, batch_bytes=1e6)
+    # Each of four workers reads 1 MB in 40 ms.
+    assert model.source_bytes_s == pytest.approx(100e6)
+    assert model.with_source(20_000_000).rate(0.0) == pytest.approx(20.0)
+    assert model.with_source(20_000_000).rate(0.5) == pytest.approx(40.0)
+    # A fetch takes half the time.
+    assert model.with_source(200_000_000).rate(0.0) == pytest.approx(4 / 0.030)
+
+
+rates = st.floats(1.0, 1e5)
+
+
+@given(source=rates, prep=rates, training=rates, tier=rates)
+def test_the_smallest_share_makes_the_fetch_as_fast_as_the_rest(
+    source: float, prep: float, training: float, tier: float
+) -> None:
+    share = smallest_share_in_closed_form(prep=prep, training=training, source=source, tier=tier)
+    wanted = min(prep, training)
+    fetch = source_rate(share, hit_s=1 / tier, miss_s=1 / source)
+    if 0 < share < 1:
+        assert fetch == pytest.approx(wanted, rel=1e-9)
+    elif share == 0:
+        assert fetch >= wanted * (1 - 1e-9)
+    else:
+        assert fetch <= wanted * (1 + 1e-9)
+
+
+seconds = st.floats(1e-5, 1.0)
+models = st.builds(
+    JobModel,
+    kind=st.sampled_from(["serial", "pipelined", "inline"]),
+    workers=st.integers(1, 16),
+    cores=st.integers(1, 16),
+    training_s=seconds,
+    prep_s=seconds,
+    miss_s=st.floats(0.0, 1.0),
+    batch_bytes=st.just(1e6),
+)
+
+
+@given(model=models, less=st.floats(0.0, 1.0), more=st.floats(0.0, 1.0))
+def test_a_larger_share_more_cores_and_a_faster_source_never_slow_a_job_down(
+    model: JobModel, less: float, more: float
+) -> None:
+    less, more = sorted((less, more))
+    slack = 1 + 1e-9
+    assert model.rate(less) <= model.rate(more) * slack
+    few, many = model.with_cores(2), model.with_cores(4)
+    assert few.rate(less) <= many.rate(less) * slack
+    if model.source_bytes_s:
+        slow, fast = model.with_source(1_000_000), model.with_source(50_000_000)
+        assert slow.rate(less) <= fast.rate(less) * slack
+
+
+@given(model=models)
+def test_a_tier_of_the_smallest_share_ends_the_fetch_stall_and_a_smaller_one_does_not(
+    model: JobModel,
+) -> None:
+    share = model.smallest_share(tolerance=0.02)
+    wanted = model.rate(1.0) * 0.98
+    assert model.rate(share) >= wanted * (1 - 1e-6)
+    if share > 0.01:
+        assert model.rate(share - 0.01) <= wanted * (1 + 1e-6)
+
+
+def test_the_smallest_share_of_stages_is_that_of_the_closed_form() -> None:
+    model = JobModel("pipelined", 4, 4, 1 / 300, 4 / 1000, 1 / 100)
+    expected = smallest_share_in_closed_form(prep=1000.0, training=300.0, source=100.0, tier=1e12)
+    assert model.smallest_share(tolerance=0.0) == pytest.approx(expected, abs=1e-9)

@@ -1,0 +1,209 @@
+"""Stalls and verdicts from runs with known times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from monarch.analysis.plan import Phase, RunReport
+from monarch.analysis.profile import VERSION, Profile, decode, encode, result_of
+from monarch.analysis.stalls import (
+    Run,
+    Stalls,
+    measured,
+    rate_of,
+    stalls_of,
+    stalls_with,
+    verdict_on,
+)
+
+WINDOW = 20
+STEADY = (1.0, 1.01, 0.99, 1.02, 0.98)
+NOISY = (0.5, 1.5, 0.7, 1.3, 1.0)
+
+
+def run(
+    phase: Phase,
+    batch_s: float,
+    *,
+    share: float = 1.0,
+    number: int = 0,
+    hits: float | None = None,
+    noise: Sequence[float] = STEADY,
+    load_s: float | None = None,
+) -> Run:
+    """A run whose batches take ``batch_s``, and without the training ``load_s``."""
+    hits = share if hits is None else hits
+    report = RunReport(
+        window=WINDOW,
+        train_s=[batch_s * WINDOW * factor for factor in noise],
+        load_s=[(load_s or batch_s) * WINDOW * factor for factor in STEADY],
+        hits=round(1000 * hits),
+        misses=round(1000 * (1 - hits)),
+        source_bytes=round(1000 * (1 - hits)) * 1000,
+        batches=100,
+        workers=2,
+        in_stages=False,
+        epoch_batches=500,
+    )
+    return Run(phase, share, number, report)
+
+
+def runs(t1: float, t2: float, t3: float, **real: float) -> list[Run]:
+    return [
+        run("synthetic", t1),
+        run("cached", t2),
+        run("real", (t2 + t3) / 2, share=0.5),
+        run("real", t3, share=0.0, **real),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ((1.0, 1.0, 4.0), Stalls(prep=0.0, fetch=0.75)),
+        ((1.0, 3.0, 4.0), Stalls(prep=0.5, fetch=0.25)),
+        ((1.0, 1.0, 1.0), Stalls(prep=0.0, fetch=0.0)),
+        # Noise makes no stall negative.
+        ((1.0, 0.9, 0.95), Stalls(prep=0.0, fetch=pytest.approx(0.05 / 0.95))),
+    ],
+)
+def test_stalls_are_differences_of_the_three_runs(
+    times: tuple[float, float, float], expected: Stalls
+) -> None:
+    assert stalls_of(*times) == expected
+
+
+@pytest.mark.promise(291)
+@pytest.mark.parametrize(
+    ("times", "verdict"),
+    [
+        ((1.0, 1.1, 4.0), "fetch-bound"),
+        ((1.0, 4.0, 4.1), "prep-bound"),
+        ((1.0, 1.01, 1.02), "gpu-bound"),
+    ],
+)
+def test_the_larger_stall_is_the_verdict(times: tuple[float, float, float], verdict: str) -> None:
+    found = measured(runs(*times))
+    assert verdict_on(found, found.real[0])[0] == verdict
+    # The smallest share is the first.
+    assert [each.asked for each in found.real] == [0.0, 0.5]
+
+
+@pytest.mark.promise(291)
+def test_windows_that_differ_give_no_verdict() -> None:
+    steady = runs(1.0, 1.1, 4.0)
+    for place, phase in ((0, "synthetic"), (1, "cached"), (3, "real")):
+        share = 0.0 if phase == "real" else 1.0
+        noisy = list(steady)
+        noisy[place] = run(phase, 1 / steady[place].report.window, share=share, noise=NOISY)
+        found = measured(noisy)
+        verdict, why = verdict_on(found, found.real[0])
+        assert verdict == "unsure" and "CV" in why
+
+
+@pytest.mark.promise(291)
+def test_a_rate_that_changes_between_the_rounds_gives_no_verdict() -> None:
+    first, then = runs(1.0, 1.1, 4.0), runs(1.0, 1.1, 4.0)
+    again = [Run(each.phase, each.share, 1, each.report) for each in then]
+    found = measured([*first, *again])
+    assert verdict_on(found, found.real[0])[0] == "fetch-bound"
+    again[0] = run("synthetic", 1.15, number=1)
+    drifted = measured([*first, *again])
+    verdict, why = verdict_on(drifted, drifted.real[0])
+    assert verdict == "unsure" and "between the rounds" in why
+
+
+def test_a_drift_within_one_round_is_found() -> None:
+    rising = [[1.0, 1.0, 1.1, 1.2, 1.2]]
+    assert rate_of(rising, WINDOW).drift > 0.10
+    assert rate_of([[1.0, 1.2, 1.1, 1.2, 1.0]], WINDOW).drift < 0.10
+    with pytest.raises(ValueError, match="no window"):
+        rate_of([[]], WINDOW)
+
+
+@pytest.mark.promise(291)
+def test_a_cached_run_that_tiers_did_not_serve_hides_only_the_prep_stall() -> None:
+    """Its time includes fetches, which count as preparation."""
+    waiting = [run("synthetic", 1.0), run("cached", 3.0, hits=0.6), run("real", 3.2, share=0.0)]
+    found = measured(waiting)
+    verdict, why = verdict_on(found, found.real[0])
+    assert verdict == "unsure" and "60%" in why
+    fetching = [run("synthetic", 1.0), run("cached", 1.2, hits=0.6), run("real", 4.0, share=0.0)]
+    found = measured(fetching)
+    verdict, why = verdict_on(found, found.real[0])
+    assert verdict == "fetch-bound" and "at least" in why
+
+
+def test_training_on_files_that_is_faster_than_on_memory_gives_no_verdict() -> None:
+    found = measured(runs(2.0, 1.0, 4.0))
+    assert verdict_on(found, found.real[0])[0] == "unsure"
+
+
+def test_a_job_without_opens_has_the_share_that_was_asked_for() -> None:
+    idle = run("real", 1.0, share=0.25)
+    report = RunReport(**{**idle.report.to_dict(), "hits": 0, "misses": 0})
+    found = measured([run("synthetic", 1.0), run("cached", 1.0), Run("real", 0.25, 0, report)])
+    assert found.real[0].hits == 0.25
+    assert stalls_with(found, found.real[0]) == Stalls(0.0, 0.0)
+
+
+def test_a_phase_that_was_not_measured_is_an_error() -> None:
+    with pytest.raises(ValueError, match="not all phases"):
+        measured(runs(1.0, 1.0, 1.0)[1:])
+
+
+def profile(measured_runs: list[Run]) -> Profile:
+    return Profile(
+        monarch_profile=VERSION,
+        monarch="0.1.0",
+        host="node7",
+        cores=2,
+        started_ns=1,
+        command=["python", "train.py"],
+        mountpoint="/mnt/data",
+        data_bytes=10**9,
+        tier_bytes=10**8,
+        source_limit=0,
+        iterations=100,
+        warmup=5,
+        runs=measured_runs,
+    )
+
+
+def test_a_profile_is_written_and_read_with_its_conclusions() -> None:
+    # The loader alone is as fast as the job in all runs.
+    written = profile(runs(0.1, 0.2, 0.8))
+    assert decode(encode(written)) == written
+    result = result_of(written)
+    assert result.verdict == "fetch-bound"
+    # 100 batches have read 1,000 files of 1,000 bytes.
+    assert result.batch_bytes == 10_000
+    assert result.epoch_bytes == 500 * 10_000
+    assert result.model == "serial" and result.model_error == pytest.approx(0.0, abs=1e-6)
+    # 1 / rate = 0.2 + 0.6 (1 - x), so a rate of 98 % needs x = 1 - 0.2 (1 / 0.98 - 1) / 0.6.
+    assert result.smallest_share == pytest.approx(1 - 0.2 * (1 / 0.98 - 1) / 0.6, abs=1e-6)
+    assert result.smallest_tier == round(result.smallest_share * result.epoch_bytes)
+    assert result.shares[0].epoch_s == pytest.approx(500 * 0.8, rel=0.01)
+
+
+def test_without_two_shares_nothing_is_predicted() -> None:
+    unserved = [run("synthetic", 1.0), run("cached", 2.0, hits=0.0), run("real", 2.0, share=0.0)]
+    result = result_of(profile(unserved))
+    assert result.model is None and result.smallest_tier is None
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{}", "not a profile"),
+        ("[]", "not a profile"),
+        ('{"monarch_profile": 2}', "version 2"),
+        ('{"monarch_profile": 1}', "incomplete"),
+        ("{", "Expecting"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        decode(text)
