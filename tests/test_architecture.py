@@ -42,14 +42,18 @@ PLAIN = {"vocabulary", "command line"}
 RANK = {name: rank for rank, (_, names) in enumerate(LAYERS) for name in names}
 
 # The package itself gives names of these modules, and imports each when its name is used.
-ON_DEMAND = {"monarch.datasets.files"}
+ON_DEMAND = {"monarch.datasets.files", "monarch.frameworks.watch"}
 
 # The most modules beside the packages: a new module belongs into a package.
 MOST_LOOSE = 6
 
 # The read path and the copy path meet in the residency table: vfs is handed what it needs of the
 # engine. Both know the number of readers, and both call the source.
-SEPARATE = {("vfs", "transfer"): {"monarch.transfer.source_load", "monarch.transfer.source_calls"}}
+SEPARATE = {
+    ("vfs", "transfer"): {
+        f"monarch.transfer.{name}" for name in ("source_load", "source_calls", "pace")
+    }
+}
 
 CONFINED = {
     "pyfuse3": ("fuse",),

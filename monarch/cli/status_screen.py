@@ -216,6 +216,7 @@ def _detail_lines(
         *_foresight(report.foresight),
         *_admission(report.admission),
         *(("rule", _rule(rule)) for rule in report.rules),
+        *(("measured", _measured(job)) for job in report.measured),
         *_writing(report.writing),
         ("datapath", f"{mode.datapath}{opens} ({mode.why})"),
         ("snapshot", _snapshot(report)),
@@ -501,6 +502,12 @@ def _rule(rule: RuleReport) -> str:
     files = f"{counted(rule.files, 'file', 'files')}, {format_bytes(rule.bytes)}{so_far}"
     copies = f"{rule.resident_files:,}, {format_bytes(rule.resident_bytes)}"
     return f"{rule.match}: {rule.action}; {files}; {copies}, have copies"
+
+
+def _measured(job: reports.MeasuredReport) -> str:
+    """A session that `monarch analyze` measures."""
+    limit = f", source at most {format_bytes(job.source_limit)}/s" if job.source_limit else ""
+    return f"session {job.session}: {job.share:.0%} of the files from tiers{limit}"
 
 
 def _writing(writing: reports.WritingReport | None) -> Iterable[tuple[str, str]]:

@@ -17,9 +17,18 @@ from weakref import WeakValueDictionary
 import trio
 
 from monarch.control.registry import process_started
+from monarch.daemon.measuring import Measuring
 from monarch.errors import MonarchError, Refused
 from monarch.foresight.announced import Announcements, Announcer, OrderKey
-from monarch.foresight.messages import NO_DESCRIPTOR, Begin, Piece, Progress, decode
+from monarch.foresight.messages import (
+    NO_DESCRIPTOR,
+    Begin,
+    Count,
+    Limit,
+    Piece,
+    Progress,
+    decode,
+)
 from monarch.namespace.access import ReadAccess
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix.credentials import Credentials, credentials_of
@@ -66,8 +75,10 @@ class Hints:
         self,
         snapshot: Snapshot,
         announcements: Announcements,
+        measuring: Measuring,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
+        self.measuring = measuring
         self._snapshot = snapshot
         self._announcements = announcements
         self._wake = wake
@@ -79,8 +90,9 @@ class Hints:
         self._pieces: Counter[int] = Counter()
 
     def receive(self, message: bytes, caller: Caller) -> int:
-        """Answers a message: of a piece of an order, the number of entries that were kept, else 0.
-        Raises Refused: EBUSY for too many pieces, ESRCH if the process has ended."""
+        """Answers a message: of a piece of an order, the number of entries that were kept; of a
+        request for a count, that; else 0. Raises Refused: EBUSY for too many pieces, ESRCH if the
+        process has ended, and as ``Measuring.receive``."""
         try:
             return self._receive(message, caller)
         except MonarchError as error:
@@ -102,6 +114,8 @@ class Hints:
         except ProcessLookupError:
             # It was killed while the message waited.
             raise Refused(errno.ESRCH) from None
+        if isinstance(said, Limit | Count):
+            return self.measuring.receive(said, caller, process)
         started = process_started(process) if process else 0
         announcer = Announcer(caller.uid, process, started or 0)
         announcements, kept = self._announcements, 0

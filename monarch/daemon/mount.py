@@ -91,7 +91,6 @@ def open_mount(parts: subsystems.Parts) -> Mount:
         holds_written=store is not None and bool(store.found.ops),
     )
     log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
-    shown = _remarks(parts, tiers, choice, store)
     metrics = Metrics([tier.name for tier in tiers.hierarchy.tiers])
     datapath = subsystems.open_datapath(parts, tiers, choice, has_written=store is not None)
     caches = MountCaches(settings.mountpoint, names.path, datapath)
@@ -120,11 +119,12 @@ def open_mount(parts: subsystems.Parts) -> Mount:
         loss_alarm.report(op.path for op in store.found.lost)
         write_back = _write_back(parts, store, tiers, names, datapath, caches, transfer, read)
     watch = subsystems.build_open_watch(parts, choice, datapath, caches)
-    filesystem = FileSystem(read, tiers.epochs, tiers.foresight, write_back, watch)
+    measured = subsystems.build_measured(parts, datapath)
+    filesystem = FileSystem(read, tiers.epochs, tiers.foresight, write_back, watch, measured)
     upkeep = subsystems.build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=sends_opens
     )
-    hints = Hints(parts.snapshot, tiers.foresight.announced, tiers.foresight.wake)
+    hints = subsystems.build_hints(parts, tiers, measured, sends_opens=sends_opens)
     status = Status(
         parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving, watch
     )
@@ -150,7 +150,7 @@ def open_mount(parts: subsystems.Parts) -> Mount:
         status=status,
         session=_session(settings, operations, datapath, caches),
         written_verbs=WrittenVerbs(names=names, write_back=write_back, loss_alarm=loss_alarm),
-        remarks=shown,
+        remarks=_remarks(parts, tiers, choice, store),
     )
 
 
@@ -360,6 +360,7 @@ class Mount:
             "scrub": upkeep.scrub.run,
             "health": self.status.watch_health,
             "hints": self.hints.run,
+            "measured jobs": self.hints.measuring.run,
             "second look": upkeep.watch.run_second_look,
         }
         if transfer.chunks is not None:

@@ -193,6 +193,7 @@ class Status:
             copied_per_wanted=metrics.copied_per_wanted() if mode.counts_tier_reads else None,
             pack=self._pack_report(),
             peers=self.peers(),
+            measured=self._filesystem.measured.report(),
         )
 
     def _pack_report(self) -> PackReport | None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from monarch.config.settings import ForesightSettings, MountSettings
 from monarch.daemon.freshness import ChangedInodes, FreshnessWatch
 from monarch.daemon.fsck import OnlineFsck
+from monarch.daemon.hints import Hints
+from monarch.daemon.measuring import Measuring
 from monarch.daemon.remarks import TierRoom
 from monarch.daemon.ruled_files import RuledFiles
 from monarch.daemon.scrub import Scrub
@@ -51,6 +53,7 @@ from monarch.transfer.source_load import DatapathView, NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.transfer.window import Window
+from monarch.vfs.measured import MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.read_side import ReadSide
 from monarch.writeback.earlier import renewed_by_drain
@@ -266,6 +269,17 @@ def open_datapath(
             as_caller=settings.source_identity == "caller",
         ),
     )
+
+
+def build_measured(parts: Parts, datapath: Datapath | None) -> MeasuredJobs:
+    """The sessions that read as with smaller tiers: none before a process asks for it."""
+    of = bucket if parts.pack is None else parts.pack.files.bucket
+    return MeasuredJobs(of, None if datapath is None else datapath.measure)
+
+
+def build_hints(parts: Parts, tiers: Tiers, measured: MeasuredJobs, *, sends_opens: bool) -> Hints:
+    measuring = Measuring(measured, sends_opens=sends_opens)
+    return Hints(parts.snapshot, tiers.foresight.announced, measuring, tiers.foresight.wake)
 
 
 def build_transfer(

@@ -21,12 +21,24 @@ from monarch.errors import Refused
 VERSION: Final = 1
 
 # The kinds of messages.
-_BEGIN, _ORDER, _PROGRESS, _END = 1, 2, 3, 4
+_BEGIN, _ORDER, _PROGRESS, _END, _LIMIT, _COUNT = 1, 2, 3, 4, 5, 6
 # version, kind, bytes of an entry (of an order, else 0), 0, number of the order
 _HEADER = struct.Struct("<BBBBI")
 # descriptor, unit, number of entries
 _BEGIN_BODY = struct.Struct("<IIQ")
 _POSITION = struct.Struct("<Q")
+# millionths of the files, 0, bytes/s
+_LIMIT_BODY = struct.Struct("<IIQ")
+_COUNTED = struct.Struct("<Q")
+
+# The bytes behind the header of each kind but an order.
+_SIZES = {
+    _BEGIN: _BEGIN_BODY.size,
+    _PROGRESS: _POSITION.size,
+    _END: 0,
+    _LIMIT: _LIMIT_BODY.size,
+    _COUNT: _COUNTED.size,
+}
 
 # No descriptor, in ``Begin.descriptor``.
 NO_DESCRIPTOR: Final = 0xFFFFFFFF
@@ -87,7 +99,34 @@ class End:
     order: int
 
 
-Message: TypeAlias = Begin | Piece | Progress | End
+# A share of all files in ``Limit``.
+WHOLE: Final = 1_000_000
+# What is counted of a measured job: opens that tiers have served, other opens, and KiB read from
+# the source. A result of an ioctl has 31 bits.
+HITS, MISSES, SOURCE_KIB = 0, 1, 2
+MOST_COUNTED: Final = (1 << 31) - 1
+# The lowest limit of the source, in bytes/s.
+LEAST_LIMIT: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The session of the process is measured until the process ends: ``share`` millionths of the
+    files may be read from tiers, and the source gives at most ``source_limit`` bytes/s, 0: as many
+    as it can."""
+
+    share: int
+    source_limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Asks for one of the counts of the measured session."""
+
+    counted: int
+
+
+Message: TypeAlias = Begin | Piece | Progress | End | Limit | Count
 
 
 def request_number(size: int) -> int:
@@ -115,6 +154,15 @@ def encode_end(order: int) -> bytes:
     return _HEADER.pack(VERSION, _END, 0, 0, order)
 
 
+def encode_limit(share: float, source_limit: int) -> bytes:
+    header = _HEADER.pack(VERSION, _LIMIT, 0, 0, 0)
+    return header + _LIMIT_BODY.pack(round(share * WHOLE), 0, source_limit)
+
+
+def encode_count(counted: int) -> bytes:
+    return _HEADER.pack(VERSION, _COUNT, 0, 0, 0) + _COUNTED.pack(counted)
+
+
 def entries_of_a_piece(width: int) -> int:
     """The most entries of ``width`` bytes, 4 or 8, in one message."""
     return (MOST_BYTES - _HEADER.size - _POSITION.size) // width
@@ -136,8 +184,8 @@ def decode(message: bytes) -> Message:
     body = memoryview(message)[_HEADER.size :]
     if kind == _ORDER:
         return _piece(order, width, body)
-    size = {_BEGIN: _BEGIN_BODY.size, _PROGRESS: _POSITION.size, _END: 0}.get(kind)
-    if size != len(body):
+    size = _SIZES.get(kind)
+    if size != len(body) or (kind in (_LIMIT, _COUNT) and order):
         raise Refused(errno.EINVAL)
     if kind == _BEGIN:
         descriptor, unit, entries = _BEGIN_BODY.unpack(body)
@@ -146,7 +194,20 @@ def decode(message: bytes) -> Message:
         return Begin(order, descriptor, unit, _bounded(entries))
     if kind == _PROGRESS:
         return Progress(order, _bounded(*_POSITION.unpack(body)))
+    if kind == _LIMIT:
+        return _limit(*_LIMIT_BODY.unpack(body))
+    if kind == _COUNT:
+        (counted,) = _COUNTED.unpack(body)
+        if counted > SOURCE_KIB:
+            raise Refused(errno.EINVAL)
+        return Count(counted)
     return End(order)
+
+
+def _limit(share: int, zero: int, source_limit: int) -> Limit:
+    if zero or share > WHOLE or 0 < source_limit < LEAST_LIMIT or source_limit > MOST_ENTRIES:
+        raise Refused(errno.EINVAL)
+    return Limit(share, source_limit)
 
 
 def _piece(order: int, width: int, body: memoryview) -> Piece:

@@ -203,6 +203,11 @@ class Datapath:
         """Sends every open of a copy in ``tier`` to Python, or ends that."""
         self._native.shun(tier, bypassed)
 
+    def measure(self, sessions: tuple[int, ...]) -> None:
+        """Sends the first opens of files by processes of ``sessions`` to Python, and those of no
+        other session any more. At most 16; raises ValueError for more."""
+        self._native.measure(sessions)
+
     def move(self, tier: Tier) -> None:
         """Sets the new directory of a tier. In any thread: it may wait for the disk."""
         self._native.move_tier(tier.number, tier.directory, tier.seals)

@@ -277,6 +277,20 @@ class WarmProgress(Report):
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredReport:
+    """A session that is measured: ``share`` of the files it may read from tiers, and the source
+    gives it at most ``source_limit`` bytes/s, 0: no limit. ``hits`` of its opens were served by
+    tiers, ``misses`` were not."""
+
+    session: int
+    share: float
+    source_limit: int
+    hits: int
+    misses: int
+    source_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StatusReport(Report):
     """The report of one daemon.
 
@@ -285,8 +299,9 @@ class StatusReport(Report):
     that a tier served, None before the first, and if the kernel sends no opens. ``opens`` and
     ``epochs`` are None if opens are not counted, for the reason ``opens_not_counted``; ``reads``
     and ``bytes`` if the kernel reads copies itself. ``writing`` is None for a read-only mount.
-    ``warming``: the unfinished requests of `monarch warm`. ``pack``: None for another source.
-    ``peers``: None without other nodes.
+    ``warming``: the unfinished requests of `monarch warm`. ``measured``: the sessions that
+    `monarch analyze` measures. ``pack``: None for another source. ``peers``: None without other
+    nodes.
     ``copied_per_wanted``: bytes of the source for each byte that readers got, if that is counted.
     """
 
@@ -324,6 +339,7 @@ class StatusReport(Report):
     copied_per_wanted: float | None = None
     pack: PackReport | None = None
     peers: PeersReport | None = None
+    measured: list[MeasuredReport] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

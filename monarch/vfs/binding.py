@@ -19,6 +19,7 @@ from monarch.text import MiB
 from monarch.tiers.source import SourceFile
 from monarch.types import Ino
 from monarch.vfs.interfaces import FastPath
+from monarch.vfs.measured import MeasuredJob
 from monarch.vfs.units import OpenPart
 
 # The first read of a watched file from this offset on decides how it is copied (parts.py).
@@ -55,7 +56,8 @@ class Binding:
     ``unread_bytes`` limits the reads for which the kernel sent no open. A file that is read from
     the source is offered for a copy again at ``offer_s`` of the loop's clock, then after
     ``pause_s``. ``copy`` is the origin of ``fd``. ``is_watched``: its first reads decide how it is
-    copied. ``has_old_pages``: at its first open the kernel may have had pages of another version.
+    copied. ``has_old_pages``: at its first open the kernel may have had pages of another version,
+    or its pages must not be used. ``job`` is measured, so its reads of the source come here.
     """
 
     ino: Ino
@@ -67,6 +69,7 @@ class Binding:
     part: OpenPart | None = None
     is_watched: bool = False
     has_old_pages: bool = False
+    job: MeasuredJob | None = None
     users: int = 0
     outdated: bool = False
     offer_s: float = 0.0

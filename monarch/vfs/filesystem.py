@@ -16,9 +16,11 @@ from monarch.foresight.foresight import Foresight
 from monarch.placement.epochs import Epochs
 from monarch.placement.residency import SOURCE
 from monarch.posix import acl
+from monarch.posix.buckets import bucket
 from monarch.posix.credentials import Credentials
 from monarch.tiers.tier import Space
 from monarch.types import Attributes, Ino
+from monarch.vfs.measured import MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.read_side import ReadSide
 from monarch.vfs.readers import Readers
@@ -36,7 +38,8 @@ class FileSystem:
 
     ``writing`` makes the changes of a mount that can be written, ``others`` finds changes that
     other mounts and programs make at the source; both are None if the mount is read-only and has
-    nothing to drain. ``watch`` as in ``Readers``.
+    nothing to drain. ``watch`` and ``measured`` as
+    in ``Readers``.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class FileSystem:
         foresight: Foresight,
         write_back: WriteBack | None,
         watch: OpenWatch | None = None,
+        measured: MeasuredJobs | None = None,
     ) -> None:
         self.names = read.names
         self.bindings = read.bindings
@@ -56,7 +60,8 @@ class FileSystem:
         if write_back is not None:
             self.writing, self.others = write_back.front, write_back.others
             attributes = self.writing.attributes
-        self.readers = Readers(read, epochs, foresight, self.writing, watch)
+        self.measured = MeasuredJobs(bucket) if measured is None else measured
+        self.readers = Readers(read, epochs, foresight, self.writing, watch, self.measured)
         # Ends one open of a file.
         self.release = self.readers.release
         self.xattrs = ExtendedAttributes(read, self.readers, attributes)

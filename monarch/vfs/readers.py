@@ -30,6 +30,7 @@ from monarch.transfer.source_calls import CALLER
 from monarch.types import WRITTEN_INO, Attributes, Ino
 from monarch.vfs.binding import Binding
 from monarch.vfs.interfaces import ABANDONED, RELEASED
+from monarch.vfs.measured import MeasuredJob, MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.read_side import ReadSide
 from monarch.writeback.front import WriteFront
@@ -49,7 +50,7 @@ _JOBS_STEP_S = 1.0
 class Readers:
     """Belongs to the event loop. ``run`` is its task. ``written`` has the written files that are
     open, None if the mount is read-only. ``watch`` counts opens that the kernel does not report,
-    None if it reports all."""
+    None if it reports all. ``measured`` has the sessions that read as with smaller tiers."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Readers:
         foresight: Foresight,
         written: WriteFront | None,
         watch: OpenWatch | None,
+        measured: MeasuredJobs,
     ) -> None:
         self._names = read.names
         self._bindings = read.bindings
@@ -76,6 +78,7 @@ class Readers:
         self._sessions = Sessions()
         self._written = written
         self._watch = watch
+        self._measured = measured
         self.tier_names = read.metrics.names
         # Is called for each open with its file, tier, latency in seconds and job, if not None.
         self.traced: Callable[[Ino, int | None, float | None, int], None] | None = None
@@ -94,11 +97,16 @@ class Readers:
         descriptor. Returns whether the kernel may keep its cached pages. Raises as ``_enter``."""
         started = time.perf_counter()
         self.catch_up()
-        binding = await self._enter(ino, renew=True, store=True)
+        job = self._measured_caller()
+        binding = await self._enter(ino, renew=True, store=True, job=job)
         try:
+            if job is not None and binding.content is not None:
+                # Not while the open is being bound: opens of other jobs may wait for that.
+                await job.read_from_source(len(binding.content))
             if binding.users > 1 and binding.file is not None:
                 await self._source_files.notice_rewriting(ino, binding.file)
-            self._bindings.hand_over(binding, self._names)
+            if binding.job is None:
+                self._bindings.hand_over(binding, self._names)
         except BaseException:
             self._leave(ino)
             raise
@@ -109,7 +117,19 @@ class Readers:
         self._count(binding, started)
         return not binding.has_old_pages
 
-    async def _enter(self, ino: Ino, *, renew: bool, store: bool) -> Binding:
+    def _measured_caller(self) -> MeasuredJob | None:
+        """The job that makes the present call, if it is measured."""
+        if self._measured.is_empty:
+            return None
+        caller = CALLER.get()
+        if caller is None:
+            return None
+        job = self._measured.of(self._sessions.of(caller.pid))
+        return job if job is not None and job.uid == caller.uid else None
+
+    async def _enter(
+        self, ino: Ino, *, renew: bool, store: bool, job: MeasuredJob | None = None
+    ) -> Binding:
         """The binding of an inode, with one more user. ``renew``: it may be of a newer version.
 
         ``store``: no process reads the file yet, so its bytes may go to the kernel's page cache. A
@@ -122,7 +142,7 @@ class Readers:
                 await begun.wait()
                 continue
             try:
-                binding = await self._bind(ino, renew=renew, store=store)
+                binding = await self._bind(ino, job, renew=renew, store=store)
             finally:
                 self._bindings.settle(ino, binding)
             break
@@ -161,7 +181,9 @@ class Readers:
         if self._kernel.sends_opens:
             self._kernel.drop_pages(ino)
 
-    async def _bind(self, ino: Ino, *, renew: bool, store: bool) -> Binding:
+    async def _bind(
+        self, ino: Ino, job: MeasuredJob | None, *, renew: bool, store: bool
+    ) -> Binding:
         if self._names.is_gone(ino):
             await self._revalidation.find_again(ino)
         attempts = 0
@@ -169,18 +191,26 @@ class Readers:
             node = self._names.node(ino)
             attempts += node is None or not node.undrained
             attributes = self._names.stored(ino)
+            is_hidden = job is not None and self._measured.hides(job, attributes)
             # A partial copy may become the copy meanwhile, so it is looked for first.
-            binding = (
-                await self._parts.bind(attributes)
-                or await self._copies.bind(attributes)
-                or await self._bind_flight(attributes)
-            )
+            binding = None
+            if not is_hidden:
+                binding = (
+                    await self._parts.bind(attributes)
+                    or await self._copies.bind(attributes)
+                    or await self._bind_flight(attributes)
+                )
             if binding is not None:
                 return binding
             if self._is_renewed(attributes):
                 continue
             try:
-                return await self._bind_source(attributes, store=store)
+                if is_hidden:
+                    binding = await self._bind_hidden(attributes, store=store)
+                else:
+                    binding = await self._bind_source(attributes, store=store)
+                binding.job = job
+                return binding
             except SourceChanged:
                 await self._revalidation.look_again(ino)
                 if not (renew or self._is_renewed(attributes)) or attempts >= _ATTEMPTS:
@@ -228,8 +258,7 @@ class Readers:
     async def _bind_source(self, attributes: Attributes, *, store: bool) -> Binding:
         """Opens a file at the source, or fetches a small one. Raises SourceChanged, SourceError."""
         ino, size = attributes.ino, attributes.size
-        is_small = size <= self._limits.inline_max
-        if is_small and self._bindings.held_bytes + size <= self._limits.buffer_max:
+        if self._fits(size):
             store = store and self._kernel.keeps_pages(ino)
             content = await self._source_files.fetch(attributes, store=store)
             self._promotions.keep(attributes, content)
@@ -245,6 +274,22 @@ class Readers:
         if promote is not None:
             self._promotions.submit(promote, attributes.identity, file=file)
         return Binding(ino, size, file=file, is_watched=is_watched)
+
+    async def _bind_hidden(self, attributes: Attributes, *, store: bool) -> Binding:
+        """Binds a file to the source for a measured job, as if no tier had it: no page cache of
+        this node is used, and no copy is made. Raises as ``_bind_source``."""
+        ino, size = attributes.ino, attributes.size
+        if not self._fits(size):
+            file = await self._source_files.open(attributes, from_storage=True)
+            return Binding(ino, size, file=file, has_old_pages=True)
+        store = store and self._kernel.keeps_pages(ino)
+        content = await self._source_files.fetch(attributes, store=store, from_storage=True)
+        return Binding(ino, size, content=content)
+
+    def _fits(self, size: int) -> bool:
+        """Whether a file is fetched whole into memory."""
+        is_small = size <= self._limits.inline_max
+        return is_small and self._bindings.held_bytes + size <= self._limits.buffer_max
 
     # -- reads -----------------------------------------------------------------------------------
 
@@ -296,7 +341,10 @@ class Readers:
                     file.release()
                 else:
                     binding.fall_back(file)
-        return await self._source_files.read(binding, offset, size), SOURCE
+        data = await self._source_files.read(binding, offset, size)
+        if binding.job is not None:
+            await binding.job.read_from_source(len(data))
+        return data, SOURCE
 
     async def _visit(self, ino: Ino) -> Binding:
         """Binds an inode for reads that no open precedes. Raises SourceError.
@@ -366,6 +414,7 @@ class Readers:
         """``pid`` is the process that opened the file, ``job`` its session, 0: unknown. ``tier``
         has served the open, None: unknown."""
         self._epochs.opened(ino, bool(tier))
+        self._measured.opened(job, tier)
         self._foresight.opened(ino, job, pid)
         if self.traced is not None:
             self.traced(ino, tier, latency_s, job)

@@ -7,6 +7,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -19,7 +20,7 @@ from monarch.namespace.namespace import Namespace
 from monarch.placement.residency import SOURCE, Residency
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts
-from monarch.tiers.source import Fetched, SourceFile, identity_of
+from monarch.tiers.source import Fetched, SourceFile, identity_of, read_open
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
 from monarch.types import Attributes, Identity, Ino
@@ -50,15 +51,21 @@ class SourceFiles:
         self.metrics = self._metrics
         self.drop_pages = self._kernel.drop_pages
 
-    async def open(self, attributes: Attributes) -> SourceFile:
-        """Raises SourceError; SourceChanged if the source has another version."""
-        return await self._count(attributes, self._open, attributes.identity)
+    async def open(self, attributes: Attributes, *, from_storage: bool = False) -> SourceFile:
+        """``from_storage``: the page cache of this node drops the file first. Raises SourceError;
+        SourceChanged if the source has another version."""
+        opens = self._open_from_storage if from_storage else self._open
+        return await self._count(attributes, opens, attributes.identity)
 
-    async def fetch(self, attributes: Attributes, *, store: bool) -> bytes:
-        """The bytes of a small file. With ``store`` the kernel gets them at once, before any read.
-        Raises SourceError; SourceChanged if the source has another version."""
+    async def fetch(
+        self, attributes: Attributes, *, store: bool, from_storage: bool = False
+    ) -> bytes:
+        """The bytes of a small file. With ``store`` the kernel gets them at once, before any read;
+        ``from_storage`` as in ``open``. Raises SourceError; SourceChanged if the source has another
+        version."""
         ino, identity = attributes.ino, attributes.identity
-        fetched = await self._count(attributes, self._fetch, ino, identity, store)
+        fetch = self._fetch_from_storage if from_storage else self._fetch
+        fetched = await self._count(attributes, fetch, ino, identity, store)
         self._metrics.source_reads[0] += fetched.reads
         self._metrics.source_bytes[0] += fetched.read_bytes
         if fetched.data and store:
@@ -94,6 +101,26 @@ class SourceFiles:
             os.close(file.fd)
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return file
+
+    def _open_from_storage(self, path: bytes, identity: Identity) -> SourceFile:
+        """In a thread. Raises OSError, SourceChanged."""
+        file = self._open(path, identity)
+        _drop_cached(file)
+        return file
+
+    def _fetch_from_storage(
+        self, path: bytes, ino: Ino, identity: Identity, store: bool
+    ) -> Fetched:
+        """In a thread. Raises OSError, SourceChanged."""
+        file = self._calls.source.open_version(path, identity)
+        try:
+            _drop_cached(file)
+            fetched = read_open(file, identity)
+        finally:
+            file.release()
+        if fetched.data and store:
+            self._kernel.store(ino, fetched.data)
+        return fetched
 
     def _fetch(self, path: bytes, ino: Ino, identity: Identity, store: bool) -> Fetched:
         """In a thread. Raises OSError, SourceChanged."""
@@ -223,6 +250,12 @@ class SourceFiles:
         """
         if (await self.identity_now(ino, file)).size < offset:
             raise SourceError(f"{self._names.path_text(ino)}: cut short", errno=errno.ESTALE)
+
+
+def _drop_cached(file: SourceFile) -> None:
+    """In a thread. A file system without a page cache has nothing to drop."""
+    with suppress(OSError):
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _identify(fd: int, file: SourceFile) -> Identity:

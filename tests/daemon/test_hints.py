@@ -16,21 +16,27 @@ import trio
 import trio.testing
 
 from monarch.daemon.hints import Hints
+from monarch.daemon.measuring import Measuring
 from monarch.errors import Refused
 from monarch.foresight.announced import Announcements, Limits
 from monarch.foresight.messages import (
+    HITS,
     NO_DESCRIPTOR,
     SAMPLES,
     Begin,
     encode_begin,
+    encode_count,
     encode_end,
+    encode_limit,
     encode_piece,
     encode_progress,
 )
 from monarch.namespace.build import build
 from monarch.namespace.snapshot import Snapshot
+from monarch.posix.buckets import bucket
 from monarch.transfer.source_calls import Caller
 from monarch.types import Ino
+from monarch.vfs.measured import MeasuredJobs
 
 ALICE = 1001
 NAMES = ("all", "alice's", "root's")
@@ -43,7 +49,9 @@ class Rig:
         self.snapshot = snapshot
         self.announcements = Announcements(Limits(user_orders=4))
         self.woken = 0
-        self.hints = Hints(snapshot, self.announcements, self._wake)
+        self.measured = MeasuredJobs(bucket)
+        self.measuring = Measuring(self.measured, sends_opens=True)
+        self.hints = Hints(snapshot, self.announcements, self.measuring, self._wake)
         self.inos = [snapshot.lookup(Ino(1), name.encode()) or 0 for name in NAMES]
 
     def _wake(self) -> None:
@@ -105,6 +113,16 @@ async def test_the_orders_of_a_user_share_what_is_known_of_directories(rig: Rig)
         for number in range(4):
             rig.send(encode_end(10 * uid + number), uid=uid)
     assert len(rig.hints._access) == 0
+
+
+async def test_a_limit_measures_the_session_of_its_process(rig: Rig) -> None:
+    assert rig.refused(encode_count(HITS)) == errno.EINVAL
+    assert rig.send(encode_limit(0.5, 1 << 20)) == 0
+    job = rig.measured.of(os.getsid(0))
+    assert job is not None and (job.share, job.source_limit, job.uid) == (0.5, 1 << 20, ALICE)
+    job.hits = 3
+    assert rig.send(encode_count(HITS)) == 3
+    assert rig.woken == 0 and len(rig.announcements) == 0
 
 
 async def test_refusals_are_counted_and_logged_once_a_minute(
@@ -293,7 +311,7 @@ async def test_an_order_that_was_dropped_is_watched_no_longer(
     rig: Rig, autojump_clock: trio.testing.MockClock
 ) -> None:
     rig.announcements = Announcements(Limits(unmatched=5))
-    rig.hints = Hints(rig.snapshot, rig.announcements)
+    rig.hints = Hints(rig.snapshot, rig.announcements, rig.measuring)
     rig.begin()
     rig.send(encode_piece(1, 0, rig.inos[:1]))
     for _ in range(6):

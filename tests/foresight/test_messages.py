@@ -10,19 +10,27 @@ import pytest
 
 from monarch.errors import Refused
 from monarch.foresight.messages import (
+    LEAST_LIMIT,
+    MISSES,
     MOST_BYTES,
     MOST_ENTRIES,
     NO_DESCRIPTOR,
     SAMPLES,
     SHARDS,
+    SOURCE_KIB,
+    WHOLE,
     Begin,
+    Count,
     End,
+    Limit,
     Message,
     Piece,
     Progress,
     decode,
     encode_begin,
+    encode_count,
     encode_end,
+    encode_limit,
     encode_piece,
     encode_progress,
     entries_of_a_piece,
@@ -42,6 +50,10 @@ def test_each_byte_of_a_message_is_where_the_documentation_says() -> None:
     )
     assert encode_progress(5, 0x0102) == bytes.fromhex("01 03 00 00 05000000 0201000000000000")
     assert encode_end(5) == bytes.fromhex("01 04 00 00 05000000")
+    assert encode_limit(0.25, 0x01020304) == bytes.fromhex(
+        "01 05 00 00 00000000 90d00300 00000000 0403020100000000"
+    )
+    assert encode_count(SOURCE_KIB) == bytes.fromhex("01 06 00 00 00000000 0200000000000000")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +65,9 @@ def test_each_byte_of_a_message_is_where_the_documentation_says() -> None:
         (encode_piece(2, 8, [5, 1 << 33, 7]), Piece(2, 8, array("I", [5, 0, 7]))),
         (encode_progress(3, MOST_ENTRIES), Progress(3, MOST_ENTRIES)),
         (encode_end(0xFFFFFFFF), End(0xFFFFFFFF)),
+        (encode_limit(0.0, 0), Limit(0, 0)),
+        (encode_limit(1.0, LEAST_LIMIT), Limit(WHOLE, LEAST_LIMIT)),
+        (encode_count(MISSES), Count(MISSES)),
     ],
 )
 def test_a_message_is_decoded_as_it_was_encoded(message: bytes, said: Message) -> None:
@@ -78,6 +93,12 @@ def test_the_number_of_the_ioctl_holds_direction_size_and_type() -> None:
         (bytes(7), errno.EINVAL),
         (bytes(8), errno.EINVAL),
         (b"\2" + encode_end(1)[1:], errno.EINVAL),
+        (encode_limit(1.000001, 0), errno.EINVAL),
+        (encode_limit(0.5, LEAST_LIMIT - 1), errno.EINVAL),
+        (encode_limit(0.5, MOST_ENTRIES + 1), errno.EINVAL),
+        (encode_limit(0.5, 0)[:-1], errno.EINVAL),
+        (b"\1\5\0\0\1" + encode_limit(0.5, 0)[5:], errno.EINVAL),
+        (encode_count(SOURCE_KIB + 1), errno.EINVAL),
         (b"\1\5" + encode_end(1)[2:], errno.EINVAL),
         (b"\1\4\4" + encode_end(1)[3:], errno.EINVAL),
         (b"\1\4\0\1" + encode_end(1)[4:], errno.EINVAL),

@@ -59,6 +59,7 @@
 
 enum {
     MAX_TIERS = 17, /* the source is 0 */
+    MAX_MEASURED = 16,
     MAX_THREADS = 512,
     MAX_ERROR = 511, /* that the kernel takes */
     MAX_CLONES = 8,
@@ -206,6 +207,9 @@ struct datapath {
     struct tier tiers[MAX_TIERS];
     uint64_t bounds_ns[BUCKETS];
     int bounds;
+    /* Sessions whose first opens of a file Python decides, and their number; atomic. */
+    int32_t measured[MAX_MEASURED];
+    int measured_count;
 
     /* Set when the datapath is started. */
     int device, channel, wake, nothing;

@@ -240,6 +240,19 @@ void opening_resume(struct thread *thread, struct in_header *request, struct ope
         drop_open(dp, request->nodeid, false);
 }
 
+/* Whether a process belongs to a session that is measured (vfs/measured.py). */
+static bool is_measured(struct datapath *dp, uint32_t pid) {
+    int count = LOAD(dp->measured_count);
+    if (!count || !pid)
+        return false;
+    pid_t session = getsid((pid_t)pid);
+    for (int i = 0; i < count; i++) {
+        if (session > 0 && LOAD(dp->measured[i]) == session)
+            return true;
+    }
+    return false;
+}
+
 void do_open(struct thread *thread, struct in_header *request, size_t size, uint64_t begin) {
     struct datapath *dp = thread->dp;
     const struct open_in *in = (const struct open_in *)(request + 1);
@@ -253,7 +266,7 @@ void do_open(struct thread *thread, struct in_header *request, size_t size, uint
         refuse(thread, request, ENFILE);
         return;
     }
-    if (fresh && writes)
+    if (fresh && (writes || is_measured(dp, request->pid)))
         opening_settle(dp, entry, OPEN_PYTHON, -1, 0, 0, 0);
     opening_resume(thread, request, entry, fresh, begin);
 }

@@ -243,6 +243,27 @@ static PyObject *datapath_shun(Datapath *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Sends the first opens of files by the processes of these sessions to Python. */
+static PyObject *datapath_measure(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    PyObject *sessions;
+    if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &sessions))
+        return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(sessions);
+    if (count > MAX_MEASURED)
+        return value_error("too many sessions");
+    int32_t numbers[MAX_MEASURED];
+    for (Py_ssize_t i = 0; i < count; i++) {
+        numbers[i] = (int32_t)PyLong_AsLong(PyTuple_GET_ITEM(sessions, i));
+        if (numbers[i] == -1 && PyErr_Occurred())
+            return NULL;
+    }
+    for (Py_ssize_t i = 0; i < MAX_MEASURED; i++)
+        STORE(dp->measured[i], i < count ? numbers[i] : 0);
+    STORE(dp->measured_count, (int)count);
+    Py_RETURN_NONE;
+}
+
 static PyObject *datapath_set_source(Datapath *self, PyObject *args) {
     struct datapath *dp = self->dp;
     int directory;
@@ -481,6 +502,7 @@ static PyMethodDef methods[] = {
     METHOD(add_tier, METH_VARARGS),
     METHOD(move_tier, METH_VARARGS),
     METHOD(shun, METH_VARARGS),
+    METHOD(measure, METH_VARARGS),
     METHOD(set_source, METH_VARARGS),
     METHOD(publish, METH_VARARGS),
     METHOD(register, METH_VARARGS),

@@ -1,0 +1,143 @@
+"""A process has its own session measured, and no longer than it lives."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import trio
+import trio.testing
+
+from monarch.daemon.measuring import Measuring
+from monarch.errors import Refused
+from monarch.foresight.messages import HITS, MISSES, SOURCE_KIB, Count, Limit
+from monarch.transfer.source_calls import Caller
+from monarch.vfs.measured import MeasuredJobs
+
+ALICE, BOB = 1001, 1002
+HALF = Limit(500_000, 1 << 20)
+
+
+class Rig:
+    def __init__(self, *, sends_opens: bool = True) -> None:
+        self.notified: list[tuple[int, ...]] = []
+        self.jobs = MeasuredJobs(lambda ino: ino, self.notified.append)
+        self.measuring = Measuring(self.jobs, sends_opens=sends_opens)
+
+    def send(self, message: Limit | Count, pid: int, *, uid: int = ALICE) -> int:
+        return self.measuring.receive(message, Caller(pid, uid, uid), pid)
+
+    def refused(self, message: Limit | Count, pid: int, *, uid: int = ALICE) -> int:
+        with pytest.raises(Refused) as refusal:
+            self.send(message, pid, uid=uid)
+        return refusal.value.errno
+
+
+@contextmanager
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a session of its own."""
+    wait = "import sys; sys.stdin.read()"
+    started = subprocess.Popen(
+        [sys.executable, "-S", "-c", wait], stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+async def test_the_session_of_a_process_is_limited_and_counted() -> None:
+    rig = Rig()
+    with process() as mine:
+        assert rig.refused(Count(HITS), mine.pid) == errno.EINVAL
+        assert rig.send(HALF, mine.pid) == 0
+        job = rig.jobs.of(mine.pid)
+        assert job is not None and (job.share, job.source_limit) == (0.5, 1 << 20)
+        assert rig.notified == [(mine.pid,)]
+        job.hits, job.misses, job.source_bytes = 5, 7, 2500
+        assert [rig.send(Count(each), mine.pid) for each in (HITS, MISSES, SOURCE_KIB)] == [5, 7, 2]
+        job.hits = 1 << 40
+        assert rig.send(Count(HITS), mine.pid) == (1 << 31) - 1
+        # The limits change, the counts do not.
+        assert rig.send(Limit(1_000_000, 0), mine.pid) == 0
+        assert (job.share, job.source_limit, job.misses) == (1.0, 0, 7)
+        assert rig.jobs.of(os.getsid(0)) is None
+
+
+@pytest.mark.promise(293)
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_limits_end_within_a_second_of_their_process(
+    is_killed: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    rig = Rig()
+    with process() as mine, process() as other:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.measuring.run)
+            rig.send(HALF, mine.pid)
+            rig.send(HALF, other.pid)
+            await trio.sleep(5)
+            assert len(rig.jobs.report()) == 2
+            if is_killed:
+                mine.kill()
+            mine.communicate()
+            await trio.sleep(1)
+            assert [job.session for job in rig.jobs.report()] == [other.pid]
+            assert rig.notified[-1] == (other.pid,)
+            nursery.cancel_scope.cancel()
+
+
+async def test_the_limits_of_a_session_end_with_the_last_process_that_asked(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    rig = Rig()
+    command = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as rank:
+        rig.send(HALF, rank.pid)
+        rig.send(HALF, os.getpid())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.measuring.run)
+            rank.communicate()
+            await trio.sleep(2)
+            assert rig.jobs.of(os.getsid(0)) is not None
+            nursery.cancel_scope.cancel()
+
+
+@pytest.mark.promise(294)
+async def test_a_process_cannot_measure_what_is_not_its_own() -> None:
+    """The session is that of the caller; no message names another one."""
+    rig = Rig()
+    with process() as alices:
+        rig.send(HALF, alices.pid)
+        # Another user in the same session, such as after su.
+        assert rig.refused(HALF, alices.pid, uid=BOB) == errno.EPERM
+        job = rig.jobs.of(alices.pid)
+        assert job is not None and job.uid == ALICE
+    assert rig.refused(HALF, 0) == errno.ESRCH
+    assert rig.refused(HALF, alices.pid, uid=BOB) == errno.ESRCH
+
+
+@pytest.mark.promise(294)
+async def test_the_sessions_of_a_user_and_of_all_are_bounded() -> None:
+    rig = Rig()
+    with ExitStack() as stack:
+        pids = [stack.enter_context(process()).pid for _ in range(17)]
+        for pid in pids[:4]:
+            rig.send(HALF, pid)
+        assert rig.refused(HALF, pids[4]) == errno.ENOSPC
+        rig.send(HALF, pids[0])
+        for number, pid in enumerate(pids[4:16]):
+            rig.send(HALF, pid, uid=BOB + number // 4)
+        assert rig.refused(HALF, pids[16], uid=5000) == errno.ENOSPC
+        assert len(rig.notified[-1]) == 16
+
+
+async def test_nothing_is_measured_where_opens_are_not_seen() -> None:
+    rig = Rig(sends_opens=False)
+    assert rig.refused(HALF, os.getpid()) == errno.EOPNOTSUPP
+    assert rig.notified == []

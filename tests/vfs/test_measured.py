@@ -1,0 +1,124 @@
+"""A measured job below the kernel: what it reads from the source, what it waits for, and what other
+jobs notice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from monarch.transfer.source_calls import CALLER, Caller
+from monarch.vfs.measured import MeasuredJob
+from tests.vfs.conftest import FILES
+from tests.vfs.rig import Rig
+
+US = Caller(os.getpid(), os.getuid(), os.getgid())
+NAMES = ("small", "large", "d/other")
+
+
+@contextmanager
+def calling(caller: Caller) -> Iterator[None]:
+    token = CALLER.set(caller)
+    try:
+        yield
+    finally:
+        CALLER.reset(token)
+
+
+def begin(rig: Rig, share: float, source_limit: int = 0) -> MeasuredJob:
+    """Measures the session of this process."""
+    job = rig.filesystem.measured.begin(os.getsid(0), US.uid)
+    job.limit(share, source_limit)
+    return job
+
+
+@pytest.mark.promise(292)
+async def test_hidden_files_are_read_from_the_source_and_keep_their_copies(rig: Rig) -> None:
+    inos = [rig.copy(name) for name in NAMES]
+    opens = rig.metrics.source_opens[0]
+    job = begin(rig, 0.0)
+    with calling(US):
+        for name in NAMES:
+            assert await rig.content(name) == FILES[name]
+    assert rig.metrics.source_opens[0] == opens + len(NAMES)
+    assert (job.hits, job.misses) == (0, 3)
+    assert job.source_bytes == sum(len(FILES[name]) for name in NAMES)
+    assert not rig.engine.flights
+    assert all(rig.residency.tier_of(ino) == 1 for ino in inos)
+    # Other jobs, and processes of other users in the same session, read the copies.
+    for other in (Caller(0, 0, 0), Caller(US.pid, US.uid + 1, US.gid)):
+        with calling(other):
+            assert await rig.content("small") == FILES["small"]
+    assert rig.metrics.source_opens[0] == opens + len(NAMES)
+    rig.filesystem.measured.end(job.session)
+    with calling(US):
+        assert await rig.content("large") == FILES["large"]
+    assert rig.metrics.source_opens[0] == opens + len(NAMES)
+    assert job.misses == 3
+
+
+@pytest.mark.promise(292)
+async def test_a_share_is_that_of_a_smaller_tier(rig: Rig) -> None:
+    for name in NAMES:
+        rig.copy(name)
+    places = {name: rig.names.stored(rig.ino(name)).source_ino for name in NAMES}
+    measured = rig.filesystem.measured
+    by_bucket = sorted(NAMES, key=lambda name: measured._bucket(places[name]))
+    bound = measured._bucket(places[by_bucket[1]]) / 65536
+    job = begin(rig, bound)
+    with calling(US):
+        for name in NAMES:
+            await rig.content(name)
+    # The file with the lowest bucket is the first that a tier admits.
+    assert (job.hits, job.misses) == (1, 2)
+    assert not measured.hides(job, rig.names.stored(rig.ino(by_bucket[0])))
+    assert measured.hides(job, rig.names.stored(rig.ino(by_bucket[1])))
+
+
+@pytest.mark.promise(292)
+async def test_a_limit_of_the_source_delays_only_what_is_read_from_there(
+    rig: Rig, autojump_clock: MockClock
+) -> None:
+    rig.copy("small")
+    job = begin(rig, 1.0, 10_000)
+    with calling(US):
+        began = trio.current_time()
+        await rig.content("small")
+        assert trio.current_time() == began
+        # 100,000 bytes, of which 500 pass at once.
+        await rig.content("large")
+        assert trio.current_time() - began == pytest.approx(9.95, abs=0.01)
+    assert (job.hits, job.misses, job.source_bytes) == (1, 1, 100_000)
+
+
+@pytest.mark.promise(293)
+async def test_a_call_that_waits_for_a_limit_continues_when_the_limit_ends(
+    rig: Rig, autojump_clock: MockClock
+) -> None:
+    job = begin(rig, 1.0, 1)
+    with calling(US):
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.content, "large")
+            await trio.sleep(5)
+            rig.filesystem.measured.end(job.session)
+        assert trio.current_time() - began < 6
+
+
+async def test_an_open_of_another_job_does_not_wait_for_a_limit(
+    rig: Rig, autojump_clock: MockClock
+) -> None:
+    job = begin(rig, 1.0, 1)
+    async with trio.open_nursery() as nursery:
+        with calling(US):
+            nursery.start_soon(rig.content, "small")
+        await trio.sleep(1)
+        began = trio.current_time()
+        with calling(Caller(0, 0, 0)):
+            assert await rig.content("small") == FILES["small"]
+        assert trio.current_time() == began
+        rig.filesystem.measured.end(job.session)
