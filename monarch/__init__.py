@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from monarch.datasets.files import open_dataset as open_dataset
+    from monarch.frameworks.watch import watch as watch
 
 __version__ = "0.1.0"
 
@@ -16,4 +17,8 @@ def __getattr__(name: str) -> object:
         from monarch.datasets.files import open_dataset
 
         return open_dataset
+    if name == "watch":
+        from monarch.frameworks.watch import watch
+
+        return watch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

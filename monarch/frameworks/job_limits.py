@@ -1,0 +1,62 @@
+"""Asks a mount to serve the session of this process as if its tiers were smaller, or its source
+slower, and what the session has read (docs/hints.md)."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+
+from monarch.errors import MonarchError, NotMountedError
+from monarch.foresight.messages import (
+    HITS,
+    MISSES,
+    SOURCE_KIB,
+    encode_count,
+    encode_limit,
+    request_number,
+)
+from monarch.text import KiB, escape_text
+
+_WHY = {
+    errno.ENOTTY: "it is not a mount of Monarch, or it has no native datapath",
+    errno.EINVAL: "its daemon is of a version that measures no jobs",
+    errno.EOPNOTSUPP: "it is mounted with `open: none`, so its daemon does not see the opens",
+    errno.ESRCH: "its daemon does not see this process (is it in a container of its own?)",
+    errno.ENOSPC: "its daemon measures as many jobs as it can",
+    errno.EPERM: "another user has this session measured",
+}
+
+
+class JobLimits:
+    """The limits of the session of this process. They end with the process. Raises NotMountedError
+    if the mount cannot measure it; OSError if there is no directory ``mountpoint``."""
+
+    def __init__(self, mountpoint: str) -> None:
+        self._mountpoint = mountpoint
+        self._fd = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def limit(self, share: float, source_limit: int) -> None:
+        """From now on ``share`` of the files may be read from tiers, and the source gives at most
+        ``source_limit`` bytes/s, 0: as many as it can."""
+        self._send(encode_limit(share, source_limit))
+
+    def counts(self) -> tuple[int, int, int]:
+        """The opens that tiers have served so far, the other opens, and the bytes that were read
+        from the source, in whole KiB."""
+        hits, misses, kib = (self._send(encode_count(n)) for n in (HITS, MISSES, SOURCE_KIB))
+        return hits, misses, kib * KiB
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _send(self, message: bytes) -> int:
+        try:
+            number = request_number(len(message))
+            return int(fcntl.ioctl(self._fd, number, bytearray(message), True))
+        except OSError as error:
+            why = _WHY.get(error.errno or 0, error.strerror)
+            where = escape_text(self._mountpoint)
+            if error.errno in _WHY:
+                raise NotMountedError(f"{where} cannot measure a job: {why}") from error
+            raise MonarchError(f"{where} cannot measure a job: {why}") from error

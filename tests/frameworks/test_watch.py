@@ -1,0 +1,318 @@
+"""``monarch.watch``: the loader itself without an analysis, the same batches with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+import monarch
+from monarch.analysis.plan import VARIABLE, WINDOWS, Phase, Plan, RunReport, decode_report, encode
+from monarch.frameworks import measured_loader
+from monarch.frameworks.job_limits import JobLimits
+from monarch.frameworks.measured_loader import MeasuredLoader
+
+BATCHES = [[number, number + 1] for number in range(0, 40, 2)]
+
+
+class FakeLimits:
+    """Counts an open, and 1,000 bytes of the source, for each batch that ``read`` is called for."""
+
+    asked: ClassVar[list[tuple[float, int]]] = []
+    batches = 0
+
+    def __init__(self, mountpoint: str) -> None:
+        assert mountpoint == "/mnt/data"
+
+    def limit(self, share: float, source_limit: int) -> None:
+        self.asked.append((share, source_limit))
+
+    def counts(self) -> tuple[int, int, int]:
+        return 0, self.batches, 1000 * self.batches
+
+    @classmethod
+    def read(cls, batches: Any) -> Iterator[Any]:
+        for batch in batches:
+            cls.batches += 1
+            yield batch
+
+
+class Loader:
+    """A loader that may be iterated again, with the attributes of one of PyTorch."""
+
+    num_workers = 2
+    prefetch_factor = 1
+    name = "train"
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return FakeLimits.read(self.batches)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> type[FakeLimits]:
+    monkeypatch.setattr(measured_loader, "JobLimits", FakeLimits)
+    monkeypatch.setattr(FakeLimits, "asked", [])
+    monkeypatch.setattr(FakeLimits, "batches", 0)
+    return FakeLimits
+
+
+def plan(tmp_path: Path, phase: Phase, **values: Any) -> Plan:
+    return Plan(
+        **{
+            "phase": phase,
+            "mountpoint": "/mnt/data",
+            "report": os.fspath(tmp_path / "report"),
+            "iterations": 10,
+            "warmup": 2,
+            **values,
+        }
+    )
+
+
+def measure(loader: Any, planned: Plan) -> tuple[list[Any], RunReport]:
+    """The batches that a script gets until its process ends, and the report."""
+    got: list[Any] = []
+    train(loader, planned, got.append)
+    return got, decode_report(Path(planned.report).read_text())
+
+
+def train(loader: Any, planned: Plan, step: Callable[[Any], object]) -> None:
+    def script() -> None:
+        for batch in MeasuredLoader(loader, planned):
+            step(batch)
+
+    with pytest.raises(SystemExit) as ended:
+        script()
+    assert ended.value.code == 0
+
+
+@pytest.mark.promise(295)
+def test_without_an_analysis_the_loader_itself_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for loader in (Loader(BATCHES), iter(BATCHES), BATCHES):
+        assert monarch.watch(loader) is loader
+    monkeypatch.setenv(VARIABLE, "")
+    assert monarch.watch(BATCHES) is BATCHES
+
+
+def test_without_an_analysis_little_is_loaded() -> None:
+    program = "import sys, monarch; monarch.watch([]); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"numpy", "trio", "pydantic", "torch", "lmdb", "pyfuse3", "yaml", "click"}
+    assert "monarch.frameworks.measured_loader" not in done.stdout.split()
+
+
+@pytest.mark.promise(295)
+def test_a_measured_loader_yields_the_batches_of_the_loader_in_its_order(
+    tmp_path: Path, limits: type[FakeLimits]
+) -> None:
+    planned = plan(tmp_path, "real", share=0.5, source_limit=1 << 20)
+    got, report = measure(Loader(BATCHES), planned)
+    # Three are in flight, and one begins the first interval; the rest is taken without training.
+    assert got == BATCHES[:13]
+    assert limits.asked == [(0.5, 1 << 20)]
+    assert report.window == 2 and len(report.train_s) == len(report.load_s) == WINDOWS
+    assert report.workers == 2 and report.epoch_batches == 20 and not report.in_stages
+    assert report.misses == report.batches and report.source_bytes == 1000 * report.batches
+
+
+class Clock:
+    """The time of a measured loader: it passes only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1.0
+
+    def passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(
+        measured_loader, "time", SimpleNamespace(perf_counter=lambda: made.now_s, sleep=time.sleep)
+    )
+    return made
+
+
+class Timed(Loader):
+    """A loader that takes 0.25 s for a batch, and 100 s to begin."""
+
+    def __init__(self, batches: list[Any], clock: Clock) -> None:
+        super().__init__(batches)
+        self.clock = clock
+
+    def __iter__(self) -> Iterator[Any]:
+        self.clock.passes(100)
+        for batch in super().__iter__():
+            self.clock.passes(0.25)
+            yield batch
+
+
+def test_the_training_and_the_loader_are_measured_together_and_the_loader_alone(
+    tmp_path: Path, limits: type[FakeLimits], clock: Clock
+) -> None:
+    planned = plan(tmp_path, "real", share=0.0)
+    train(Timed(BATCHES, clock), planned, lambda batch: clock.passes(1))
+    report = decode_report(Path(planned.report).read_text())
+    # Windows of two batches.
+    assert report.train_s == pytest.approx([2.5] * WINDOWS)
+    assert report.load_s == pytest.approx([0.5] * WINDOWS)
+
+
+def test_a_loader_that_ends_is_begun_again_and_its_begin_is_not_measured(
+    tmp_path: Path, limits: type[FakeLimits], clock: Clock
+) -> None:
+    got, report = measure(Timed(BATCHES[:8], clock), plan(tmp_path, "cached"))
+    assert got[:10] == [*BATCHES[:8], *BATCHES[:2]]
+    assert report.train_s == report.load_s == pytest.approx([0.5] * WINDOWS)
+
+
+@pytest.mark.parametrize("batches", [[], BATCHES[:3]])
+def test_a_loader_with_too_few_batches_is_an_error(
+    tmp_path: Path, limits: type[FakeLimits], batches: list[Any]
+) -> None:
+    with pytest.raises(ValueError, match=f"after {len(batches)} batches"):
+        list(MeasuredLoader(iter(batches), plan(tmp_path, "cached")))
+    with pytest.raises(ValueError, match="no batches"):
+        list(MeasuredLoader([], plan(tmp_path, "synthetic")))
+
+
+def test_the_training_alone_gets_ready_batches_that_it_may_change(
+    tmp_path: Path, limits: type[FakeLimits]
+) -> None:
+    loader = Loader([{"images": number, "labels": -number} for number in range(50)])
+    planned = plan(tmp_path, "synthetic", iterations=20)
+    seen: list[int] = []
+
+    def step(batch: dict[str, int]) -> None:
+        seen.append(batch.pop("images"))
+        assert batch.pop("labels") == -seen[-1] and not batch
+
+    train(loader, planned, step)
+    assert seen[:16] == [*range(8), *range(8)]
+    assert limits.batches == 8
+    report = decode_report(Path(planned.report).read_text())
+    assert len(report.train_s) == WINDOWS and report.load_s == [] and report.misses == 0
+
+
+def test_a_loop_that_is_left_early_begins_again_and_one_that_continues_ends_the_process(
+    tmp_path: Path, limits: type[FakeLimits]
+) -> None:
+    watched = MeasuredLoader(Loader(BATCHES), plan(tmp_path, "real", share=0.0))
+    for _batch, _ in zip(watched, range(5), strict=False):
+        pass
+    assert not (tmp_path / "report").exists()
+    with pytest.raises(SystemExit):
+        list(watched)
+    assert (tmp_path / "report").exists()
+    # The script caught the exit, and begins another epoch.
+    with pytest.raises(SystemExit):
+        list(watched)
+    # The limits are asked for once a process.
+    assert limits.asked == [(0.0, 0)]
+
+
+def test_a_measured_loader_has_the_length_and_the_attributes_of_the_loader(tmp_path: Path) -> None:
+    watched: Any = MeasuredLoader(Loader(BATCHES), plan(tmp_path, "real"))
+    assert len(watched) == 20 and watched.name == "train"
+    with pytest.raises(AttributeError):
+        _ = watched.missing
+
+
+def test_only_the_first_rank_reports(
+    tmp_path: Path, limits: type[FakeLimits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        list(MeasuredLoader(Loader(BATCHES), plan(tmp_path, "real")))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"phase": "other", "mountpoint": "/", "report": "r"}']
+)
+def test_a_plan_that_is_not_one_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ValueError):
+        monarch.watch(BATCHES)
+
+
+def test_a_directory_that_is_no_mount_is_named(tmp_path: Path) -> None:
+    limits = JobLimits(os.fspath(tmp_path))
+    try:
+        with pytest.raises(monarch.errors.NotMountedError, match="not a mount of Monarch"):
+            limits.limit(0.5, 0)
+    finally:
+        limits.close()
+
+
+@pytest.mark.promise(293)
+def test_a_process_ends_with_the_command_that_analyses_it(tmp_path: Path) -> None:
+    inherited, kept = os.pipe()
+    planned = plan(tmp_path, "real", alive=inherited)
+    program = (
+        "import monarch, time; from monarch.frameworks import measured_loader as module;"
+        "from tests.frameworks.test_watch import FakeLimits; module.JobLimits = FakeLimits;"
+        "[(print(batch, flush=True), time.sleep(600)) for batch in monarch.watch([1] * 100)]"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(inherited,),
+        env={**os.environ, VARIABLE: encode(planned), "PYTHONPATH": os.getcwd()},
+    ) as job:
+        os.close(inherited)
+        assert job.stdout is not None and job.stdout.readline() == "1\n"
+        assert job.poll() is None
+        os.close(kept)
+        assert job.wait(20) < 0
+
+
+@pytest.mark.frameworks
+def test_a_loader_of_pytorch_yields_the_same_batches(
+    tmp_path: Path, limits: type[FakeLimits]
+) -> None:
+    torch = pytest.importorskip("torch")
+    data = pytest.importorskip("torch.utils.data")
+    generator = torch.Generator()
+
+    def loader() -> Any:
+        generator.manual_seed(7)
+        return data.DataLoader(
+            list(range(120)), batch_size=4, shuffle=True, num_workers=1, generator=generator
+        )
+
+    expected = [batch.tolist() for batch in loader()]
+    got, report = measure(loader(), plan(tmp_path, "real", share=0.5))
+    assert [batch.tolist() for batch in got] == expected[: len(got)] and len(got) == 13
+    assert report.workers == 1 and report.epoch_batches == 30
+    assert json.loads((tmp_path / "report").read_text())["in_stages"] is False
+
+
+def test_a_data_set_of_tensorflow_is_taken_for_one_of_stages(
+    tmp_path: Path, limits: type[FakeLimits]
+) -> None:
+    dataset = type("PrefetchDataset", (), {"__module__": "tensorflow.python.data.ops"})
+    dataset.__iter__ = lambda self: iter(range(100))
+    got, report = measure(dataset(), plan(tmp_path, "cached"))
+    assert got[:2] == [0, 1]
+    assert report.in_stages and report.workers is None and report.epoch_batches is None
