@@ -14,6 +14,7 @@ import pytest
 
 from monarch import errors
 from monarch.cli import main, output
+from monarch.cli.analyze import UNSURE
 from monarch.cli.status import CHECK_CODES
 from monarch.control.registry import MountRecord, Registry
 
@@ -93,7 +94,7 @@ def test_every_error_has_its_exit_code_in_the_table() -> None:
     classes = [errors.MonarchError]
     for cls in classes:
         classes += cls.__subclasses__()
-    answers = {0, *CHECK_CODES.values(), 130}
+    answers = {0, *CHECK_CODES.values(), UNSURE, 130}
     assert {cls.exit_code for cls in classes} | answers == set(main.EXIT_CODES)
 
 

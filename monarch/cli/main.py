@@ -30,6 +30,7 @@ VERBS = {
     "status": Verb("monarch.cli.status:status", "Show what mounts hold, serve and copy."),
     "warm": Verb("monarch.cli.warm:warm", "Copy files into the tiers before a job starts."),
     "trace": Verb("monarch.cli.trace:trace", "Record the opens of a mount in a file."),
+    "analyze": Verb("monarch.cli.analyze:analyze", "Measure where a training job waits."),
     "evict": Verb("monarch.cli.evict:evict", "Remove copies from the tiers."),
     "ckpt": Verb("monarch.cli.ckpt:ckpt", "List, await, verify or prune all files written."),
     "fsck": Verb("monarch.cli.fsck:fsck", "Check all that a mount keeps, and repair it."),
@@ -61,6 +62,7 @@ EXIT_CODES = {
     12: "failing, says status --check: some reads or writes fail or wait now",
     13: "not all written files are at the source yet (umount, ckpt wait); nothing was undone",
     14: "the pack cannot be used, or cannot be written",
+    15: "no verdict: the measured runs differ too much, or are not comparable (analyze)",
     130: "interrupted from the keyboard",
 }
 

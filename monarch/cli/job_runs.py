@@ -1,0 +1,144 @@
+"""Runs a command again and again, each time with the plan of one measured run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from monarch.analysis.plan import (
+    PHASE_VARIABLE,
+    VARIABLE,
+    Phase,
+    Plan,
+    RunReport,
+    decode_report,
+    encode,
+)
+from monarch.analysis.stalls import Run
+from monarch.cli.output import remark
+from monarch.errors import MonarchError, UsageError
+from monarch.text import escape_text
+from monarch.types import Progress
+
+# How long the processes of a run may take to end.
+_GRACE_S = 5.0
+# Lines of the output of a command that has failed.
+_SHOWN = 15
+# Characters of a command in a message.
+_LONGEST = 80
+
+
+class JobRuns:
+    """The runs of ``command``, which reads ``mountpoint``: each measures ``iterations`` batches
+    after ``warmup`` others, and the source gives at most ``source_limit`` bytes/s, 0: no limit."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        mountpoint: str,
+        iterations: int,
+        warmup: int,
+        source_limit: int,
+    ) -> None:
+        self._command = list(command)
+        shown = escape_text(shlex.join(command))
+        self._shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+        self._mountpoint = mountpoint
+        self._iterations = iterations
+        self._warmup = warmup
+        self._source_limit = source_limit
+
+    def all(
+        self, phases: Sequence[tuple[Phase, float]], rounds: int, advance: Progress
+    ) -> list[Run]:
+        """All phases in each round, alternately in this order and the other, after a run that is
+        not measured. Raises MonarchError if a run was not measured."""
+        total = 1 + rounds * len(phases)
+        runs: list[Run] = []
+        with tempfile.TemporaryDirectory(prefix="monarch-analyze-") as directory:
+            advance(0, total, "runs: files get copies")
+            self._measure("fill", 1.0, Path(directory))
+            for number in range(rounds):
+                for phase, share in phases if number % 2 == 0 else reversed(phases):
+                    of = "" if phase == "synthetic" else f", {share:.0%} from the tiers"
+                    advance(1 + len(runs), total, f"runs: {phase}{of}")
+                    report = self._measure(phase, share, Path(directory))
+                    runs.append(Run(phase, share, number, report))
+            advance(total, total, "runs: all measured")
+        return runs
+
+    def _measure(self, phase: Phase, share: float, directory: Path) -> RunReport:
+        report, log = directory / "report", directory / "log"
+        report.unlink(missing_ok=True)
+        # The job ends itself when the other end is closed, which a kill of this process does.
+        inherited, kept = os.pipe()
+        try:
+            plan = Plan(
+                phase=phase,
+                mountpoint=self._mountpoint,
+                report=os.fspath(report),
+                share=share,
+                source_limit=self._source_limit,
+                iterations=self._iterations,
+                warmup=self._warmup,
+                alive=inherited,
+            )
+            environment = {**os.environ, VARIABLE: encode(plan), PHASE_VARIABLE: phase}
+            with log.open("wb") as output:
+                code = self._run(environment, inherited, output.fileno())
+        finally:
+            os.close(inherited)
+            os.close(kept)
+        if not report.exists():
+            for line in _last_lines(log):
+                remark(f"  | {line}")
+            raise MonarchError(
+                f"`{self._shown}` ended (exit code {code}) before it"
+                f" was measured, in the run {phase!r}",
+                hint="its loop must be over monarch.watch(loader), and must not end before"
+                f" {self._warmup + self._iterations} batches (--warmup, --iters)",
+            )
+        return decode_report(report.read_text())
+
+    def _run(self, environment: dict[str, str], inherited: int, output: int) -> int:
+        """Runs the command in a session of its own: the limits of a run are those of its session.
+        Its processes end with it."""
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(inherited,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            name = escape_text(self._command[0])
+            raise UsageError(f"{name} cannot be run: {error.strerror}") from error
+        try:
+            return process.wait()
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends all processes of the group that the command has begun."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+            return
+
+
+def _last_lines(log: Path) -> list[str]:
+    with log.open(errors="replace") as file:
+        return [escape_text(line.rstrip()) for line in deque(file, _SHOWN)]
