@@ -76,6 +76,8 @@ class PeerClient:
         self._before = f"GET /{set_name}/".encode()
         self._after = f" HTTP/1.1\r\nHost: monarch\r\n{TOKEN_HEADER}: {token}\r\n\r\n".encode()
         self._idle: deque[socket.socket] = deque()
+        # The limit of the waits that is set for each connection, in seconds.
+        self._limits: dict[socket.socket, float] = {}
         self._finding = threading.Lock()
         # The address at which it answered last.
         self._address: tuple[str, int] | None = None
@@ -132,7 +134,9 @@ class PeerClient:
         is_kept = False
         try:
             limit_s = self.breaker.limit_s
-            _limit(connection, limit_s)
+            if self._limits.get(connection) != limit_s:
+                _limit(connection, limit_s)
+                self._limits[connection] = limit_s
             connection.sendall(request)
             head, rest = _head(connection, time.monotonic() + limit_s)
             if not head:
@@ -154,6 +158,7 @@ class PeerClient:
             if keep and is_kept and len(self._idle) < _MOST_IDLE:
                 self._idle.append(connection)
             else:
+                self._limits.pop(connection, None)
                 connection.close()
 
     def _connected(self) -> socket.socket:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,8 @@ _ASKED = 2
 # A member that does not keep a file is asked again after one to two times this, in seconds.
 _NOT_KEPT_S = 60
 _TURNS = 254
+# Scores of members for files that are computed at once: about a millisecond.
+_AT_ONCE = 1 << 16
 # Files of other members that this node keeps although these are asked again: some MiB.
 _MOST_TAKEN_OVER = 100_000
 
@@ -73,6 +75,10 @@ class Peers:
         # that it does not keep the file, 0: it has not. Pages that are not written need no memory.
         self._digests = np.zeros(snapshot.entries + 1, np.uint64)
         self._not_kept = np.zeros(snapshot.entries + 1, np.uint8)
+        # One more than the owner of each file, 0: not computed; and the files whose owners are
+        # computed at once.
+        self._owners = np.zeros(snapshot.entries + 1, np.uint16)
+        self._at_once = max(1, _AT_ONCE // len(self.clients))
         # Files whose owner has just failed to give them: this node is the next one.
         self._taken_over: set[Ino] = set()
         self._counting = threading.Lock()
@@ -97,7 +103,7 @@ class Peers:
         if ino in self._taken_over:
             return True
         now = time.monotonic()
-        for index in self._ownership.order(ino):
+        for index in self._order(ino):
             client = self.clients[index]
             if client is None:
                 return True
@@ -110,7 +116,7 @@ class Peers:
         if not self.is_shared(ino, identity.size):
             return None
         asked = 0
-        for index in self._ownership.order(ino):
+        for index in self._order(ino):
             client = self.clients[index]
             if client is None:
                 if asked:
@@ -139,6 +145,15 @@ class Peers:
                     received.nbytes += len(content)
             return content
         return None
+
+    def _order(self, ino: Ino) -> Iterator[int]:
+        """The members in the order in which they own a file."""
+        if not self._owners[ino]:
+            first = ino - ino % self._at_once
+            inos = np.arange(first, min(first + self._at_once, len(self._owners)))
+            self._owners[inos] = self._ownership.owners(inos) + 1
+        yield int(self._owners[ino]) - 1
+        yield from self._ownership.order(ino)[1:]
 
     def _take_over(self, ino: Ino) -> None:
         if len(self._taken_over) >= _MOST_TAKEN_OVER:

@@ -237,3 +237,11 @@ def test_a_source_reads_itself_what_no_other_node_gives(tmp_path: Path) -> None:
         assert (fetched.data, fetched.opens) == (BYTES, 1)
     finally:
         shared.close()
+
+
+@pytest.mark.parametrize("members", [2, 3, 300])
+def test_the_owners_are_those_of_the_hash_for_the_first_and_the_last_file(members: int) -> None:
+    peers = peers_of(None, *(FakeMember(RIGHT) for _ in range(members - 1)))
+    for ino in (1, 2, FILES - 1, FILES, 217):
+        assert list(peers._order(Ino(ino))) == peers._ownership.order(ino)
+        assert peers.owns(Ino(ino)) == (peers._ownership.owner(ino) == 0)
