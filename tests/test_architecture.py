@@ -86,7 +86,7 @@ PURE = (
     *("monarch.writeback.history", "monarch.writeback.op", "monarch.writeback.conflicts"),
     "monarch.writeback.journal_records",
     *("monarch.packs.format", "monarch.packs.index", "monarch.packs.plan"),
-    "monarch.datasets.staging_table",
+    *("monarch.datasets.staging_table", "monarch.datasets.staging_kept"),
     *("monarch.peers.members", "monarch.peers.ownership", "monarch.peers.breaker"),
 )
 IMPURE = frozenset(

@@ -1,5 +1,5 @@
-"""The messages between a job and the broker of a staging area, of fixed sizes, and the seals of
-the memory that they carry."""
+"""The messages between the processes of a job and the broker of a staging area, of fixed sizes, and
+the seals of the memory that they carry."""
 
 from __future__ import annotations
 
@@ -14,77 +14,105 @@ from typing import NamedTuple
 from monarch.datasets.staging_table import Kind
 
 MOST_JOBS = 256
+# Jobs, and the processes that prepare batches for them.
+MOST_CONNECTIONS = 2048
 MOST_DEPTH = 256
 # Of a batch number, and of an epoch number.
 MOST_COUNT = 1 << 31
 MOST_STALL_S = 10.0**6
 
-_REQUEST = struct.Struct("<4sBxHHxxdQQ")
-_REPLY = struct.Struct("<BxHHHQQ")
+_REQUEST = struct.Struct("<4sBxHHxxdQQQQ")
+_REPLY = struct.Struct("<B?HHHQQQ")
+_LONGEST = max(_REQUEST.size, _REPLY.size) + 1
+_DESCRIPTOR = struct.Struct("@i")
 # The version of the messages.
-_MAGIC = b"MSA1"
+_MAGIC = b"MSA2"
 
 _CREDENTIALS = struct.Struct("iII")
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Ask(IntEnum):
-    """The kinds of requests. Only WANT has a reply, and JOIN if it is refused."""
+    """The kinds of requests. Only WANT, AWAIT and WORK have a reply, and JOIN and ATTACH if they
+    are refused."""
 
+    # A job, at its first or next batch.
     JOIN = 1
-    WANT = 2
+    # A process that prepares batches.
+    ATTACH = 2
+    # The memory of a batch is attached, which an earlier broker had.
+    KEEP = 3
+    # The job waits for a batch, and may prepare one meanwhile.
+    WANT = 4
+    # The job waits for a batch, which other processes prepare.
+    AWAIT = 5
+    # The process can prepare a batch of the epoch that begins with the batch of the position.
+    WORK = 6
     # The memory of the batch is attached.
-    PUBLISH = 3
-    MOVE = 4
+    PUBLISH = 7
+    # The job has used all batches before the position.
+    MOVE = 8
 
 
-# A reply beside those of the table: the area is used with another number of batches an epoch.
-REFUSED = 6
+# A reply beside those of the table: the area is used with other batches.
+REFUSED = 8
 
 
 class MessageError(Exception):
     """A message that a job, or a broker, of this version does not send."""
 
 
+class Terms(NamedTuple):
+    """What the processes of an area have in common. An epoch has ``batches`` batches, and
+    ``content`` is a number for what is in them. ``depth`` and ``stall_s`` are those of
+    ``StagingTable``."""
+
+    batches: int
+    depth: int
+    stall_s: float
+    content: int
+
+
 class Request(NamedTuple):
-    """What a job asks for. ``jobs``, ``depth`` and ``stall_s`` are those of ``StagingTable``; an
-    epoch has ``batches`` batches."""
+    """What a process asks for. ``jobs`` is that of ``StagingTable.join``, ``member`` the number of
+    the process in ``staging_members.py``."""
 
     kind: Ask
     position: int
     jobs: int
-    depth: int
-    stall_s: float
-    batches: int
+    member: int
+    terms: Terms
 
     def encode(self) -> bytes:
-        return _REQUEST.pack(
-            *(_MAGIC, self.kind, self.jobs, self.depth, self.stall_s, self.batches, self.position)
-        )
+        batches, depth, stall_s, content = self.terms
+        head = (_MAGIC, self.kind, self.jobs, depth, stall_s)
+        return _REQUEST.pack(*head, batches, self.position, self.member, content)
 
 
 class Answer(NamedTuple):
     """A reply, with the number of jobs, the number of batches that are kept, the largest such
-    number, and the number of batches that were published."""
+    number, and the number of batches that were published. No job needs a batch before ``floor``.
+    ``has_all``: the broker waits for no further jobs."""
 
     kind: int
     position: int
+    has_all: bool
     jobs: int
     kept: int
     most_kept: int
     published: int
+    floor: int
 
     def encode(self) -> bytes:
-        return _REPLY.pack(
-            *(self.kind, self.jobs, self.kept, self.most_kept, self.published, self.position)
-        )
+        numbers = (self.jobs, self.kept, self.most_kept, self.published, self.position, self.floor)
+        return _REPLY.pack(self.kind, self.has_all, *numbers)
 
 
 def decode_request(message: bytes) -> Request:
     """Raises MessageError for another length, version or kind, and for a number out of range."""
     if len(message) != _REQUEST.size:
         raise MessageError("the length of the request is wrong")
-    magic, kind, jobs, depth, stall_s, count, position = _REQUEST.unpack(message)
+    magic, kind, jobs, depth, stall_s, count, position, member, content = _REQUEST.unpack(message)
     if (
         magic != _MAGIC
         or kind not in tuple(Ask)
@@ -95,29 +123,37 @@ def decode_request(message: bytes) -> Request:
         or position > MOST_COUNT**2
     ):
         raise MessageError("the request is not valid")
-    return Request(Ask(kind), position, jobs, depth, stall_s, count)
+    return Request(Ask(kind), position, jobs, member, Terms(count, depth, stall_s, content))
 
 
 def decode_answer(message: bytes) -> Answer:
     """Raises MessageError."""
     if len(message) != _REPLY.size:
         raise MessageError("the length of the reply is wrong")
-    kind, jobs, kept, most_kept, published, position = _REPLY.unpack(message)
+    kind, has_all, jobs, kept, most_kept, published, position, floor = _REPLY.unpack(message)
     if kind != REFUSED and kind not in tuple(Kind):
         raise MessageError("the kind of the reply is not known")
-    return Answer(kind, position, jobs, kept, most_kept, published)
+    return Answer(kind, position, has_all, jobs, kept, most_kept, published, floor)
 
 
-def receive(connection: socket.socket) -> tuple[bytes, int]:
+def receive(
+    connection: socket.socket, size: int = _LONGEST, *, wait: bool = True
+) -> tuple[bytes, int]:
     """One message and its descriptor, or -1. The message is empty if the connection has ended.
 
-    A message that is too long keeps one byte more than a valid one. Further descriptors of a
-    message are closed by the kernel. Raises OSError.
+    A message that is too long keeps ``size`` bytes, one more than a valid request. Further
+    descriptors of a message are closed by the kernel. Raises OSError: BlockingIOError without
+    ``wait`` if there is no message.
     """
-    size = max(_REQUEST.size, _REPLY.size) + 1
-    flags = socket.MSG_CMSG_CLOEXEC
-    message, descriptors, _, _ = socket.recv_fds(connection, size, 1, flags)
-    return message, descriptors[0] if descriptors else -1
+    # socket.recv_fds does not pass flags on, so a program that is started would get descriptors.
+    flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
+    message, ancillary, _, _ = connection.recvmsg(size, socket.CMSG_LEN(_DESCRIPTOR.size), flags)
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            # The kernel leaves an empty list if this process can have no further descriptor.
+            for (fd,) in _DESCRIPTOR.iter_unpack(content):
+                return message, fd
+    return message, -1
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

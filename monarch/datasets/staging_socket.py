@@ -47,7 +47,7 @@ def connect(directory: Path, name: str) -> socket.socket:
     is no connection within 30 seconds, and OSError.
     """
     deadline = time.monotonic() + _PATIENCE_S
-    with _opened(directory) as directory_fd:
+    with private_directory(directory) as directory_fd:
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -74,8 +74,9 @@ def connect(directory: Path, name: str) -> socket.socket:
 
 
 @contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    """A descriptor of the directory, which is created if it is missing. Raises MonarchError."""
+def private_directory(directory: Path) -> Iterator[int]:
+    """A descriptor of the directory, which is created if it is missing. Raises MonarchError, and
+    OSError."""
     with suppress(FileExistsError):
         os.mkdir(directory, 0o700)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,4 +1,4 @@
-"""Which job prepares which batch, and how long a prepared batch is kept.
+"""Which process prepares which batch, and how long a prepared batch is kept.
 
 This is the coordinated prep of CoorDL (Mohan et al., VLDB 2021): jobs that train on the same data
 prepare each batch once together, and each job uses it once. A batch has a position, its number
@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-# A job that waits gets a reply at least once in this share of the stall timeout.
+from monarch.datasets.staging_kept import KeptBatches
+
+# A process that waits gets a reply at least once in this share of the stall timeout.
 _REMIND = 0.5
 
 
 class Kind(IntEnum):
-    """The kinds of replies, and what the job must do."""
+    """The kinds of replies, and what the process must do."""
 
     # The batch is attached.
     READY = 1
@@ -29,24 +31,40 @@ class Kind(IntEnum):
     ALONE = 3
     # Another reply follows.
     WAIT = 4
-    # The job held others up for longer than the stall timeout. It may join again.
+    # The process held others up for longer than the stall timeout. It may join again.
     EXPELLED = 5
+    # Batches that the process keeps are not needed any more. Another reply follows.
+    RELEASE = 6
+    # Keep the batch that is attached: the process that kept it has left. Another reply follows.
+    HOLD = 7
 
 
 class Reply(NamedTuple):
-    job: int
+    """``number`` is that of a job or a worker."""
+
+    number: int
     kind: Kind
     position: int
 
 
-@dataclass(slots=True)
-class _Job:
-    """``position`` is the next batch that it uses, ``active`` the time of the last message to it or
-    from it, ``waiting`` the time since which it waits for a reply, None if it does not wait."""
+class _Claim(NamedTuple):
+    number: int
+    since: float
 
+
+@dataclass(slots=True)
+class _Process:
+    """A job or a worker. ``position`` is the next batch that the job uses, or the first one of the
+    epoch of the worker. ``active`` is the time of the last message to it or from it, ``waiting``
+    the time since which it waits for a reply, None if it does not wait. The process has arrived
+    when it has said which batches it keeps."""
+
+    member: int
     position: int
     active: float
     waiting: float | None = None
+    may_prepare: bool = True
+    has_arrived: bool = False
 
 
 class StagingTable:
@@ -54,11 +72,12 @@ class StagingTable:
 
     An epoch has ``count`` batches. At most ``depth`` prepared batches are kept, beginning with the
     next batch of the job that is furthest behind (the floor). ``jobs`` jobs are expected: until so
-    many have joined, at most ``stall_s`` seconds, nothing is removed. A job that others wait for is
-    expelled if it sends nothing for ``stall_s`` seconds.
+    many have joined, and all awaited members have come, at most ``stall_s`` seconds, nothing is
+    removed. A process that others wait for is expelled if it sends nothing for ``stall_s`` seconds.
 
-    A job before the floor, or more than an epoch behind what is kept, does not count: it prepares
-    its batches for itself, and no job waits for it.
+    A job prepares batches while it waits, and its workers prepare batches of its epoch ahead. A job
+    before the floor, or more than an epoch behind what is kept, does not count: it prepares its
+    batches for itself, and no job waits for it.
     """
 
     def __init__(self, *, count: int, depth: int, jobs: int, stall_s: float) -> None:
@@ -66,13 +85,15 @@ class StagingTable:
         self._depth = depth
         self._expected = jobs
         self._stall_s = stall_s
-        self._jobs: dict[int, _Job] = {}
-        self._claims: dict[int, int] = {}
-        # A token of the caller for each batch that is kept.
-        self._ready: dict[int, int] = {}
-        self._removed: list[int] = []
+        self._jobs: dict[int, _Process] = {}
+        self._workers: dict[int, _Process] = {}
+        self._claims: dict[int, _Claim] = {}
+        self.kept = KeptBatches()
         self._floor = 0
-        self._arrived = 0
+        # The jobs that have joined so far.
+        self._joined = 0
+        # Members of an earlier broker that are still to come, and may have batches.
+        self._awaited: set[int] = set()
         self._gathering_until: float | None = None
         self.published = 0
         self.most_kept = 0
@@ -84,96 +105,133 @@ class StagingTable:
     @property
     def members(self) -> int:
         """The number of jobs, or of those that are expected, while these are waited for."""
-        return len(self._jobs) if self._gathering_until is None else self._expected
+        return len(self._jobs) if self.has_all else max(self._expected, len(self._jobs))
 
     @property
-    def kept(self) -> int:
-        """The number of batches that are kept."""
-        return len(self._ready)
+    def has_all(self) -> bool:
+        """Whether no further jobs are waited for."""
+        return bool(self._joined) and self._gathering_until is None
 
-    def token(self, position: int) -> int:
-        """The token of a batch of a READY reply; valid until the next event."""
-        return self._ready[position]
+    @property
+    def is_over(self) -> bool:
+        """Whether all jobs have left, or all workers, if no job has joined; and none is to come."""
+        has_ended = bool(self._joined) or not self._workers
+        return has_ended and not self._jobs and not self._awaited
 
-    def take_removed(self) -> list[int]:
-        """The tokens of the batches that are not kept any more, each once."""
-        removed, self._removed = self._removed, []
-        return removed
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether members of an earlier broker are still to come."""
+        return bool(self._awaited)
+
+    @property
+    def floor(self) -> int:
+        """No job needs a batch before this one."""
+        return self._floor if self.has_all else 0
 
     # -- events ------------------------------------------------------------------------------------
 
-    def join(self, number: int, position: int, jobs: int, now: float) -> list[Reply]:
-        """A new job ``number`` begins at ``position``. It knows of ``jobs`` jobs: fewer are
-        expected if some have ended, before the broker was started again."""
-        if not self._arrived:
-            self._floor = position
-            self._gathering_until = now + self._stall_s
-        self._arrived += 1
-        self._jobs[number] = _Job(position, now)
-        self._expected = min(self._expected, jobs)
-        if self._gathering_until is not None:
-            self._floor = min(self._floor, position)
-            if self._arrived >= self._expected:
-                self._gathering_until = None
+    def await_members(self, members: set[int], now: float) -> list[Reply]:
+        """Of the processes of an earlier broker these are alive. Those that have not come, and said
+        which batches they keep, are waited for: meanwhile no batch is prepared."""
+        present = {process.member for process in self._all().values() if process.has_arrived}
+        self._awaited = members - present
         return self._settle(now)
 
-    def want(self, number: int, position: int, now: float) -> list[Reply]:
-        """The job has used all batches before ``position`` and waits for that one."""
-        self._jobs[number].waiting = now
+    def join(self, number: int, member: int, position: int, jobs: int, now: float) -> list[Reply]:
+        """A new job ``number`` begins at ``position``. It expects ``jobs`` jobs: 1 if it has met
+        the others already, at an earlier broker."""
+        if not self._joined:
+            self._floor = position
+        self._joined += 1
+        self._jobs[number] = _Process(member, position, now)
+        self._expected = min(self._expected, jobs)
+        if not self.has_all:
+            self._floor = min(self._floor, position)
+        return self._begin(now)
+
+    def attach(self, number: int, member: int, now: float) -> list[Reply]:
+        """A new worker ``number``."""
+        self._workers[number] = _Process(member, 0, now)
+        return self._begin(now)
+
+    def keep(self, number: int, position: int, token: int, now: float) -> list[Reply]:
+        """The process has a batch that was prepared for an earlier broker. It is kept if it is of
+        use; otherwise its token is removed."""
+        is_full = self.is_awaiting and len(self.kept) >= 2 * self._depth
+        if position in self.kept or is_full:
+            self.kept.reject(token)
+        else:
+            self._claims.pop(position, None)
+            self.kept.add(position, token, number)
+        return self._settle(now)
+
+    def want(self, number: int, position: int, now: float, *, prepare: bool = True) -> list[Reply]:
+        """The job has used all batches before ``position`` and waits for that one. ``prepare``: it
+        may be asked to prepare one meanwhile."""
+        job = self._jobs[number]
+        job.waiting, job.may_prepare = now, prepare
         return self.move(number, position, now)
+
+    def work(self, number: int, first: int, now: float) -> list[Reply]:
+        """The worker waits for a batch to prepare, of the epoch that begins with ``first``."""
+        worker = self._workers[number]
+        worker.position, worker.active, worker.waiting = first, now, now
+        self._note_arrival(worker)
+        self._release_claims(number)
+        return self._settle(now)
 
     def move(self, number: int, position: int, now: float) -> list[Reply]:
         """The job has used all batches before ``position``, and will publish no batch that it has
         claimed."""
         job = self._jobs[number]
         job.position, job.active = position, now
+        self._note_arrival(job)
         self._release_claims(number)
         return self._settle(now)
 
     def publish(self, number: int, position: int, token: int, now: float) -> list[Reply]:
-        """The job has prepared a batch. It is kept if the job has claimed it, and if it is still of
-        use; otherwise its token is removed."""
-        self._jobs[number].active = now
-        if self._claims.get(position) == number:
+        """The process has prepared a batch. It is kept if the process has claimed it, and if it is
+        still of use; otherwise its token is removed."""
+        self._all()[number].active = now
+        if position in self._claims and self._claims[position].number == number:
             del self._claims[position]
-            self._ready[position] = token
+            self.kept.add(position, token, number)
             self.published += 1
         else:
-            self._removed.append(token)
-        replies = self._settle(now)
-        self.most_kept = max(self.most_kept, len(self._ready))
-        return replies
+            self.kept.reject(token)
+        return self._settle(now)
 
     def leave(self, number: int, now: float) -> list[Reply]:
-        """The job has ended, or died."""
-        del self._jobs[number]
+        """The job or the worker has ended, or died."""
+        self._jobs.pop(number, None)
+        self._workers.pop(number, None)
         self._release_claims(number)
-        if not self._jobs:
-            self._remove(list(self._ready))
         return self._settle(now)
 
     def expire(self, now: float) -> list[Reply]:
-        """The time has come to ``now``: expels jobs that hold others up, and reminds."""
+        """The time has come to ``now``: expels processes that hold others up, and reminds."""
         if self._gathering_until is not None and now >= self._gathering_until:
             self._gathering_until = None
+            self._awaited.clear()
         replies = self._settle(now)
+        everyone = self._all()
         stalled = {number for number, deadline in self._deadlines() if deadline <= now}
         for number in sorted(stalled):
-            replies.append(Reply(number, Kind.EXPELLED, self._jobs[number].position))
+            replies.append(Reply(number, Kind.EXPELLED, everyone[number].position))
             replies += self.leave(number, now)
-        for number, job in self._jobs.items():
-            if job.waiting is not None and job.active + self._stall_s * _REMIND <= now:
-                job.active = now
-                replies.append(Reply(number, Kind.WAIT, job.position))
+        for number, process in self._all().items():
+            if process.waiting is not None and process.active + self._stall_s * _REMIND <= now:
+                process.active = now
+                replies.append(Reply(number, Kind.WAIT, process.position))
         return replies
 
     def next_deadline(self) -> float | None:
-        """The time at which ``expire`` must be called next, None if no job waits."""
+        """The time at which ``expire`` must be called next, None if no process waits."""
         deadlines = [deadline for _, deadline in self._deadlines()]
         deadlines += [
-            job.active + self._stall_s * _REMIND
-            for job in self._jobs.values()
-            if job.waiting is not None
+            process.active + self._stall_s * _REMIND
+            for process in self._all().values()
+            if process.waiting is not None
         ]
         if self._gathering_until is not None:
             deadlines.append(self._gathering_until)
@@ -181,22 +239,43 @@ class StagingTable:
 
     # -- rules -------------------------------------------------------------------------------------
 
+    def _all(self) -> dict[int, _Process]:
+        return self._jobs | self._workers
+
+    def _note_arrival(self, process: _Process) -> None:
+        process.has_arrived = True
+        self._awaited.discard(process.member)
+
+    def _begin(self, now: float) -> list[Reply]:
+        if self._gathering_until is None and self._joined + len(self._workers) == 1:
+            self._gathering_until = now + self._stall_s
+        return self._settle(now)
+
     def _settle(self, now: float) -> list[Reply]:
         """Removes batches that all jobs have used, and gives the replies that are possible now."""
+        if self._joined >= self._expected and self._jobs and not self._awaited:
+            self._gathering_until = None
+        if self.is_over:
+            self.kept.remove_outside(0, 0)
         if not self._jobs:
-            return []
+            return list(self._hand_over())
         self._move_floor()
-        end = self._floor + self._depth
-        self._remove([at for at in self._ready if not self._floor <= at < end])
-        replies = []
-        for number, job in sorted(self._jobs.items(), key=lambda item: item[1].position):
-            if job.waiting is not None and (reply := self._reply(number, job)) is not None:
-                job.waiting, job.active = None, now
-                replies.append(reply)
-        return replies
+        if not self._awaited:
+            self.kept.remove_outside(self._floor, self._floor + self._depth)
+        self.most_kept = max(self.most_kept, len(self.kept))
+        replies: list[Reply] = []
+        for number, job in _waiting(self._jobs):
+            replies += self._reply(number, job, now)
+        for number, worker in _waiting(self._workers):
+            replies += self._work_for(number, worker, worker.position, now)
+        for number in sorted(self.kept.outdated):
+            if number in self._workers and self._workers[number].waiting is not None:
+                replies.append(Reply(number, Kind.RELEASE, self._floor))
+        self.kept.outdated.clear()
+        return [*replies, *self._hand_over()]
 
     def _move_floor(self) -> None:
-        if self._gathering_until is None:
+        if self.has_all:
             positions = [job.position for job in self._jobs.values()]
             # If no job counts, the jobs begin anew at the lowest position.
             self._floor = min(filter(self._counts, positions), default=min(positions))
@@ -204,40 +283,64 @@ class StagingTable:
     def _counts(self, position: int) -> bool:
         return self._floor <= position < self._floor + self._depth + self.count
 
-    def _reply(self, number: int, job: _Job) -> Reply | None:
+    def _reply(self, number: int, job: _Process, now: float) -> Iterator[Reply]:
         wanted = job.position
-        if not self._counts(wanted):
-            return Reply(number, Kind.ALONE, wanted)
-        if wanted in self._ready:
-            return Reply(number, Kind.READY, wanted)
-        # The job can prepare batches of this epoch only.
-        epoch_end = (wanted // self.count + 1) * self.count
-        for position in range(wanted, min(self._floor + self._depth, epoch_end)):
-            if position not in self._claims and position not in self._ready:
-                self._claims[position] = number
-                return Reply(number, Kind.PRODUCE, position)
-        return None
+        if self._counts(wanted) and wanted not in self.kept:
+            if job.may_prepare:
+                yield from self._work_for(number, job, wanted // self.count * self.count, now)
+            return
+        job.waiting, job.active = None, now
+        yield Reply(number, Kind.READY if wanted in self.kept else Kind.ALONE, wanted)
+
+    def _work_for(self, number: int, process: _Process, first: int, now: float) -> Iterator[Reply]:
+        """The first batch that no process has, from the position of the process on. It can prepare
+        batches of the epoch that begins with ``first`` only."""
+        begin = max(process.position, self._floor)
+        end = min(self._floor + self._depth, first + self.count)
+        for position in range(begin, end):
+            if position not in self._claims and position not in self.kept and not self._awaited:
+                self._claims[position] = _Claim(number, now)
+                process.waiting, process.active = None, now
+                yield Reply(number, Kind.PRODUCE, position)
+                return
 
     def _deadlines(self) -> Iterator[tuple[int, float]]:
-        """The jobs that other jobs wait for, each with the time at which it is expelled."""
+        """The processes that jobs wait for, each with the time at which it is expelled."""
         for job in self._jobs.values():
-            if job.waiting is None:
-                continue
-            for number in self._waited_for(job):
-                since = max(self._jobs[number].active, job.waiting)
-                yield number, since + self._stall_s
+            if job.waiting is not None:
+                for number, since in self._waited_for(job):
+                    yield number, max(since, job.waiting) + self._stall_s
 
-    def _waited_for(self, job: _Job) -> Iterator[int]:
+    def _waited_for(self, job: _Process) -> Iterator[tuple[int, float]]:
+        """Each process, and the time since which it has sent nothing that the job waits for."""
         if job.position in self._claims:
             yield self._claims[job.position]
-        elif job.position >= self._floor + self._depth and self._gathering_until is None:
+        elif job.position < self._floor + self._depth:
+            # A process that has claimed another batch could prepare this one next.
+            yield from self._claims.values()
+        elif self.has_all:
             for number, other in self._jobs.items():
                 if other.position == self._floor and other.waiting is None:
-                    yield number
+                    yield number, other.active
+
+    def _hand_over(self) -> Iterator[Reply]:
+        """The batches that a process has kept for the next broker until it left are kept by others:
+        by workers that read the reply at once, if there are any."""
+        idle = [other for other, worker in self._workers.items() if worker.waiting is not None]
+        candidates = idle or self._workers or self._jobs
+        for other, position in self.kept.hand_over(self._all(), candidates):
+            yield Reply(other, Kind.HOLD, position)
 
     def _release_claims(self, number: int) -> None:
-        for position in [at for at, by in self._claims.items() if by == number]:
+        for position in [at for at, by in self._claims.items() if by.number == number]:
             del self._claims[position]
 
-    def _remove(self, positions: list[int]) -> None:
-        self._removed += [self._ready.pop(position) for position in positions]
+
+def _waiting(processes: dict[int, _Process]) -> list[tuple[int, _Process]]:
+    """Those that wait for a reply: first those that are furthest behind, or wait longest."""
+    waiting = [
+        (process.position, process.waiting, number)
+        for number, process in processes.items()
+        if process.waiting is not None
+    ]
+    return [(number, processes[number]) for _, _, number in sorted(waiting)]

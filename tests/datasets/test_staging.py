@@ -41,7 +41,7 @@ class Jobs:
         **area: Any,
     ) -> None:
         options = {
-            "area": {"jobs": 4, "stall_timeout": _LONG_S, **area},
+            "area": {"jobs": 4, "workers": 0, "stall_timeout": _LONG_S, **area},
             "count": count,
             "epochs": epochs,
             "stop": stop,
@@ -121,9 +121,10 @@ def ids(count: int = 50, epochs: int = 1) -> list[int]:
 @pytest.mark.promise(255)
 @pytest.mark.promise(256)
 @pytest.mark.promise(259)
-def test_four_jobs_prepare_each_batch_once_and_use_each_once(jobs: Jobs) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_four_jobs_prepare_each_batch_once_and_use_each_once(jobs: Jobs, workers: int) -> None:
     names = ("a", "b", "c", "d")
-    jobs.start(*names)
+    jobs.start(*names, workers=workers)
     jobs.wait()
     assert jobs.prepared(*names) == {(0, number): 1 for number in range(50)}
     for name in names:
@@ -131,6 +132,7 @@ def test_four_jobs_prepare_each_batch_once_and_use_each_once(jobs: Jobs) -> None
         ((_, expulsions, before, after, most_kept, _),) = jobs.lines(name, "D")
         assert (expulsions, after) == (0, before)
         assert most_kept <= 16
+    assert sum(jobs.lines(name, "D")[0][0] for name in names) == 50
     assert not [entry for entry in os.listdir("/dev/shm") if "staging" in entry]
 
 
@@ -251,27 +253,40 @@ def test_jobs_and_brokers_are_killed_at_any_moment(
 ) -> None:
     kills = 50 if pytestconfig.getoption("--soak") else 3
     for seed in range(kills):
-        rng = random.Random(seed)
         root = tmp_path / str(seed)
         root.mkdir()
         jobs = Jobs(root)
         try:
-            # Each kill is while the first job stops; the others are somewhere up to 16 ahead.
-            stop = (rng.choice("PU"), rng.randrange(1, 8))
-            # The others wait so long for the first job, if it ended before they find a new broker.
-            patience = 3.0
-            jobs.start("a", stop=stop, jobs=1, count=24, stall_timeout=patience)
-            jobs.wait_for_stop("a")
-            jobs.start("b", "c", jobs=1, count=24, stall_timeout=patience)
-            uses = rng.randrange(stop[1])
-            wait_until(lambda jobs=jobs, uses=uses: len(jobs.lines("b", "U")) >= uses, "b works")
-            victim = rng.choice(("a", "b", "broker"))
-            if victim == "broker":
-                jobs.kill_brokers()
-            else:
-                jobs.kill(victim)
-            jobs.go("a")
-            jobs.wait()
-            assert all(jobs.used(name) == ids(24) for name in jobs.processes), seed
+            kill_one_of_four(jobs, seed)
         finally:
             jobs.close()
+
+
+def kill_one_of_four(jobs: Jobs, seed: int) -> None:
+    """Kills a job or the broker in the middle of a batch of the first job. The other jobs are up to
+    16 batches ahead then. No time limit ends a wait."""
+    rng = random.Random(seed)
+    workers = rng.randrange(3)
+    stop = (rng.choice("PU"), rng.randrange(2, 6))
+    # The first job is alone when it gets to this batch, so it prepares it. Batch 0 is ready then.
+    jobs.start("a", stop=stop, count=24, workers=workers)
+    jobs.wait_for_stop("a")
+    jobs.start("b", "c", "d", count=24, workers=workers)
+    uses = {"b": rng.randrange(1, stop[1]), "c": 1, "d": 1}
+    for name, number in uses.items():
+        wait_until(
+            lambda name=name, number=number: len(jobs.lines(name, "U")) >= number,
+            f"{name} works",
+            timeout_s=100,
+        )
+    victim = rng.choice(("a", "b", "broker"))
+    if victim == "broker":
+        jobs.kill_brokers()
+    else:
+        jobs.kill(victim)
+    jobs.go("a")
+    jobs.wait()
+    assert all(jobs.used(name) == ids(24) for name in jobs.processes), seed
+    twice = jobs.prepared("a", "b", "c", "d") - Counter((0, number) for number in range(24))
+    # Only what the victim was preparing.
+    assert sum(twice.values()) <= (0 if victim == "broker" else max(workers, 1)), seed

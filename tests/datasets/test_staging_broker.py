@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monarch.datasets import staging, staging_broker, staging_socket
+from monarch.datasets import staging_broker, staging_link, staging_socket
 from monarch.datasets.staging import StagingArea, StagingWarning
 from monarch.datasets.staging_batch import store
 from monarch.datasets.staging_broker import Broker
@@ -23,6 +23,7 @@ from monarch.datasets.staging_messages import (
     Ask,
     MessageError,
     Request,
+    Terms,
     decode_answer,
     receive,
 )
@@ -31,7 +32,8 @@ from monarch.errors import MonarchError
 from monarch.posix.files import closing_fd
 from tests.equipment.waiting import wait_until
 
-JOIN = Request(Ask.JOIN, 0, 1, 4, 60.0, 10)
+TERMS = Terms(10, 4, 60.0, 0)
+JOIN = Request(Ask.JOIN, 0, 1, 1, TERMS)
 
 
 @pytest.fixture
@@ -105,13 +107,13 @@ def numbers(made: StagingArea, epoch: int = 0, count: int = 10) -> list[int]:
         JOIN.encode() + b"x",
         b"y" * 10000,
         JOIN._replace(jobs=0).encode(),
-        JOIN._replace(depth=257).encode(),
-        JOIN._replace(stall_s=float("nan")).encode(),
-        JOIN._replace(stall_s=-1.0).encode(),
-        JOIN._replace(batches=0).encode(),
+        JOIN._replace(terms=TERMS._replace(depth=257)).encode(),
+        JOIN._replace(terms=TERMS._replace(stall_s=float("nan"))).encode(),
+        JOIN._replace(terms=TERMS._replace(stall_s=-1.0)).encode(),
+        JOIN._replace(terms=TERMS._replace(batches=0)).encode(),
         JOIN._replace(position=(1 << 64) - 1).encode(),
         JOIN._replace(kind=Ask.WANT).encode(),
-        b"MSA0" + JOIN.encode()[4:],
+        b"MSA1" + JOIN.encode()[4:],
         JOIN.encode()[:4] + b"\x09" + JOIN.encode()[5:],
     ],
     ids=range(13),
@@ -181,8 +183,8 @@ def test_a_socket_of_another_user_is_not_used(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging_socket, "peer_of", lambda _: (os.getpid(), os.geteuid() + 1))
-    with pytest.raises(MonarchError, match="of another user"):
-        numbers(area(directory))
+    with area(directory) as made, pytest.raises(MonarchError, match="of another user"):
+        numbers(made)
 
 
 @pytest.mark.promise(263)
@@ -192,16 +194,16 @@ def test_a_directory_that_others_may_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "file").touch()
     for name in ("open", "link", "file"):
-        with pytest.raises(MonarchError, match="mode 0700"):
-            numbers(area(tmp_path / name))
+        with area(tmp_path / name) as made, pytest.raises(MonarchError, match="mode 0700"):
+            numbers(made)
 
 
 def test_jobs_with_other_epochs_are_refused(directory: Path) -> None:
     with connected(directory) as job:
         job.send(JOIN.encode())
         asked(job, Ask.WANT, 0)
-        with pytest.raises(MonarchError, match="another number of batches than 11"):
-            numbers(area(directory), count=11)
+        with area(directory) as made, pytest.raises(MonarchError, match="another number of batch"):
+            numbers(made, count=11)
     with area(directory) as made:
         numbers(made)
         with pytest.raises(ValueError, match="10 batches, not 11"):
@@ -233,7 +235,7 @@ def test_epochs_may_be_left_and_skipped(directory: Path) -> None:
 def test_a_job_works_alone_if_the_broker_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "_LEAST_SILENCE_S", 0.1)
+    monkeypatch.setattr(staging_link, "_LEAST_SILENCE_S", 0.1)
     directory = tmp_path / "area"
     directory.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -267,6 +269,6 @@ def test_the_broker_ends_after_its_jobs_and_leaves_no_names(
     directory.parent.mkdir()
     with area(directory) as made:
         assert numbers(made) == list(range(10))
-        assert sorted(os.listdir(directory)) == ["test", "test.lock"]
+        assert sorted(os.listdir(directory)) == ["test", "test.jobs", "test.lock"]
         assert (directory / "test").stat().st_mode & 0o777 == 0o600
     wait_until(lambda: os.listdir(directory) == [], "the broker has ended")
