@@ -130,7 +130,8 @@ class Answers:
         """Answers the requests of one connection, one after the other."""
         try:
             async with stream:
-                with suppress(trio.BrokenResourceError, trio.TooSlowError):
+                # A disk that fails ends a connection, and the member reads the source.
+                with suppress(trio.BrokenResourceError, trio.TooSlowError, OSError, MonarchError):
                     while (ino := await _requested(stream)) is not None:
                         await self._answer(stream, ino, nursery)
         finally:

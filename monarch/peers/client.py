@@ -18,10 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from monarch.errors import Unanswered
 from monarch.peers.breaker import Breaker
 from monarch.peers.members import Endpoint
-from monarch.posix.bounded_calls import call_within
+from monarch.peers.network import addresses_of
 from monarch.text import MiB
 
 # The header of the token in a request, and that of the digest in an answer.
@@ -213,12 +212,7 @@ def _resolved(host: str) -> str:
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
-        pass
-    try:
-        found = call_within(_RESOLVE_S, socket.getaddrinfo, host, None, 0, socket.SOCK_STREAM)
-    except Unanswered:
-        raise TimeoutError(f"the DNS does not answer for {host}") from None
-    return str(found[0][4][0])
+        return addresses_of(host, within_s=_RESOLVE_S)[0]
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import socket
@@ -19,12 +20,15 @@ _ANY_PORT = 9
 _LOCAL_V4 = re.compile(r"\|-- ([0-9.]+)\n\s+/32 host LOCAL")
 
 
-def addresses_of(name: str) -> list[str]:
-    """The IP addresses of a name. Raises OSError."""
+def addresses_of(name: str, *, within_s: float = _RESOLVE_S) -> list[str]:
+    """The IP addresses of a name, at least one. Raises OSError, also after ``within_s`` seconds and
+    for a name that the DNS does not allow."""
     try:
-        found = call_within(_RESOLVE_S, socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)
+        found = call_within(within_s, socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)
     except Unanswered:
-        raise TimeoutError(f"the DNS does not answer for {name}") from None
+        raise TimeoutError(errno.ETIMEDOUT, f"the DNS does not answer for {name}") from None
+    except UnicodeError:
+        raise OSError(errno.EINVAL, f"{name} is no name of the DNS") from None
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 

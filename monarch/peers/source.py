@@ -220,6 +220,7 @@ class PeerSource(Source):
     def __init__(self, path: bytes, close: Callable[[int], None] = os.close) -> None:
         super().__init__(path, close)
         self.peers: Peers | None = None
+        self._limiter = Limiter(log)
 
     @property
     def directory(self) -> int:
@@ -228,7 +229,17 @@ class PeerSource(Source):
 
     def fetch_shared(self, path: bytes, identity: Identity, ino: Ino) -> Fetched:
         """As ``fetch``; of a file from another node the numbers of calls are 0."""
-        content = self.peers.fetch(ino, identity) if self.peers is not None else None
+        content = None
+        try:
+            if self.peers is not None:
+                content = self.peers.fetch(ino, identity)
+        except Exception:
+            # The source is the truth, whatever happens with other nodes.
+            self._limiter.exception(
+                "unexpected",
+                "internal error in a request to another node: the source is read instead. This is a"
+                " bug, please report it",
+            )
         return self.fetch(path, identity) if content is None else Fetched(content, 0, 0)
 
 

@@ -244,11 +244,7 @@ def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
         client = node.client()
         assert (await trio.to_thread.run_sync(client.get, f"d/{FIRST}", 5)).data == b"bytes"
         os.kill(process.pid, signal.SIGKILL)
-        while node.engine.port is not None or node.engine.starts < 2:
-            await trio.sleep(0.01)
-            if node.engine.starts >= 2:
-                break
-        while node.engine.port is None:
+        while node.engine.starts < 2 or node.engine.port is None:
             await trio.sleep(0.01)
         assert (await trio.to_thread.run_sync(client.get, f"d/{FIRST}", 5)).data == b"bytes"
         client.close()

@@ -103,7 +103,7 @@ def test_this_node_knows_its_names_and_the_address_of_the_way_to_others() -> Non
     assert addresses_of("127.0.0.1") == ["127.0.0.1"]
     assert listening_address([Endpoint("127.0.0.1"), Endpoint("127.0.0.2")], 0) == "127.0.0.1"
     with pytest.raises(UsageError, match=r"peers\.address"):
-        listening_address([Endpoint("no-such-host.invalid"), Endpoint("127.0.0.2")], 0)
+        listening_address([Endpoint("a" * 64), Endpoint("127.0.0.2")], 0)
 
 
 # -- the configuration, doctor and status ----------------------------------------------------------

@@ -245,3 +245,22 @@ def test_the_owners_are_those_of_the_hash_for_the_first_and_the_last_file(member
     for ino in (1, 2, FILES - 1, FILES, 217):
         assert list(peers._order(Ino(ino))) == peers._ownership.order(ino)
         assert peers.owns(Ino(ino)) == (peers._ownership.owner(ino) == 0)
+
+
+@pytest.mark.promise(274)
+def test_a_bug_in_a_request_to_another_node_leads_to_the_source(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError
+
+    (tmp_path / "file").write_bytes(BYTES)
+    shared = PeerSource(bytes(tmp_path))
+    shared.peers = peers_of(None, FakeMember(RIGHT))
+    monkeypatch.setattr(shared.peers, "fetch", fails)
+    try:
+        fetched = shared.fetch_shared(b"file", identity_of((tmp_path / "file").stat()), Ino(1))
+    finally:
+        shared.close()
+    assert fetched.data == BYTES
+    assert "the source is read instead" in caplog.text
