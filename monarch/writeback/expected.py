@@ -49,9 +49,9 @@ class Expected:
     identity of a regular file.
 
     Set-ID bits of a file whose content replaces an older version: ``due`` are those that the drain
-    has withheld from the older version, and that come with the content. ``given`` are those that a
-    change on the mount has given to the older version after its bytes were written. ``doubtful``
-    are those that an earlier mount has given or withheld in its last change of the file. ``taken``
+    has withheld from the older version, and that come with the content. ``kept`` are those that
+    the file has on the mount: the content keeps them if the older version has them. ``doubtful``
+    are those that an earlier mount may have withheld in its last change of the file. ``taken``
     are those that later changes in the queue remove.
     """
 
@@ -65,7 +65,7 @@ class Expected:
     longest: int = 0
     is_file: bool = False
     due: int = 0
-    given: int = 0
+    kept: int = 0
     doubtful: int = 0
     taken: int = 0
 

@@ -60,7 +60,7 @@ class Known:
     under their name. ``settled``: files of the source that were copied up before the journal was
     rewritten, so that everything else here is newer. ``set_id``: of files whose mode was changed
     after their last bytes came, or whose last bytes came before their record, by object, the set-ID
-    bits that the drain may have withheld, and those that it may have given.
+    bits that the drain may have withheld.
     """
 
     known: Mapping[int, Identity] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Known:
     present: frozenset[int] = frozenset()
     given_up: frozenset[int] = frozenset()
     settled: frozenset[int] = frozenset()
-    set_id: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    set_id: Mapping[int, int] = field(default_factory=dict)
 
     def record(self) -> Record:
         return {
@@ -83,7 +83,8 @@ class Known:
             "present": sorted(self.present),
             "given_up": sorted(self.given_up),
             "settled": sorted(self.settled),
-            "set_id": [[number, *bits] for number, bits in self.set_id.items()],
+            # Older versions distinguish bits that were withheld from those that were given.
+            "set_id": [[number, held, held] for number, held in self.set_id.items()],
         }
 
     @classmethod
@@ -105,7 +106,7 @@ class Known:
             present=frozenset(record["present"]),
             given_up=frozenset(record.get("given_up", ())),
             settled=frozenset(record.get("settled", ())),
-            set_id={number: (held, given) for number, held, given in record.get("set_id", ())},
+            set_id={number: held for number, held, _ in record.get("set_id", ())},
         )
 
 

@@ -290,7 +290,7 @@ def due_bits(found: os.stat_result, op: Op, expected: Expected) -> int:
     writers = (op.by, *op.also)
     if any(writer is not None and writer.uid not in (0, found.st_uid) for writer in writers):
         return 0
-    known, bits = expected.known, expected.given & found.st_mode
+    known, bits = expected.known, expected.kept & found.st_mode
     if stat.S_IMODE(found.st_mode) | SPECIAL_BITS == (op.mode or 0) | SPECIAL_BITS:
         bits |= expected.due
         if known is not None and (known.source_ino, known.ctime_ns) == (

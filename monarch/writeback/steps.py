@@ -36,9 +36,7 @@ class Steps:
     # Set-ID bits by object. The drain has withheld them from the file at the source until the next
     # content comes, ...
     _withheld: dict[int, int] = field(default_factory=dict, init=False)
-    # ... or a change on the mount has given them to the file since its last content came, ...
-    _given: dict[int, int] = field(default_factory=dict, init=False)
-    # ... or an earlier mount has done one of both, and the drain has not changed the file since.
+    # ... or an earlier mount may have withheld them, and the drain has not changed the file since.
     _doubtful: dict[int, int] = field(default_factory=dict, init=False)
     # Objects whose older version the drain itself has removed at the source, for a rename or unlink
     # on the mount, until their next content comes.
@@ -54,8 +52,7 @@ class Steps:
         if replay.known is not None:
             there |= replay.known.known.keys()
             absent |= there & replay.known.over.keys()
-            for number, (held, given) in replay.known.set_id.items():
-                self._doubtful[number], self._given[number] = held, given
+            self._doubtful.update(replay.known.set_id)
         for seq, op in replay.ops:
             identity, number = replay.done.get(seq), op.object
             is_new = number not in there or (number in absent and not is_given_away(op))
@@ -70,21 +67,18 @@ class Steps:
             if op.kind == "attr" and op.mode is not None:
                 # The earlier mount may have withheld them. If this is its last change of the file,
                 # the source shows whether others have changed the file since.
-                self._doubtful[number] = self._given[number] = op.mode & _SET_ID
-            elif op.kind == "content" and (
-                identity.size == op.size
-                and (op.mtime_ns is None or is_time(identity.mtime_ns, op.mtime_ns))
-            ):
-                self._given.pop(number, None)
+                self._doubtful[number] = op.mode & _SET_ID
             elif op.kind == "content" and is_new:
-                # It came with newer bytes, and so without these bits.
-                self._doubtful[number] = (op.mode or 0) & _SET_ID
+                is_time_of = op.mtime_ns is None or is_time(identity.mtime_ns, op.mtime_ns)
+                if identity.size != op.size or not is_time_of:
+                    # It came with newer bytes, and so without these bits.
+                    self._doubtful[number] = (op.mode or 0) & _SET_ID
 
-    def set_id_of(self, objects: Iterable[int]) -> dict[int, tuple[int, int]]:
-        """Of ``objects``, after ``load``, the set-ID bits that earlier mounts may have withheld,
-        and those that they may have given: ``Known.set_id``."""
-        bits = {each: (self._doubtful.get(each, 0), self._given.get(each, 0)) for each in objects}
-        return {number: both for number, both in bits.items() if any(both)}
+    def set_id_of(self, objects: Iterable[int]) -> dict[int, int]:
+        """Of ``objects``, after ``load``, the set-ID bits that earlier mounts may have withheld:
+        ``Known.set_id``."""
+        bits = {each: self._doubtful.get(each, 0) for each in objects}
+        return {number: held for number, held in bits.items() if held}
 
     def arrived(self, entry: Entry, identity: Identity | None) -> None:
         """A change is done at the source, where the file is ``identity`` now; None if there is no
@@ -101,12 +95,10 @@ class Steps:
             self._removed.discard(number)
         if op.kind == "gone" or (op.kind == "attr" and op.mode is not None):
             self._withheld.pop(number, None)
-            self._given.pop(number, None)
         if identity is None:
             return
         if op.kind == "attr" and (op.mode or 0) & _SET_ID:
             self._withheld[number] = entry.withheld
-            self._given[number] = (op.mode or 0) & _SET_ID
         elif op.kind == "content" and entry.staged is not None and entry.withheld:
             assert entry.place is not None
             if entry.place.kind in ("new", "replace"):
@@ -116,7 +108,6 @@ class Steps:
             version = entry.staged or self._state.version(number)
             if self._is_as_recorded(entry, version):
                 self._withheld.pop(number, None)
-                self._given.pop(number, None)
         if op.kind == "content":
             self._removed.discard(number)
 
@@ -282,7 +273,7 @@ class Steps:
         return replace(
             expected,
             due=self._withheld.get(number, 0) & stay,
-            given=self._given.get(number, 0) & stay,
+            kept=_SET_ID & stay,
             doubtful=self._doubtful.get(number, 0) & stay,
         )
 

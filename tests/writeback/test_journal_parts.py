@@ -63,7 +63,7 @@ def test_known_states_are_restored() -> None:
         present=frozenset({7}),
         given_up=frozenset({8}),
         settled=frozenset({9}),
-        set_id={10: (0o4000, 0o6000)},
+        set_id={10: 0o4000},
     )
     record = json.loads(json.dumps(known.record()))
     assert Known.of(record) == known

@@ -130,3 +130,20 @@ async def test_the_source_loses_the_bits_that_the_mount_has_removed(
         assert {session.shown()[path].mode for path in paths} == {mode}
         await session.end()
     assert {tree_of(rig.source)[path].mode for path in paths} == {mode}
+
+
+@pytest.mark.promise(88)
+@pytest.mark.parametrize("by", [ROOT, USER], ids=["root", "user"])
+async def test_an_open_for_writing_without_a_write_leaves_the_bits(
+    rig: Rig, by: Credentials
+) -> None:
+    os.chown(rig.source / "d/a", USER.uid, USER.gid)
+    (rig.source / "d/a").chmod(0o6755)
+    async with rig.mount() as session:
+        ino = session.ino(b"d/a")
+        await session.writing.open(ino, os.O_RDWR, by)
+        session.files.release(ino)
+        await session.drained()
+        assert session.shown()[b"d/a"].mode == 0o6755
+        await session.end()
+    assert tree_of(rig.source)[b"d/a"].mode == 0o6755
