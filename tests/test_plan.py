@@ -125,6 +125,20 @@ def test_a_source_that_is_too_slow_for_all_is_divided(
         assert all("limits.source_bandwidth=22500" in text for text in each["mount"].values())
 
 
+def test_fair_shares_are_divided_by_the_same_source(
+    run: Run, jobs: dict[str, Path], tmp_path: Path
+) -> None:
+    text = "source: 30KB\nnodes: [{names: a, gpus: 2, cores: 14, tier: 120KB}]"
+    answer = json.loads(run("allocate", nodes_file(tmp_path, text), *jobs.values(), "--json"))
+    image, other = answer["jobs"]
+    # Fair shares have half of the data: the two jobs need 50 and 25 KB/s, and get 15 each.
+    assert (image["fair_rate"], other["fair_rate"]) == (30, 30)
+    assert (image["cores"], image["rate"], image["source_limit"]) == (12, 400, None)
+    assert other["tier_bytes"] == {"a": 10_000}
+    assert other["rate"] == pytest.approx(50 * 30 / 45)
+    assert answer["bound"] >= answer["speedup"]
+
+
 def test_jobs_without_a_place_are_named(
     run: Run, jobs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

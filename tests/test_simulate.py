@@ -26,6 +26,7 @@ from monarch.telemetry.trace import (
     open_line,
     open_text,
 )
+from monarch.text import format_bytes
 
 Run = Callable[..., str]
 
@@ -105,6 +106,10 @@ def test_the_epochs_of_a_snapshot_are_replayed_under_each_policy(run: Run, snaps
     assert "400 files, 469 KiB" in text and "35.0% of the bytes" in text
     names = [line.split()[:1] for line in text.splitlines()]
     assert names.count(["lru"]) == names.count(["no_evict"]) == 1 and ["fifo"] not in names
+    raw = json.loads(run(snapshot, "--capacity", "35%", "--policies", "lru", "--json"))
+    later = raw["policies"][0]["epochs"][2:]
+    source = sum(each["bytes"] - each["hit_bytes"] for each in later) / len(later)
+    assert f"  {format_bytes(source)}  " in text
 
 
 @pytest.mark.promise(286)
@@ -162,7 +167,11 @@ def test_a_sample_has_about_the_hits_of_all_files(run: Run, snapshot: Path) -> N
     assert some["simulated_capacity_bytes"] == pytest.approx(some["simulated_bytes"] / 2, abs=2)
     assert some["policies"][0]["steady"] == pytest.approx(0.5, abs=0.02)
     text = run(*options[:-1], "--sample", 200)
-    assert "a random sample of 200 files" in text and " 234 KiB" in text
+    assert "a random sample of 200 files" in text
+    # Half of all files, not of the sample.
+    cells = text.splitlines()[-3].split()
+    assert cells[0] == "no_evict" and cells[-3] == "KiB"
+    assert float(cells[-4]) == pytest.approx(234, abs=10)
 
 
 def test_a_sample_of_a_trace_keeps_the_order_of_its_opens(tmp_path: Path) -> None:

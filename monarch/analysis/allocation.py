@@ -211,16 +211,13 @@ class _Cluster:
         placed.option = option
 
     def improve(self, placed: _Placed) -> None:
-        """Gives a job the best option for which there is room, with at least its present rate and
-        at most its present need of the source."""
+        """Gives a job the best option for which there is room; its present one is among them."""
         job, before = placed.job, placed.option
         self._take(job, before, placed.gpus, -1)
         better = [
             option
             for option in _usable(job)
-            if option.rate >= before.rate
-            and option.source <= before.source
-            and all(
+            if all(
                 self.room_for(server, job, option) >= count for server, count in placed.gpus.items()
             )
         ]

@@ -192,7 +192,7 @@ class _Nodes:
         readers = np.array(self.live)[places % len(self.live)]
         owners = self._owners[order]
         is_kept = self._is_kept[order]
-        is_read = ~is_kept | ~self._is_resident[order]
+        is_read = ~self._is_resident[order]
         is_remote = is_kept & (owners != readers)
         # The node that reads from the source: the owner of a file that will be kept.
         fetchers = np.where(is_kept, owners, readers)

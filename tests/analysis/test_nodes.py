@@ -110,6 +110,15 @@ def test_each_resource_can_be_the_slowest() -> None:
         )
 
 
+def test_the_owner_of_a_file_fetches_it_for_its_reader() -> None:
+    """One file, which the first node reads: two networks carry it, and none of them twice."""
+    slow_network = Rates(1e12, 1e6, 1e12)
+    for nodes in (8, 16, 32):
+        (first,) = play(files_of(1), nodes, 1.0, rates=slow_network, epochs=1)
+        assert first.remote_bytes == 100_000, "the node that reads it is not the owner"
+        assert first.seconds == pytest.approx(0.1)
+
+
 @pytest.mark.promise(288)
 def test_after_the_loss_of_a_node_each_of_its_files_is_opened_once_more() -> None:
     files = files_of(20_000)

@@ -61,8 +61,9 @@ def test_twenty_thousand_files_have_exactly_the_hits_that_the_proof_allows() -> 
     orders = shuffled(20_000, 3, seed=2)
     capacity = 7000 * 1000
     for name in ("no_evict", "belady"):
-        hits = [each.hits for each in played(name, files, orders, capacity)]
-        assert hits == [0, 7000, 7000], name
+        epochs = played(name, files, orders, capacity)
+        assert [each.hits for each in epochs] == [0, 7000, 7000], name
+        assert [each.copies for each in epochs] == [7000, 0, 0], name
     lru = played("lru", files, orders, capacity)
     assert lru[2].hits / 20_000 == pytest.approx(lru_hits(0.35), abs=0.01)
 

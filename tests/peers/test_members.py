@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from monarch.errors import UsageError
 from monarch.peers.members import Endpoint, expand, listed, members_of, own_index
+from monarch.peers.ownership import MOST_MEMBERS
 
 # What `scontrol show hostnames` of Slurm 22.05.8 printed.
 OF_SCONTROL = {
@@ -167,6 +168,14 @@ def test_the_members_behind_a_name_are_its_addresses() -> None:
     ):
         with pytest.raises(UsageError, match=complaint):
             members_of(setting, {}, lambda name: [])
+
+
+def test_a_name_with_too_many_addresses_is_refused() -> None:
+    def resolve(name: str) -> list[str]:
+        return [f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}" for n in range(MOST_MEMBERS + 1)]
+
+    with pytest.raises(UsageError, match="at most 16,384 hosts"):
+        members_of("dns:peers", {}, resolve)
 
 
 def test_this_node_is_found_by_the_name_of_slurm_its_own_names_and_its_addresses() -> None:
