@@ -27,7 +27,8 @@ WRITABLE = frozenset(KINDS) - {"read-only", "elsewhere", "full"}
 LOGGED = (
     r"writeback.[a-z_]+: source: |the source refuses |(changed at|is gone from) the source"
     r"|tier \S+ (is|given up)|were not drained; they stay|the names are those of the last mount"
-    "|record [0-9]+ .* does not fit|the snapshot is gone|was never synced, and the machine"
+    "|record [0-9]+ .* does not fit|[0-9]+ more records do not fit|the snapshot is gone"
+    "|was never synced, and the machine"
 )
 DISK_MIB = 64
 # How long a drain of everything may take, and how long one is watched, in seconds.
