@@ -30,6 +30,7 @@ from monarch.posix.credentials import can_act_as_others
 from monarch.telemetry.health import Problem, Spell
 from monarch.telemetry.log import Logbook
 from monarch.telemetry.metrics import Metrics
+from monarch.telemetry.peers_report import PeersReport
 from monarch.telemetry.report import Requests
 from monarch.text import GiB, counted, format_bytes
 from monarch.tiers.tier import Tier
@@ -59,6 +60,8 @@ _LEAST_AVAILABLE_SHARE = 0.02
 _LEAST_AVAILABLE = GiB
 # Memory that a control group cannot reclaim by dropping pages: the keys of versions 2 and 1.
 _PINNED = r"^(?:anon|shmem|total_rss|total_shmem) (\d+)$"
+# Nodes that a problem names.
+_SHOWN_NODES = 3
 
 
 class Check(Protocol):
@@ -308,6 +311,35 @@ class RuleCheck:
                 f"{format_bytes(excess)} of pinned files do not fit into the tiers",
                 remedy="pin fewer files (`rules` of the mount), or give the tiers more capacity;"
                 " readers get the rest from the source",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PeersCheck:
+    """The other nodes of the job. ``report`` returns None without them."""
+
+    report: Callable[[], PeersReport | None]
+
+    def problems(self) -> Iterator[Problem]:
+        report = self.report()
+        if report is None:
+            return
+        out = [f"{peer.name} ({peer.state})" for peer in report.peers if peer.out]
+        if out:
+            more = ", ..." if len(out) > _SHOWN_NODES else ""
+            yield Problem(
+                "peers-out",
+                f"{len(out)} of {counted(report.members - 1, 'other node', 'other nodes')} do not"
+                f" share their copies: {', '.join(out[:_SHOWN_NODES])}{more}",
+                remedy="their files are read from the source, and kept by the next node;"
+                " docs/nodes.md has the remedy for each state",
+            )
+        if not report.address:
+            yield Problem(
+                "peers-engine",
+                "nginx, which serves copies to the other nodes, does not run",
+                remedy="see the log for the reason; it is started again and again, and the other"
+                " nodes read the source meanwhile",
             )
 
 

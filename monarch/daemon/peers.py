@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -115,12 +114,12 @@ class Sharing:
         self._peers.close()
 
     def report(self) -> PeersReport:
-        peers, engine, now = self._peers, self._engine, time.monotonic()
+        peers, engine = self._peers, self._engine
         others = [
             PeerReport(
                 name=client.name,
                 state=client.trouble or ("answers" if client.was_asked else "not asked"),
-                out=client.breaker.is_out(now),
+                out=client.breaker.is_failing,
                 files=received.files,
                 bytes=received.nbytes,
                 failed=received.failed,

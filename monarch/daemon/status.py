@@ -76,6 +76,7 @@ class Status:
                     self._upkeep.watch, metrics, mountpoint, parts.put_off, drain
                 ),
                 self._writing,
+                health_checks.PeersCheck(lambda: self.peers()),
                 *([health_checks.PackCheck(pack.damage, settings.source)] if pack else []),
             ]
         )

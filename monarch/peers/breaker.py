@@ -41,6 +41,11 @@ class Breaker:
         """Whether the member is left out at ``now``."""
         return self._out_until_s is not None and now < self._out_until_s
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether the member has been left out, and has not answered since."""
+        return self._out_until_s is not None
+
     def admits(self, now: float) -> bool:
         """Whether the member is asked at ``now``. After a pause one call tries it, and the others
         wait for the result of this call."""

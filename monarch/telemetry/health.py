@@ -30,7 +30,7 @@ _DEGRADED = (
     *("fsync-failed", "written-lost", "written-hidden", "drain-refused", "written-set-aside"),
     *("drain-conflict", "attributes-dropped", "other-writer"),
     *("lease-lost", "no-lease", "internal-error", "copies-damaged", "tier-out", "tier-full"),
-    *("pins-too-large",),
+    *("pins-too-large", "peers-out", "peers-engine"),
     *("detached", "tier-slow", "log-unwritable", "memory-scarce", "descriptors-scarce"),
     *("source-closed", "files-changed", "snapshot-behind", "snapshot-stale", "copies-unverified"),
 )

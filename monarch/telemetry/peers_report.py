@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True)
 class PeerReport:
     """One other node. ``state``: "answers", "not asked", or why it did not answer: "unreachable",
-    "slow", "broken", "wrong-secret", "other-set" (another snapshot), "damaged". ``out``: it is not
-    asked for a while. ``files`` and ``bytes`` came from it; ``failed`` requests did not."""
+    "slow", "broken", "wrong-secret", "other-set" (another snapshot), "damaged". ``out``: it is left
+    out for a while after several failures, and has not answered since. ``files`` and ``bytes`` came
+    from it; ``failed`` requests did not."""
 
     name: str
     state: str

@@ -38,10 +38,12 @@ def test_after_the_pause_one_call_tries_the_member_and_its_result_counts() -> No
         breaker.failed(0.0)
     assert breaker.admits(5.0)
     assert not breaker.admits(5.0), "the others wait for the result"
+    assert breaker.is_failing
     breaker.failed(5.2)
     assert not breaker.admits(15.1), "the pause has doubled"
     assert breaker.admits(15.3)
     breaker.answered(0.01)
+    assert not breaker.is_failing
     assert breaker.admits(15.4)
     for _ in range(3):
         breaker.failed(16.0)

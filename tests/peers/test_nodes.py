@@ -62,6 +62,10 @@ def test_four_nodes_read_each_file_once_and_a_dead_node_costs_only_its_files(
         made.read_all(CONTENT, (1, 2, 3))
         assert made.opens_at_the_source() == before + len(lost)
         assert all(made.state_of(number, 4) == "unreachable" for number in (1, 2, 3))
+        for report in made.reports().values():
+            (problem,) = report["health"]["problems"]
+            assert problem["kind"] == "peers-out"
+            assert problem["what"].endswith(f"copies: {host(4)} (unreachable)")
 
 
 @pytest.mark.promise(270, 274)
