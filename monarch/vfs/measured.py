@@ -19,6 +19,8 @@ from monarch.types import Attributes
 
 # What a job may read at once although its source is limited, in seconds of the limit.
 _BURST_S = 0.05
+# The calls of a job that may wait for its limit: the requests of other jobs need tasks, too.
+_MOST_WAITING = 256
 
 
 @dataclass(eq=False)
@@ -35,6 +37,7 @@ class MeasuredJob:
     misses: int = 0
     source_bytes: int = 0
     _bucket: TokenBucket = field(default_factory=lambda: TokenBucket(0, 0))
+    _waiting: int = 0
     # Is set when the limit ends or changes: calls that wait for it continue.
     _changed: trio.Event = field(default_factory=trio.Event)
 
@@ -60,9 +63,14 @@ class MeasuredJob:
         """Counts bytes that were read from the source, and waits as long as the limit demands."""
         self.source_bytes += count
         wait_s = self._bucket.take(count, trio.current_time())
-        if wait_s:
+        if not wait_s or self._waiting >= _MOST_WAITING:
+            return
+        self._waiting += 1
+        try:
             with trio.move_on_after(wait_s):
                 await self._changed.wait()
+        finally:
+            self._waiting -= 1
 
 
 class MeasuredJobs:

@@ -109,6 +109,21 @@ async def test_a_call_that_waits_for_a_limit_continues_when_the_limit_ends(
         assert trio.current_time() - began < 6
 
 
+async def test_the_calls_that_wait_for_a_limit_are_bounded(
+    rig: Rig, autojump_clock: MockClock
+) -> None:
+    job = begin(rig, 1.0, 1)
+    async with trio.open_nursery() as nursery:
+        for _ in range(256):
+            nursery.start_soon(job.read_from_source, 1000)
+        await trio.testing.wait_all_tasks_blocked()
+        began = trio.current_time()
+        await job.read_from_source(1000)
+        assert trio.current_time() == began
+        rig.filesystem.measured.end(job.session)
+    assert job.source_bytes == 257_000
+
+
 async def test_an_open_of_another_job_does_not_wait_for_a_limit(
     rig: Rig, autojump_clock: MockClock
 ) -> None:
