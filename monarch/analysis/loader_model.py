@@ -167,13 +167,14 @@ def fitted(
     in_stages: bool,
     cores: int,
     batch_bytes: float = 0.0,
+    source_limit: float = 0.0,
 ) -> tuple[JobModel, float]:
     """The model that describes the measured ``points`` best, and its error.
 
     ``workers`` of the loader, 0 if it runs within the training process, None if it is unknown. The
     parameters of each model are taken from the points with the largest and the smallest share; the
-    others, and the rates of the job, show its error. Raises ValueError without two different
-    shares.
+    others, and the rates of the job, show its error. ``source_limit`` was in force when they were
+    measured. Raises ValueError without two different shares.
     """
     ordered = sorted(points, key=lambda point: point.share)
     least, most = ordered[0], ordered[-1]
@@ -182,7 +183,7 @@ def fitted(
     models = []
     for kind in _kinds(workers, in_stages):
         number = 1 if kind == "inline" else workers or (cores if in_stages else 1)
-        model = JobModel(kind, number, cores, training_s, 0.0, 0.0, batch_bytes)
+        model = JobModel(kind, number, cores, training_s, 0.0, 0.0, batch_bytes, source_limit)
         models.append(_with_times(model, least, most))
     best = min(models, key=lambda model: model.error(points))
     return best, best.error(points)

@@ -144,6 +144,7 @@ def model_of(profile: Profile) -> tuple[JobModel | None, float | None]:
             in_stages=last.in_stages,
             cores=profile.cores,
             batch_bytes=_bytes(profile, found)[0],
+            source_limit=profile.source_limit,
         )
     except ValueError:
         return None, None

@@ -153,6 +153,23 @@ def test_a_slower_source_limits_the_rate_to_its_bytes() -> None:
     assert model.with_source(200_000_000).rate(0.0) == pytest.approx(4 / 0.030)
 
 
+def test_more_cores_do_not_exceed_a_limit_that_was_in_force() -> None:
+    """As with `--source`: two workers draw all that the source gives."""
+    points = [Point(0.0, 20.0, 20.0), Point(0.5, 40.0, 40.0), Point(1.0, 200.0, 100.0)]
+    model, error = fitted(
+        points,
+        training_s=0.01,
+        workers=2,
+        in_stages=False,
+        cores=2,
+        batch_bytes=1e6,
+        source_limit=20e6,
+    )
+    assert error < 0.1
+    assert model.with_cores(8).rate(0.0) == pytest.approx(20.0)
+    assert model.with_source(40_000_000).with_cores(8).rate(0.0) == pytest.approx(40.0)
+
+
 rates = st.floats(1.0, 1e5)
 
 
