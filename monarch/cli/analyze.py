@@ -400,9 +400,13 @@ def _read(file: Path) -> Profile:
 
 
 def _require_writable(out: Path) -> None:
-    """Fails before the runs instead of after them."""
+    """Fails before the runs instead of after them. Leaves no file, and a file that exists as it
+    is."""
+    is_new = not out.exists()
     with out.open("a"):
         pass
+    if is_new:
+        out.unlink()
 
 
 def _mountpoint(place: Path | None) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 
 from monarch.errors import MonarchError, NotMountedError
 from monarch.foresight.messages import (
@@ -18,6 +19,8 @@ from monarch.foresight.messages import (
 )
 from monarch.text import KiB, escape_text
 
+# How often a message is sent while the daemon has too many, and the interval in seconds.
+_TRIES, _RETRY_S = 200, 0.01
 _WHY = {
     errno.ENOTTY: "it is not a mount of Monarch, or it has no native datapath",
     errno.EINVAL: "its daemon is of a version that measures no jobs",
@@ -52,11 +55,20 @@ class JobLimits:
 
     def _send(self, message: bytes) -> int:
         try:
-            number = request_number(len(message))
-            return int(fcntl.ioctl(self._fd, number, bytearray(message), True))
+            return self._tried(message)
         except OSError as error:
-            why = _WHY.get(error.errno or 0, error.strerror)
-            where = escape_text(self._mountpoint)
-            if error.errno in _WHY:
-                raise NotMountedError(f"{where} cannot measure a job: {why}") from error
-            raise MonarchError(f"{where} cannot measure a job: {why}") from error
+            where, why = escape_text(self._mountpoint), _WHY.get(error.errno or 0)
+            what = f"{where} cannot measure a job: {why or error.strerror}"
+            raise (NotMountedError if why else MonarchError)(what) from error
+
+    def _tried(self, message: bytes) -> int:
+        """Sends a message again while too many wait. Raises OSError."""
+        number = request_number(len(message))
+        for _ in range(_TRIES):
+            try:
+                return int(fcntl.ioctl(self._fd, number, bytearray(message), True))
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                time.sleep(_RETRY_S)
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
