@@ -122,5 +122,7 @@ def _relative(path: bytes, top: bytes) -> bytes:
 def _listed(opened: Pack, directory: bytes) -> Iterator[tuple[bytes, int]]:
     """The names in a directory of the pack, and the number of each."""
     number = opened.number(directory)
-    for each in opened.names(number).tolist() if number else ():
-        yield opened.name(each), each
+    if not number:
+        return iter(())
+    numbers = opened.names(number)
+    return zip(opened.names_of(numbers), numbers.tolist(), strict=True)

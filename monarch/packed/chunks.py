@@ -101,10 +101,16 @@ class PackChunks:
         entries = np.asarray(inos, np.uint32)
         entries = entries[(entries > 0) & (entries < len(self._number_of))]
         entries = entries[self._are_missing(entries)]
-        chunks, places = np.unique(self._files.chunk[self._number_of[entries]], return_index=True)
-        found = ~np.isin(chunks, known) & (chunks < self._source.info.chunks)
-        first = np.sort(places[found])[:most]
-        return [Ino(ino) for ino in entries[first].tolist()]
+        chunks = self._files.chunk[self._number_of[entries]]
+        count = self._source.info.chunks
+        is_new = np.ones(count + 1, bool)
+        is_new[[*known, count]] = False
+        found = np.flatnonzero(is_new[np.minimum(chunks, count)])
+        # The first place of each chunk: a later assignment replaces an earlier one.
+        first = np.full(count, len(entries))
+        first[chunks[found[::-1]]] = found[::-1]
+        places = np.sort(first[first < len(entries)])[:most]
+        return [Ino(ino) for ino in entries[places].tolist()]
 
     def fetch(self, members: list[Member]) -> FetchedRun:
         """Reads files of one chunk in one piece, in a thread. Raises OSError."""

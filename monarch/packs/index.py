@@ -273,6 +273,16 @@ class Index:
         record = self.records[number]
         return self.text(int(record["name_offset"]), int(record["name_length"]))
 
+    def names_of(self, numbers: npt.NDArray[np.uint32]) -> list[bytes]:
+        """The last components of the paths of records. Raises PackError."""
+        records, heap = self.records[numbers], self._heap
+        begins = records["name_offset"].astype(np.int64)
+        ends = begins + records["name_length"]
+        if int(ends.max(initial=0)) > len(heap) or int(begins.min(initial=0)) < 0:
+            raise PackError("a text lies outside of the index")
+        spans = zip(begins.tolist(), ends.tolist(), strict=True)
+        return [bytes(heap[begin:end]) for begin, end in spans]
+
     def path(self, number: int) -> bytes:
         """The path of a record relative to the root. Raises PackError."""
         names: list[bytes] = []
@@ -405,7 +415,7 @@ class Index:
             together = chunk[1:] == chunk[:-1]
             is_sound = (
                 np.array_equal(chunk, np.repeat(np.arange(len(counts)), counts))
-                and len(np.unique(self.placed)) == len(self.placed)
+                and bool((np.bincount(self.placed) <= 1).all())
                 and bool(((begin <= limit) & (size <= limit) & (end <= limit)).all())
                 and bool((begin[1:] >= end[:-1])[together].all())
             )

@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import stat
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ from monarch.packs.format import (
 from monarch.packs.index import Index
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
-from monarch.text import escape_text
+from monarch.text import KiB, MiB, escape_text
 
 DESCRIPTION: Final = b"pack.json"
 INDEX: Final = b"index"
@@ -219,6 +219,10 @@ class Pack:
         except IndexError as error:
             raise self._error(f"there is no record {number}") from error
 
+    def names_of(self, numbers: npt.NDArray[np.uint32]) -> list[bytes]:
+        """``name`` of each record; all must exist."""
+        return self._index.names_of(numbers)
+
     def names(self, directory: int) -> npt.NDArray[np.uint32]:
         """The numbers of the entries of a directory, in the order of their names."""
         if not 0 < directory <= self.info.entries:
@@ -304,6 +308,9 @@ class Pack:
         return PackError(f"{path}: {what}", hint=hint.format(path) if hint else "")
 
 
+# The bytes that most file systems read ahead at most, and those of an index read at once.
+_AHEAD_BYTES, _MOST_AHEAD = 128 * KiB, 64 * MiB
+
 _REBUILD = "`monarch pack index --rebuild {}` makes the index again from the chunks"
 _VERIFY = "`monarch pack verify {}` lists all damage"
 
@@ -316,6 +323,10 @@ def _read(root: int, name: bytes, *, in_memory: bool) -> bytes | memoryview:
             raise PackError(f"{name.decode()} is not a regular file")
         if not status.st_size:
             return b""
+        # Many reads at once: each would wait for the one before.
+        for begin in range(0, min(status.st_size, _MOST_AHEAD), _AHEAD_BYTES):
+            with suppress(OSError):
+                os.posix_fadvise(fd, begin, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         if not in_memory:
             return memoryview(mmap.mmap(fd, status.st_size, mmap.MAP_PRIVATE, mmap.PROT_READ))
         with os.fdopen(os.dup(fd), "rb") as file:
