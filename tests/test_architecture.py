@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("settings", ("config",)),
     ("telemetry", ("telemetry",)),
     ("pillars", ("namespace", "placement", "foresight", "tiers", "packs", "control")),
-    ("mounted packs", ("packed", "peers")),
+    ("mounted packs", ("packmount", "peers")),
     ("analysis", ("analysis",)),
     ("movement", ("transfer",)),
     ("write-back", ("writeback",)),
@@ -61,7 +61,7 @@ CONFINED = {
     "sqlite3": ("namespace",),
     "yaml": ("config.document",),
     "numpy": (
-        *("posix.buckets", "namespace", "placement", "foresight", "tiers", "packs", "packed"),
+        *("posix.buckets", "namespace", "placement", "foresight", "tiers", "packs", "packmount"),
         *("frameworks", "datasets", "peers.ownership", "peers.source", "analysis"),
         *("cli.recorded", "cli.simulate", "cli.simulate_nodes"),
     ),

@@ -21,7 +21,7 @@ from typing import Protocol
 from monarch.config.settings import MountSettings
 from monarch.daemon.freshness import FreshnessWatch
 from monarch.fuse.mountpoint import detached_users, mount_at
-from monarch.packed.damage import Damage
+from monarch.packmount.damage import Damage
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.placement.rules import Rules

@@ -28,7 +28,7 @@ from monarch.errors import MonarchError, TierError, UsageError, sole_cause
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible
 from monarch.namespace.overlay import NAME_BYTES
-from monarch.packed.source import open_source
+from monarch.packmount.source import open_source
 from monarch.packs.pack import is_pack
 from monarch.peers.membership import membership
 from monarch.peers.source import PeerSource

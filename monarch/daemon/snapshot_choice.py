@@ -18,8 +18,8 @@ from monarch.namespace.given import copy_of, own_copy, read_id, remove_other_cop
 from monarch.namespace.refresh import directories_changed, refresh
 from monarch.namespace.schema import damaged
 from monarch.namespace.snapshot import Snapshot
-from monarch.packed.source import PackSource
-from monarch.packed.tree import PackTree, snapshot_id
+from monarch.packmount.source import PackSource
+from monarch.packmount.tree import PackTree, snapshot_id
 from monarch.packs.pack import Pack
 from monarch.posix.cgroups import memory_bytes
 from monarch.text import counted

@@ -24,8 +24,8 @@ from monarch.fuse.datapath_mode import Choice
 from monarch.fuse.session import MountCaches
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
-from monarch.packed.chunks import PackChunks
-from monarch.packed.source import PackSource
+from monarch.packmount.chunks import PackChunks
+from monarch.packmount.source import PackSource
 from monarch.peers.membership import Membership
 from monarch.placement.admission import Admission
 from monarch.placement.belady import Belady

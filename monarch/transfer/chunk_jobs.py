@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from monarch.packed.chunks import Member, PackChunks
+from monarch.packmount.chunks import Member, PackChunks
 from monarch.placement.controller import Controller
 from monarch.placement.policy import Item
 from monarch.text import KiB, MiB

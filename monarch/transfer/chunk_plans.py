@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from monarch.packed.chunks import Member, PackChunks
+from monarch.packmount.chunks import Member, PackChunks
 from monarch.placement.controller import Controller
 from monarch.placement.policy import Item
 from monarch.types import Ino

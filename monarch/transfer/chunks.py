@@ -25,7 +25,7 @@ from functools import partial
 import trio
 
 from monarch.errors import MonarchError
-from monarch.packed.chunks import PackChunks
+from monarch.packmount.chunks import PackChunks
 from monarch.placement.controller import Controller
 from monarch.transfer.chunk_jobs import PIECE_BYTES, Job, Piece, Pieces
 from monarch.transfer.chunk_plans import ChunkPlans, Plan, Uses

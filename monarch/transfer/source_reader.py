@@ -18,7 +18,7 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.config.settings import LimitSettings
 from monarch.errors import SourceChanged
-from monarch.packed.source import FetchedRun
+from monarch.packmount.source import FetchedRun
 from monarch.posix import failpoints
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.metrics import Metrics

@@ -14,8 +14,8 @@ from monarch.config.settings import LimitSettings
 from monarch.fuse.datapath import Datapath, DatapathOptions
 from monarch.namespace.build import build, write
 from monarch.namespace.snapshot import Snapshot
-from monarch.packed.source import open_source
-from monarch.packed.tree import PackTree
+from monarch.packmount.source import open_source
+from monarch.packmount.tree import PackTree
 from monarch.packs.pack import Pack
 from monarch.placement.residency import Residency
 from monarch.tiers.contents import copy_name

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from monarch.packed.source import PackSource
+from monarch.packmount.source import PackSource
 from monarch.types import Ino
 from tests.conftest import contents
 from tests.fuse import wire

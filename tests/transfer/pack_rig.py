@@ -13,9 +13,9 @@ from monarch.config.settings import ForesightSettings
 from monarch.foresight.announced import Announcer, OrderKey
 from monarch.foresight.messages import Piece
 from monarch.namespace.build import write
-from monarch.packed.chunks import PackChunks
-from monarch.packed.source import PackSource
-from monarch.packed.tree import PackTree
+from monarch.packmount.chunks import PackChunks
+from monarch.packmount.source import PackSource
+from monarch.packmount.tree import PackTree
 from monarch.packs.build import Parameters, build
 from monarch.packs.pack import Pack
 from monarch.placement.policy import NoEvict, Policy

@@ -10,9 +10,9 @@ import pytest
 
 from monarch.namespace.build import build, write
 from monarch.namespace.snapshot import Snapshot
-from monarch.packed import tree as tree_module
-from monarch.packed.source import PackSource
-from monarch.packed.tree import PackTree, snapshot_id
+from monarch.packmount import tree as tree_module
+from monarch.packmount.source import PackSource
+from monarch.packmount.tree import PackTree, snapshot_id
 from monarch.packs.pack import Pack
 from monarch.posix.buckets import BUCKETS
 from monarch.types import ROOT_INO, Ino

@@ -27,9 +27,9 @@ import numpy.typing as npt
 import xxhash
 
 from monarch.errors import SourceChanged
-from monarch.packed.damage import Damage
-from monarch.packed.files import PackFiles
-from monarch.packed.open_chunks import OpenChunks
+from monarch.packmount.damage import Damage
+from monarch.packmount.files import PackFiles
+from monarch.packmount.open_chunks import OpenChunks
 from monarch.packs.format import LARGE
 from monarch.packs.pack import Pack, PackSummary, chunk_name, is_pack, large_name
 from monarch.posix.acl import NAMES as ACL_NAMES

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from monarch.namespace.snapshot import Snapshot
-from monarch.packed.source import FetchedRun, PackSource
+from monarch.packmount.source import FetchedRun, PackSource
 from monarch.placement.residency import COPYING, SOURCE, Residency
 from monarch.types import Identity, Ino
 

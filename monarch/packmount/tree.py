@@ -13,7 +13,7 @@ import xxhash
 
 from monarch.namespace import schema
 from monarch.namespace.numbering import Batch, Numbering
-from monarch.packed.files import chunk_buckets
+from monarch.packmount.files import chunk_buckets
 from monarch.packs.pack import Pack, PackSummary
 from monarch.posix import acl
 from monarch.posix.acl import NO_ACLS, Acls

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from monarch.errors import PackError, SourceChanged
-from monarch.packed import source as source_module
-from monarch.packed.source import PackSource, open_source
+from monarch.packmount import source as source_module
+from monarch.packmount.source import PackSource, open_source
 from monarch.packs.pack import Pack, chunk_name, large_name
 from monarch.tiers.source import Source, identity_of, read_open
 from monarch.types import Identity
