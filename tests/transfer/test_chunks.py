@@ -309,7 +309,8 @@ async def test_a_piece_is_read_when_there_is_memory_for_it(
             await read_large(rig, [ino])
             assert rig.reader.buffer.used <= most
         await until(lambda: rig.residency.resident_files(1) == LARGE_FILES)
-    assert rig.source.nbytes <= 1.1 * LARGE_FILES * LARGE_SIZE
+    # A file that is read alone while the memory is full is read again for its copy.
+    assert rig.source.nbytes <= 1.5 * LARGE_FILES * LARGE_SIZE
 
 
 @pytest.mark.parametrize("in_tier", [1.0, 0.0])
