@@ -9,7 +9,17 @@ from pathlib import Path
 
 from tests.equipment.modes import MODES
 
-SUBJECTS = ("datapath", "epochs", "foresight", "hang", "month", "packs", "snapshot", "write")
+SUBJECTS = (
+    "datapath",
+    "epochs",
+    "foresight",
+    "hang",
+    "hpsearch",
+    "month",
+    "packs",
+    "snapshot",
+    "write",
+)
 # The parts of the subject packs.
 PARTS_OF_PACKS = ("lmdb", "trees", "many")
 
@@ -21,6 +31,8 @@ examples:
   scripts/bench foresight --quick --json foresight.json --plot foresight.png
   scripts/bench foresight --only opens
   scripts/bench hang --seconds 10 --modes relay
+  scripts/bench hpsearch --quick
+  scripts/bench hpsearch --jobs 8 --workers 2 --json hpsearch.json
   scripts/bench month --lines 20000
   scripts/bench packs --only lmdb --quick
   scripts/bench packs --only lmdb --json lmdb.json
@@ -82,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     _epochs(subject("epochs", "training epochs through a slow source", 600, 300, 5))
     _foresight(subject("foresight", "epoch 1 with files that are fetched ahead", 3264, 640, 3))
     _hang(subject("hang", "readers of copies while the source hangs", 2000, 500, 3))
+    search = "jobs of one node with the same images, with and without a staging area"
+    _hpsearch(subject("hpsearch", search, 1536, 256, 3))
     month = "a month of fsynced lines and checkpoints"
     _month(subject("month", month, 2_600_000, 20_000, 1, "--lines"))
     _packs(subject("packs", "packs and data sets in large files over a slow source", 20_000, 0, 3))
@@ -153,6 +167,17 @@ def _hang(subject: argparse.ArgumentParser) -> None:
         type=_names,
         default=list(MODES),
         help=f"modes to measure: {','.join(MODES)} (all)",
+    )
+
+
+def _hpsearch(subject: argparse.ArgumentParser) -> None:
+    subject.add_argument("--jobs", type=int, default=4, help="number of jobs (%(default)s)")
+    subject.add_argument("--workers", type=int, default=1, help="workers of each job (%(default)s)")
+    subject.add_argument(
+        "--step-ms",
+        type=float,
+        default=20.0,
+        help="time of a step of the training, without the processor, in ms (%(default)s)",
     )
 
 
