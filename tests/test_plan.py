@@ -11,9 +11,11 @@ from typing import Any
 import click
 import pytest
 
+from monarch.analysis.profile import encode, model_of
 from monarch.cli.main import cli
 from monarch.errors import ConfigError, MonarchError, UsageError
 from monarch.namespace.build import build
+from tests.analysis.test_stalls import profile, runs
 
 Run = Callable[..., str]
 
@@ -80,6 +82,52 @@ def test_the_file_of_a_job_has_a_rate_for_each_amount_of_cores_and_tier(
         ["2", "50", "100", "100"],
         ["4", "50", "100", "150"],
     ]
+
+
+def test_the_rates_of_a_profile_are_those_of_its_model(run: Run, tmp_path: Path) -> None:
+    measured = profile(runs(0.1, 0.2, 0.8))
+    (tmp_path / "profile.json").write_text(encode(measured))
+    model, _ = model_of(measured)
+    assert model is not None and model.kind == "serial"
+    options = ("sensitivity", "a", "--profile", tmp_path / "profile.json", "-o", tmp_path / "a")
+    run(*options, "--tiers", "0%,50%,100%")
+    raw = json.loads((tmp_path / "a").read_text())
+    # 500 batches of 10,000 bytes are read in an epoch, and the profile has two cores.
+    assert (raw["cores"], raw["tier_bytes"]) == ([1, 2], [0, 2_500_000, 5_000_000])
+    assert raw["rates"][1] == pytest.approx([1 / 0.8, 1 / 0.5, 1 / 0.2])
+    assert raw["rates"][0] == [model.with_cores(1).rate(share) for share in (0, 0.5, 1)]
+    assert raw["source"][1] == pytest.approx([1.25 * 10_000, 2 * 5000, 0])
+    text = run(*options, "--cores", "2,8", "--tiers", "0%", "--source-bandwidth", "5KB")
+    assert "batches a second" in text and [line.split()[0] for line in text.splitlines()[2:]] == [
+        *("2", "8")
+    ]
+    # The source gives half a batch in a second.
+    assert json.loads((tmp_path / "a").read_text())["rates"] == [[0.5], [0.5]]
+
+
+def test_a_job_is_described_in_one_way(run: Run, snapshot: Path, tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text(encode(profile(runs(0.1, 0.2, 0.2))))
+    (tmp_path / "other.json").write_text("{}")
+    sources = {
+        "--data DATA --rate 2:1": "either --profile is needed",
+        "--data DATA --source-bandwidth 1MB": "either --profile is needed",
+        "--profile PROFILE --data DATA": "either --profile is needed",
+        "--data DATA --rate 2:1 --source-bandwidth 1MB --cores 2": "either --profile is needed",
+        "--profile OTHER": "other.json cannot be used",
+        "--profile PROFILE --source-bandwidth 1MB": "did not read faster",
+    }
+    files = {
+        "DATA": snapshot,
+        "PROFILE": tmp_path / "profile.json",
+        "OTHER": tmp_path / "other.json",
+    }
+    for text, complaint in sources.items():
+        words = [files.get(word, word) for word in text.split()]
+        with pytest.raises(UsageError, match=complaint):
+            run("sensitivity", "a", "-o", tmp_path / "a.json", *words)
+    with pytest.raises(click.BadParameter, match="is no list like 1,2,4"):
+        run("sensitivity", "a", "-o", tmp_path / "a.json", "--cores", "0")
+    assert not (tmp_path / "a.json").exists()
 
 
 @pytest.mark.promise(289)

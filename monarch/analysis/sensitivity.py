@@ -1,8 +1,9 @@
 """How the rate of a job depends on its cores and on the size of its tier, as a file.
 
-Only the axis of the cores is measured, with all files in the tier. The axis of the tier follows
-from the arithmetic of a fixed share of residents: of each file a share 1 - x comes from the source
-(the optimistic profile of Synergy, OSDI 2022, section 4.1).
+Either only the axis of the cores is measured, with all files in the tier. The axis of the tier then
+follows from the arithmetic of a fixed share of residents: of each file a share 1 - x comes from the
+source (the optimistic profile of Synergy, OSDI 2022, section 4.1). Or all rates are those of the
+model that describes a measured job best (profile.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from monarch.analysis.loader_model import JobModel
 from monarch.telemetry.report import Report
 
 VERSION = 1
@@ -22,8 +24,8 @@ _MOST_GPUS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An amount of resources for a job, and what it gives: ``rate`` in files a second, for which
-    ``source`` bytes a second come from the source."""
+    """An amount of resources for a job, and what it gives: ``rate`` in files or batches a second,
+    for which ``source`` bytes a second come from the source."""
 
     cores: int
     tier_bytes: int
@@ -42,9 +44,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity(Report):
-    """The file of a job. ``rates`` has the files a second for each number of cores, and in it for
-    each size of the tier; ``source`` the bytes a second from the source. ``measured``: whether the
-    rate was measured, or computed from one that was."""
+    """The file of a job. ``rates`` has the files or batches a second for each number of cores, and
+    in it for each size of the tier; ``source`` the bytes a second from the source. ``measured``:
+    whether the rate was measured, or computed from one that was."""
 
     monarch_sensitivity: int
     job: str
@@ -86,6 +88,39 @@ def sensitivity_of(
             [rate * bytes_ for rate, bytes_ in zip(row, missing, strict=True)] for row in rates
         ],
         measured=[[not bytes_ for bytes_ in missing] for _ in cores],
+    )
+
+
+def modelled(
+    job: str,
+    gpus: int,
+    model: JobModel,
+    *,
+    total: float,
+    cores: Sequence[int],
+    tiers: Sequence[int],
+) -> Sensitivity:
+    """The matrix of a job by its model, in batches a second. ``total`` bytes are read in an
+    epoch."""
+    numbers, sizes = sorted(set(cores)), sorted(set(tiers))
+    shares = [min(1.0, size / total) for size in sizes]
+    models = [model if each == model.cores else model.with_cores(each) for each in numbers]
+    rates = [[each.rate(share) for share in shares] for each in models]
+    return Sensitivity(
+        monarch_sensitivity=VERSION,
+        job=job,
+        gpus=gpus,
+        cores=numbers,
+        tier_bytes=sizes,
+        rates=rates,
+        source=[
+            [
+                rate * (1 - share) * model.batch_bytes
+                for rate, share in zip(row, shares, strict=True)
+            ]
+            for row in rates
+        ],
+        measured=[[False] * len(sizes) for _ in numbers],
     )
 
 

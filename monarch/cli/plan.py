@@ -10,9 +10,17 @@ from typing import Any
 
 import click
 
+from monarch.analysis import profile as profiles
 from monarch.analysis.allocation import POLICIES, Grant, Server, bound, divided_source
 from monarch.analysis.allocation import allocate as allocate_jobs
-from monarch.analysis.sensitivity import Job, Option, Sensitivity, job_of, sensitivity_of
+from monarch.analysis.sensitivity import (
+    Job,
+    Option,
+    Sensitivity,
+    job_of,
+    modelled,
+    sensitivity_of,
+)
 from monarch.cli.daemon_call import JSON
 from monarch.cli.output import progress_bar, remark, say, show
 from monarch.cli.recorded import read
@@ -28,9 +36,10 @@ _MOST_JSON_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class GrantReport:
-    """What a job gets. Rates are in files a second, ``source`` in bytes a second; the source gives
-    the job at most ``source_limit`` (None: no limit is needed). ``tier_bytes`` is for each node,
-    and so is ``mount``, which is missing without a tier: then the job reads the source itself."""
+    """What a job gets. Rates are in files or batches a second, as in the file of the job, and
+    ``source`` is in bytes a second; the source gives the job at most ``source_limit`` (None: no
+    limit is needed). ``tier_bytes`` is for each node, and so is ``mount``, which is missing without
+    a tier: then the job reads the source itself."""
 
     job: str
     gpus: dict[str, int]
@@ -79,6 +88,13 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> li
     return [capacity_of(context, parameter, part) for part in value.split(",")]
 
 
+def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int]:
+    parts = [] if value is None else value.split(",")
+    if not all(part.strip().isdecimal() and 1 <= int(part) < 1 << 20 for part in parts):
+        raise click.BadParameter(f"{value!r} is no list like 1,2,4", context, parameter)
+    return [int(part) for part in parts]
+
+
 @click.group()
 def plan() -> None:
     """Divide the cores and tiers of nodes among jobs.
@@ -93,29 +109,40 @@ def plan() -> None:
 @plan.command()
 @click.argument("job", metavar="JOB")
 @click.option(
-    "--data",
-    required=True,
+    "--profile",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="A snapshot of the data set, or a trace.",
+    help="A profile of the job (monarch analyze run).",
+)
+@click.option(
+    "--cores",
+    callback=_numbers,
+    metavar="LIST",
+    help="The numbers of cores to compute from the profile, like 1,2,4. Default: up to those that"
+    " the profile has.",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Without a profile: a snapshot of the data set, or a trace.",
 )
 @click.option(
     "--rate",
     "measured",
     multiple=True,
-    required=True,
     callback=_rates,
     metavar="CORES:RATE",
-    help="The files a second that the job uses with this number of cores, measured in an epoch in"
-    " which all files were in the tier. Repeat it.",
+    help="Without a profile: the files a second that the job uses with this number of cores,"
+    " measured in an epoch in which all files were in the tier. Repeat it.",
 )
 @click.option(
     "--source-bandwidth",
     "source",
-    required=True,
     callback=rate,
     metavar="RATE",
-    help="Bytes that the source gives this job in a second, like 500MB.",
+    help="Bytes that the source gives this job in a second, like 500MB. Default with a profile: as"
+    " when it was measured.",
 )
 @click.option(
     "--tiers",
@@ -143,46 +170,100 @@ def plan() -> None:
 )
 def sensitivity(
     job: str,
-    data: Path,
+    profile: Path | None,
+    cores: list[int],
+    data: Path | None,
     measured: dict[int, float],
-    source: float,
+    source: float | None,
     tiers: list[Capacity],
     gpus: int,
     output: Path,
 ) -> None:
     """Write how the rate of JOB depends on its cores and on the size of its tier.
 
-    Only the rates for the numbers of cores are measured, with all files in the tier. Those for
+    With a profile all rates follow from the model of the job that the profile has. Without one,
+    only the rates for the numbers of cores are measured, with all files in the tier. Those for
     smaller tiers follow: the files that do not fit come from the source in each epoch.
 
     \b
-    Example:
+    Examples:
+      monarch plan sensitivity resnet18 --profile profile.json --cores 3,6,12 -o resnet18.json
       monarch plan sensitivity resnet18 --data imagenet.snapshot --rate 3:410 --rate 6:790 \\
           --rate 12:980 --source-bandwidth 100MB -o resnet18.json
     """
-    with progress_bar() as progress:
-        files = read(data, progress).files
-    found = sensitivity_of(
-        job,
-        gpus,
-        measured,
-        files=len(files),
-        total=files.bytes,
-        source=source,
-        tiers=[tier.of(files.bytes) for tier in tiers],
-    )
+    if profile is not None and data is None and not measured:
+        unit = "batches"
+        found = _from_profile(profile, job, gpus, cores=cores, source=source, tiers=tiers)
+    elif profile is None and data is not None and measured and source is not None and not cores:
+        unit = "files"
+        with progress_bar() as progress:
+            files = read(data, progress).files
+        found = sensitivity_of(
+            job,
+            gpus,
+            measured,
+            files=len(files),
+            total=files.bytes,
+            source=source,
+            tiers=[tier.of(files.bytes) for tier in tiers],
+        )
+    else:
+        raise UsageError("either --profile is needed, or --data, --rate and --source-bandwidth")
     try:
         job_of(found)
     except ValueError as error:
         raise UsageError(f"{escape_text(job)}: {error}") from error
     output.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
     rows = [["cores", *map(format_bytes, found.tier_bytes)]]
-    for cores, row in zip(found.cores, found.rates, strict=True):
-        rows.append([str(cores), *(f"{value:,.0f}" for value in row)])
+    for number, row in zip(found.cores, found.rates, strict=True):
+        rows.append([str(number), *map(_rate_text, row)])
     where = escape_text(os.fspath(output))
-    say(f"{where}: files a second by cores and size of the tier")
+    say(f"{where}: {unit} a second by cores and size of the tier")
     for line in aligned(rows):
         say(line)
+
+
+def _from_profile(
+    file: Path,
+    job: str,
+    gpus: int,
+    *,
+    cores: list[int],
+    source: float | None,
+    tiers: list[Capacity],
+) -> Sensitivity:
+    name = escape_text(os.fspath(file))
+    try:
+        profile = profiles.decode(file.read_text())
+        total = profiles.result_of(profile).epoch_bytes
+        model, _ = profiles.model_of(profile)
+    except ValueError as error:
+        raise UsageError(f"{name} cannot be used: {escape_text(str(error))}") from error
+    if model is None:
+        raise UsageError(
+            f"{name} has no model: all runs read the same share of the files from the tiers",
+            hint="copy the files into the tiers first (monarch warm), and measure again",
+        )
+    if source is not None:
+        if not model.source_bytes_s:
+            raise UsageError(
+                f"{name}: the job did not read faster from the tiers than from the source",
+                hint="leave out --source-bandwidth",
+            )
+        model = model.with_source(source)
+    powers = [1 << power for power in range(profile.cores.bit_length())]
+    return modelled(
+        job,
+        gpus,
+        model,
+        total=total,
+        cores=cores or [*powers, profile.cores],
+        tiers=[tier.of(int(total)) for tier in tiers],
+    )
+
+
+def _rate_text(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 @plan.command()
@@ -291,7 +372,7 @@ def _report(grant: Grant, limit: float | None, fair_limit: float | None) -> Gran
 
 
 def _lines(report: PlanReport) -> list[str]:
-    rows = [["job", "GPUs", "cores", "tier", "files/s", "fair", "speed-up", "source"]]
+    rows = [["job", "GPUs", "cores", "tier", "rate", "fair", "speed-up", "source"]]
     flags = []
     for each in report.jobs:
         rows.append(
@@ -300,8 +381,8 @@ def _lines(report: PlanReport) -> list[str]:
                 str(sum(each.gpus.values())),
                 str(each.cores),
                 format_bytes(sum(each.tier_bytes.values())),
-                f"{each.rate:,.0f}",
-                f"{each.fair_rate:,.0f}",
+                _rate_text(each.rate),
+                _rate_text(each.fair_rate),
                 f"{each.speedup:.2f}",
                 f"{format_bytes(each.source_limit or each.source)}/s",
             ]
