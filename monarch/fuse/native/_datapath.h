@@ -31,10 +31,9 @@
  *   _pending.c   the table of waiting requests; requests passed to Python, and their answers
  *   _waiting.c   requests that wait for the source or for another request, and their callers
  *   _events.c    events and counts for Python
- *   _names.c, _opens.c, _fetch.c, _pack.c, _absorbed.c, _missing.c, _direct.c: one subject each, without
- *                the others
- *   _python.c    the interface to Python, with _python_files.c, _python_direct.c, _python_packs.c
- *                and _python_watched.c
+ *   _names.c, _opens.c, _fetch.c, _pack.c, _absorbed.c, _missing.c, _direct.c: one subject each,
+ * without the others _python.c    the interface to Python, with _python_files.c, _python_direct.c,
+ * _python_packs.c and _python_watched.c
  */
 #ifndef MONARCH_DATAPATH_H
 #define MONARCH_DATAPATH_H
@@ -198,7 +197,7 @@ struct datapath {
     uint8_t copying;  /* the mark of an inode with a copy under way */
     int source;       /* the source's directory; -1: Python fetches, unless it is a pack */
     struct pack pack;
-    int as_caller;    /* fetch with the rights of the opening process; atomic */
+    int as_caller; /* fetch with the rights of the opening process; atomic */
     uint64_t fetch_max;
     int64_t hold_max;
     int source_max;       /* most concurrent calls of the source */

@@ -81,8 +81,8 @@ static size_t count_all(struct pass *pass, size_t at) {
 static bool is_sound(const struct pass *pass, const Py_buffer buffers[], size_t at) {
     const uint64_t *counts = pass->counts;
     return buffers[5].len >= (Py_ssize_t)(COUNTS * sizeof *counts) && at <= pass->stop &&
-           buffers[2].len >= (Py_ssize_t)(MOST_RUN * sizeof *pass->run) &&
-           counts[RUN] < MOST_RUN && (!pass->new_size || counts[NEW] < pass->new_size) &&
+           buffers[2].len >= (Py_ssize_t)(MOST_RUN * sizeof *pass->run) && counts[RUN] < MOST_RUN &&
+           (!pass->new_size || counts[NEW] < pass->new_size) &&
            (!pass->window_size || counts[IN_WINDOW] < pass->window_size);
 }
 

@@ -42,7 +42,7 @@ PyObject *view_of(Datapath *self, struct content *content);
         X(was_given, METH_O), X(take_over, METH_NOARGS), X(requests, METH_NOARGS),                 \
         X(requests_so_far, METH_NOARGS), X(answer_error, METH_VARARGS),                            \
         X(answer_ioctl, METH_VARARGS), X(answer_missing, METH_VARARGS),                            \
-        X(answer_attributes, METH_VARARGS), X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS),   \
+        X(answer_attributes, METH_VARARGS), X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS), \
         X(set_pack, METH_VARARGS), X(lend, METH_VARARGS), X(take_back, METH_O),                    \
         X(keep, METH_VARARGS), X(unkeep, METH_O)
 

@@ -84,7 +84,7 @@ PyObject *datapath_keep(Datapath *self, PyObject *args) {
     Py_buffer wanted, data;
     if (!PyArg_ParseTuple(args, "y*y*", &wanted, &data))
         return NULL;
-    const uint64_t(*files)[3] = wanted.buf;
+    const uint64_t (*files)[3] = wanted.buf;
     Py_ssize_t count = wanted.len / (Py_ssize_t)sizeof *files;
     struct content **contents = calloc((size_t)count + 1, sizeof(struct content *));
     PyObject *list = contents ? PyList_New(count) : PyErr_NoMemory();

@@ -132,6 +132,7 @@ uint64_t xxh3(const uint8_t *data, size_t size) {
     accumulate(lanes, data + size - STRIPE, secret + SECRET - STRIPE - 7);
     uint64_t hash = size * PRIME64_1;
     for (int i = 0; i < LANES; i += 2)
-        hash += folded(lanes[i] ^ u64(secret + 11 + 8 * i), lanes[i + 1] ^ u64(secret + 19 + 8 * i));
+        hash +=
+            folded(lanes[i] ^ u64(secret + 11 + 8 * i), lanes[i + 1] ^ u64(secret + 19 + 8 * i));
     return avalanche(hash);
 }
