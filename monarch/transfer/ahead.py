@@ -123,6 +123,9 @@ class FetchAhead:
         self._large: deque[Ino] = deque()
         self._window = self._engine.window
         self._window.on_room = self.wake
+        # The files of the window that no reader was expected to open at the last sweep. One of them
+        # may just have been opened, and its read still comes: ``open: none``.
+        self._doubted: set[Ino] = set()
         self._swept_s = self._served_s = -math.inf
         self._served_files = 0
         # The readers at the source, the latency of their reads, and their totals with the time at
@@ -192,8 +195,16 @@ class FetchAhead:
                 return True
             return not is_idle and foreseen.is_recognised(ino)
 
-        dropped = self._window.sweep(lambda held: is_expected(held.ino) and self._is_current(held))
-        for ino in dropped:
+        doubted, self._doubted = self._doubted, set()
+
+        def stays(held: Held) -> bool:
+            if not is_expected(held.ino):
+                self._doubted.add(held.ino)
+                if held.ino in doubted:
+                    return False
+            return self._is_current(held)
+
+        for ino in self._window.sweep(stays):
             self._foreseen.refused(ino)
         waiting, self._for_window = self._for_window, deque()
         for ino in waiting:

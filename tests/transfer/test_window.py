@@ -130,6 +130,21 @@ async def test_files_that_no_reader_is_expected_to_open_leave_the_window(
     assert rig.opens_of("0") == 2 and sum(rig.source.opens.values()) == 11
 
 
+@pytest.mark.promise(187)
+async def test_a_file_that_was_opened_stays_in_the_window_for_a_read_that_comes_later(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    """With ``open: none`` the daemon knows of an open before it gets the read."""
+    rig = rigs({"a": b"a" * SIZE}, capacity=1, window=10 * SIZE)
+    async with rig.running():
+        (ino,) = rig.foresee("a")
+        await until(lambda: rig.window.bytes == SIZE)
+        rig.foreseen.awaited.clear()
+        await trio.sleep(1.5)
+        assert await rig.content(ino) == b"a" * SIZE
+    assert rig.opens_of("a") == 1
+
+
 async def test_an_order_that_is_not_read_now_makes_room_for_another_one(
     rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
