@@ -105,7 +105,6 @@ class SourceFile:
     is_fixed: bool = False
     is_right: Callable[[int], bool] | None = None
     _users: int = 1
-    _alone: int = 0
 
     def identity_now(self) -> Identity:
         """The version that the file has now. May wait for the source. Raises OSError."""
@@ -115,22 +114,6 @@ class SourceFile:
         """Records that a reader has read from ``offset`` to ``end``."""
         if offset <= self.read_up_to + REACH_GAP:
             self.read_up_to = max(self.read_up_to, end)
-
-    def begin_alone(self) -> None:
-        """Until ``end_alone`` the client of the source reads nothing ahead of the reads of this
-        descriptor. Does not wait."""
-        self._alone += 1
-        if self._alone == 1:
-            self._advise(os.POSIX_FADV_RANDOM)
-
-    def end_alone(self) -> None:
-        self._alone -= 1
-        if self._alone == 0:
-            self._advise(os.POSIX_FADV_NORMAL)
-
-    def _advise(self, advice: int) -> None:
-        with suppress(OSError):
-            os.posix_fadvise(self.fd, 0, 0, advice)
 
     def retain(self) -> SourceFile:
         self._users += 1

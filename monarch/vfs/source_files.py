@@ -24,6 +24,7 @@ from monarch.tiers.source import Fetched, SourceFile, identity_of, read_open
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
 from monarch.types import Attributes, Identity, Ino
+from monarch.vfs.alone import Alone
 from monarch.vfs.binding import Binding, read_fully
 from monarch.vfs.kernel_view import KernelView
 from monarch.vfs.revalidation import Revalidation
@@ -50,6 +51,7 @@ class SourceFiles:
         self.wait = self._calls.wait
         self.metrics = self._metrics
         self.drop_pages = self._kernel.drop_pages
+        self._alone = Alone()
 
     async def open(self, attributes: Attributes, *, from_storage: bool = False) -> SourceFile:
         """``from_storage``: the page cache of this node drops the file first. Raises SourceError;
@@ -187,7 +189,7 @@ class SourceFiles:
         began = trio.current_time()
         self._load.begin(began)
         if alone:
-            file.begin_alone()
+            self._alone.begin(file)
         try:
             paths = self._names.source_paths(ino)
             data, now = await self._calls.call(
@@ -203,7 +205,7 @@ class SourceFiles:
             return None
         finally:
             if alone:
-                file.end_alone()
+                self._alone.end(file)
             self._load.end(trio.current_time())
             file.release()
         self._load.ended(trio.current_time() - began)
