@@ -95,6 +95,9 @@ class RuledFiles:
     def is_recognised(self, ino: Ino) -> bool:
         return self._foreseen.is_recognised(ino)
 
+    def is_expected_again(self, ino: Ino, job: int) -> bool:
+        return self._foreseen.is_expected_again(ino, job)
+
     def _end(self, ino: Ino) -> None:
         self._given.discard(ino)
         self._large.discard(ino)

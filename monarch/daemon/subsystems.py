@@ -374,6 +374,9 @@ def build_fetch_ahead(
     tiers.foresight.on_more(fetch_ahead.wake)
     ruled.wake = fetch_ahead.wake
     read.promotions.is_expected_again = tiers.foresight.is_expected_again
+    if read.kernel.sends_opens:
+        # Otherwise another job gets the file from the pages of the kernel.
+        read.promotions.stage = fetch_ahead.stage
     return fetch_ahead
 
 

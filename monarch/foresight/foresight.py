@@ -11,13 +11,13 @@ import math
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from monarch.config.settings import ForesightSettings
 from monarch.foresight.announced import Announcements, Limits
+from monarch.foresight.job import Job
 from monarch.foresight.marks import FETCHED, GIVEN, READ, Marks
 from monarch.foresight.recognition import LEAST_FILES, WINDOW
 from monarch.foresight.stream import Stream, Subtree
@@ -31,6 +31,8 @@ _MOST_STREAMS = 4
 _MOST_SUBTREES = 16
 # Files of an announced order that are given out and not opened yet.
 _LEAD = 4096
+# A job that has opened no file for so many opens of all jobs has paused.
+_PAUSE = 4096
 # The share of a window that must be beneath one directory: the rest may be other programs.
 _MAJORITY = 0.9
 
@@ -45,14 +47,6 @@ class Names(Protocol):
     def path(self, ino: Ino) -> bytes: ...
     def attributes(self, ino: Ino) -> Attributes: ...
     def level(self, directory: Ino, depth: int) -> range: ...
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """Streams of one job, the last used first, and its opens in none of them."""
-
-    streams: list[Stream] = field(default_factory=list)
-    outside: list[Ino] = field(default_factory=list)
 
 
 class Foresight:
@@ -72,15 +66,16 @@ class Foresight:
         self.announced = Announcements(Limits(has_positions=settings.belady))
         self._wake: Callable[[], None] = _nothing
         self._skewed_open: Callable[[Ino], None] = _ignore
-        self._jobs: OrderedDict[int, _Job] = OrderedDict()
+        self._jobs: OrderedDict[int, Job] = OrderedDict()
         self._subtrees: dict[tuple[Ino, int], Subtree] = {}
+        self._opens = 0
         # Whether any stream had the order of its last epoch.
         self.has_learned = False
         self._fetched_files = self._fetched_bytes = 0
         self._marks = Marks(names.entries)
         self._unread_bytes = 0
         # The job of the last open, which is the last one in ``_jobs``.
-        self._latest: tuple[int, _Job] | None = None
+        self._latest: tuple[int, Job] | None = None
 
     def on_more(self, wake: Callable[[], None]) -> None:
         """``wake`` is called from now on when ``next`` may return files again."""
@@ -109,10 +104,13 @@ class Foresight:
                 self._unread_bytes -= self._names.attributes(ino).size
             self._marks.set(ino, READ)
         known = self._job(job or self._likely_job(ino))
+        self._opens += 1
+        known.last = self._opens
         stream = self._stream_of(known, ino)
         if stream is None:
             known.outside.append(ino)
             if len(known.outside) >= WINDOW:
+                known.is_new = False
                 self._begin_stream(known)
             return
         is_complete = stream.opened(ino, process)
@@ -246,9 +244,18 @@ class Foresight:
         """Whether the readers of all announced orders that have the file have paused."""
         return self.announced.is_idle(ino)
 
-    def is_expected_again(self, ino: Ino) -> bool:
-        """Whether a file that is being opened will soon be opened for another order, too."""
-        return self._settings.announced and self.announced.readers_of(ino) > 1
+    def is_expected_again(self, ino: Ino, job: int) -> bool:
+        """Whether a file that ``job`` opens will be opened for another announced order, too, or by
+        another job that reads its directory and has not paused. Job 0: of all jobs that are
+        known."""
+        if self._settings.announced and self.announced.readers_of(ino) > 1:
+            return True
+        since = self._opens - _PAUSE
+        return any(
+            known.last > since and known.awaits(ino)
+            for number, known in self._jobs.items()
+            if number not in (0, job)
+        )
 
     def is_recognised(self, ino: Ino) -> bool:
         """Whether a recognised order has the file before it."""
@@ -285,12 +292,12 @@ class Foresight:
 
     # -- jobs and subtrees -----------------------------------------------------------------------
 
-    def _job(self, number: int) -> _Job:
+    def _job(self, number: int) -> Job:
         if self._latest is not None and self._latest[0] == number:
             return self._latest[1]
         job = self._jobs.get(number)
         if job is None:
-            job = self._jobs[number] = _Job()
+            job = self._jobs[number] = Job()
             if len(self._jobs) > _MOST_JOBS:
                 self._end_job(next(iter(self._jobs)))
         else:
@@ -315,7 +322,7 @@ class Foresight:
         for stream in self._jobs.pop(number).streams:
             self._end_stream(stream)
 
-    def _stream_of(self, job: _Job, ino: Ino) -> Stream | None:
+    def _stream_of(self, job: Job, ino: Ino) -> Stream | None:
         """The stream of the job whose files include ``ino``; it becomes the first."""
         for index, stream in enumerate(job.streams):
             if ino in stream.subtree.files:
@@ -324,7 +331,7 @@ class Foresight:
                 return stream
         return None
 
-    def _begin_stream(self, job: _Job) -> None:
+    def _begin_stream(self, job: Job) -> None:
         """Begins a stream in the subtree that has most of the opens outside of all others."""
         outside, job.outside = job.outside, []
         found = self._subtree_of(outside)

@@ -415,6 +415,16 @@ class Stream:
             place = -1 if known is None else known
         return place >= 0 and self._front - self.distance * step <= place <= self._given
 
+    def awaits(self, ino: Ino) -> bool:
+        """Whether the job will open a file in this epoch, or in the next one if it has opened all
+        files, provided that it opens each file once an epoch."""
+        position = ino - self._start
+        if self.pattern == "skewed":
+            return False
+        return position not in self._seen or (
+            self._seen.count == self._n and position not in self._run
+        )
+
     def ahead(self, most: int) -> list[Ino]:
         """The next files of the order that was recognised, up to ``distance`` ahead of the
         readers. Each is given out once an epoch."""

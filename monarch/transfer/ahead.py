@@ -85,6 +85,10 @@ class Foreseen(Protocol):
     def is_recognised(self, ino: Ino) -> bool:
         """Whether a recognised order has the file before it."""
 
+    def is_expected_again(self, ino: Ino, job: int) -> bool:
+        """Whether readers other than ``job``, which opens the file, are expected to open it; 0: any
+        readers."""
+
 
 class Files(Names, Protocol):
     """The functions of the namespace that fetches ahead use. Files of the source have the numbers 1
@@ -140,6 +144,22 @@ class FetchAhead:
     def wake(self) -> None:
         """Call this when ``Foreseen.next`` may return files again."""
         self._woken.set()
+
+    def stage(self, attributes: Attributes, content: bytes | memoryview) -> None:
+        """Keeps a file that a reader has fetched, and that no tier admits, in the window for
+        another reader, unless the source is faster than the daemon."""
+        ino, window = attributes.ino, self._window
+        if not 0 < len(content) == attributes.size <= window.most or self._chunks is not None:
+            return
+        if self._controller.is_excluded(ino) or self._controller.is_placed(ino):
+            return
+        now = trio.current_time()
+        self._look(self._load.totals(), now)
+        if not self._is_gain(now) or not window.stage(ino, attributes.identity, content):
+            return
+        if len(window) == 1:
+            # Files leave it in time.
+            self.wake()
 
     @property
     def running(self) -> int:
@@ -198,7 +218,8 @@ class FetchAhead:
         doubted, self._doubted = self._doubted, set()
 
         def stays(held: Held) -> bool:
-            if not is_expected(held.ino):
+            is_shared = held.is_read and not is_idle and foreseen.is_expected_again(held.ino, 0)
+            if not (is_shared or is_expected(held.ino)):
                 self._doubted.add(held.ino)
                 if held.ino in doubted:
                     return False

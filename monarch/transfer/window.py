@@ -1,8 +1,9 @@
-"""The window: files that no tier admits, fetched ahead and kept in memory until they are read.
+"""The window: files that no tier admits, kept in memory until they are read.
 
-An entry begins with its fetch. It leaves when a reader opens the file, or when no reader is
-expected any more. If readers of another order are expected as well, it stays for them, as long as
-no other file needs the room. The bytes count for the buffer between the source and the tiers.
+An entry begins with its fetch ahead. It leaves when a reader opens the file, or when no reader is
+expected any more. If readers of another order or of another job are expected as well, it stays for
+them, as long as no other file needs the room: those read first leave first. So does a file that a
+reader has fetched. The bytes count for the buffer between the source and the tiers.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Window:
         kept = self.bytes - self._read_bytes
         return kept + size <= self.most
 
-    def begin(self, ino: Ino, identity: Identity, arrival: Arrival) -> Held:
+    def begin(self, ino: Ino, identity: Identity, arrival: Arrival | None) -> Held:
         """Adds a file whose fetch begins. Must be followed by ``end``. From now on the datapath
         passes opens of the file to Python."""
         while self._read and self.bytes + identity.size > self.most:
@@ -85,6 +86,17 @@ class Window:
         self._buffer.used += identity.size
         self._controller.hold(ino)
         return held
+
+    def stage(self, ino: Ino, identity: Identity, content: bytes | memoryview) -> bool:
+        """Adds a file that a reader has fetched. It makes room for files that are fetched ahead;
+        returns False if these leave no room for it."""
+        if not self.has_room(identity.size):
+            return False
+        held = self.begin(ino, identity, None)
+        held.content, held.is_read = content, True
+        self._read[ino] = held
+        self._read_bytes += identity.size
+        return True
 
     def end(self, held: Held, content: bytes | memoryview | None) -> bool:
         """Ends a fetch; without ``content`` the file leaves the window. Returns whether it is in

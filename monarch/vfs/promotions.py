@@ -24,8 +24,12 @@ from monarch.vfs.interfaces import Chunks, CopyEngine, NoChunks
 _LONGEST_PAUSE_S = 600.0
 
 
-def _never(ino: Ino) -> bool:
+def _never(ino: Ino, job: int) -> bool:
     return False
+
+
+def _drop(attributes: Attributes, content: bytes | memoryview) -> None:
+    """Until ``stage`` is set."""
 
 
 @dataclass(eq=False, repr=False)
@@ -43,8 +47,10 @@ class Promotions:
     _retry_s: float
 
     def __post_init__(self) -> None:
-        # Whether more than one reader is expected to open a file.
-        self.is_expected_again: Callable[[Ino], bool] = _never
+        # Whether more readers are expected to open a file than the job that opens it.
+        self.is_expected_again: Callable[[Ino, int], bool] = _never
+        # Called with a small file that was opened, that no tier admits, and that is expected again.
+        self.stage: Callable[[Attributes, bytes | memoryview], None] = _drop
         self.accessed = self._controller.accessed
         self.submit = self._engine.submit
         self.flight = self._engine.flight
@@ -74,40 +80,44 @@ class Promotions:
     def abandon(self, promote: Promote) -> None:
         self._controller.abandoned(promote.item, promote.tier, retry=False)
 
-    def keep_fetched(self, ino: Ino, content: memoryview, since_ns: int) -> None:
-        """The datapath has fetched a file in the version of the snapshot, at ``since_ns`` of the
-        monotonic clock or later: makes a copy of it if placement admits it."""
+    def keep_fetched(self, ino: Ino, content: memoryview, job: int, since_ns: int) -> None:
+        """The datapath has fetched a file in the version of the snapshot for ``job``, at
+        ``since_ns`` of the monotonic clock or later: makes a copy of it if placement admits it."""
         names = self._names
         if self._residency.is_changed(ino) or names.is_gone(ino) or names.is_rewritten(ino):
             return
         attributes = names.stored(ino)
         self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
-        self.keep(attributes, content)
+        self.keep(attributes, content, job)
         # Of a pack, the other files of its chunk may become copies, too.
         self.chunks.is_right(ino)
         self.chunks.open(ino)
 
-    def read_kept(self, ino: Ino) -> None:
-        """Called when the datapath has served bytes that it keeps."""
+    def read_kept(self, ino: Ino, job: int) -> None:
+        """Called when the datapath has served ``job`` with bytes that it keeps."""
         held = self._engine.window.get(ino)
         if held is not None and held.content is not None:
-            self.read_from_window(self._names.stored(ino), held.content)
+            self.read_from_window(self._names.stored(ino), held.content, job)
 
-    def keep(self, attributes: Attributes, content: bytes | memoryview) -> None:
-        """Makes a copy of a small file that was opened and read, if placement admits it. No copy
+    def keep(self, attributes: Attributes, content: bytes | memoryview, job: int) -> None:
+        """Makes a copy of a small file that ``job`` has opened, if placement admits it. No copy
         leaves for bytes that cannot be kept in memory until they are written: the file would have
         to be read from the source again."""
         may_evict = self._engine.has_room_for(len(content))
         promote = self._controller.opened(Item.of(attributes), may_evict=may_evict)
         if promote is not None:
             self.submit(promote, attributes.identity, content=content)
+        elif self.is_expected_again(attributes.ino, job):
+            self.stage(attributes, content)
 
-    def read_from_window(self, attributes: Attributes, content: bytes | memoryview) -> None:
-        """Called when a reader shares ``content`` of a flight. If it is in the window, and no other
+    def read_from_window(
+        self, attributes: Attributes, content: bytes | memoryview, job: int
+    ) -> None:
+        """Called when ``job`` shares ``content`` of a flight. If it is in the window, and no other
         reader is expected, placement decides whether it gets a copy."""
-        is_last = not self.is_expected_again(attributes.ino)
+        is_last = not self.is_expected_again(attributes.ino, job)
         if self._engine.window.read(attributes.ino, is_last=is_last):
-            self.keep(attributes, content)
+            self.keep(attributes, content, job)
 
     async def run(self) -> None:
         """Offers files that stay open at the source again and again, until cancelled: a copy may

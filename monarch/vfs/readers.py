@@ -241,7 +241,7 @@ class Readers:
             if flight.arrival is not None:
                 # Not a part of the bytes of other files, which would stay in memory with it.
                 content = bytes(content)
-            self._promotions.read_from_window(attributes, content)
+            self._promotions.read_from_window(attributes, content, self._job())
             return Binding(ino, size, content=content)
         if flight.file is None:
             return None
@@ -261,7 +261,7 @@ class Readers:
         if self._fits(size):
             store = store and self._kernel.keeps_pages(ino)
             content = await self._source_files.fetch(attributes, store=store)
-            self._promotions.keep(attributes, content)
+            self._promotions.keep(attributes, content, self._job())
             return Binding(ino, size, content=content)
         is_watched = self._parts.watches(size) and not self._residency.is_wanted(ino)
         promote = None if is_watched else self._promotions.opened(attributes)
@@ -405,8 +405,13 @@ class Readers:
             return
         caller = CALLER.get()
         pid = 0 if caller is None else caller.pid
-        job, latency_s = self._sessions.of(pid), time.perf_counter() - started
+        job, latency_s = self._job(), time.perf_counter() - started
         self._count_open(binding.ino, binding.tier, pid, job, latency_s)
+
+    def _job(self) -> int:
+        """The session of the process whose call is answered, 0: unknown."""
+        caller = CALLER.get()
+        return 0 if caller is None else self._sessions.of(caller.pid)
 
     def _count_open(
         self, ino: Ino, tier: int | None, pid: int, job: int, latency_s: float | None = None
@@ -456,18 +461,18 @@ class Readers:
                 self.release(ino)
                 continue
             tier = what
+            job = jobs.get(pid)
+            if job is None:
+                job = jobs[pid] = self._sessions.of(pid)
             if content is not None:
-                self._promotions.keep_fetched(ino, content, since_ns)
+                self._promotions.keep_fetched(ino, content, job, since_ns)
                 self._fast.taken(ino)
                 tier = SOURCE
             elif tier == SOURCE:
-                self._promotions.read_kept(ino)
+                self._promotions.read_kept(ino, job)
             else:
                 self._promotions.accessed(ino, tier)
             if not is_watched:
-                job = jobs.get(pid)
-                if job is None:
-                    job = jobs[pid] = self._sessions.of(pid)
                 self._count_open(ino, tier, pid, job)
 
     def catch_up_all(self) -> None:

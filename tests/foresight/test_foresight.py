@@ -180,6 +180,37 @@ def test_two_jobs_are_recognised_apart_though_their_opens_alternate() -> None:
     ]
 
 
+def test_a_file_is_expected_again_by_another_job_that_has_not_opened_it() -> None:
+    job = Job(is_filled=False)
+    order, other = shuffled(job.files(TRAIN), 1), shuffled(job.files(TRAIN), 2)
+
+    def expected(inos: list[int], by: int = JOB) -> list[bool]:
+        return [job.foresight.is_expected_again(Ino(ino), by) for ino in inos]
+
+    job.open(order[:1])
+    assert not any(expected(order)), "there is no other job"
+    job.open(other[:1], OTHER_JOB)
+    assert all(expected(order)), "nothing else is known of a new job"
+    job.open(order[1:500])
+    job.open(other[1:500], OTHER_JOB)
+    opened = set(other[:500])
+    assert expected(order) == [ino not in opened for ino in order]
+    assert expected(other[:500], by=OTHER_JOB) == [ino not in order[:500] for ino in other[:500]]
+    assert not any(expected(list(job.files(VAL)))), "no job reads these"
+    # The next epoch of the other job.
+    job.open(other[500:], OTHER_JOB)
+    assert all(expected(order))
+    job.open(order[500:600])
+    job.open(other[:10], OTHER_JOB)
+    assert expected(other[:20]) == 10 * [False] + 10 * [True]
+    job.open(4 * list(job.files(VAL)))
+    assert sum(expected(order)) == len(order) - 10
+    job.open(2 * list(job.files(VAL)))
+    assert not any(expected(order)), "the other job has paused"
+    job.foresight.end_jobs(lambda number: number == OTHER_JOB)
+    assert not any(expected(order))
+
+
 def test_opens_by_workers_that_have_ended_belong_to_the_job_that_reads_the_directory() -> None:
     """A loader starts its workers for each epoch, and the last opens are counted after their end.
     With two jobs it is not known which one has opened the files."""

@@ -3,9 +3,12 @@ has not delayed the other, and nothing of it is left."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -163,3 +166,71 @@ def test_many_jobs_that_are_killed_while_they_announce_leave_nothing(
     assert report["bytes"] == 0 and report["entries"] == 0
     epoch(mounted, content, shuffled(names, 3))
     assert anonymous_bytes(mounted.pid) < 150e6
+
+
+# For each line of its input, a seed, it reads all files in that order, or for an empty line the
+# first one only; and prints the digest of their bytes.
+READER = """
+import hashlib, pathlib, random, sys
+paths = sorted(pathlib.Path(sys.argv[1]).iterdir())
+for seed in sys.stdin:
+    order = random.Random(int(seed)).sample(paths, len(paths)) if seed.strip() else paths[:1]
+    content = {path: path.read_bytes() for path in order}
+    read = b"".join(content[path] for path in sorted(content))
+    print(hashlib.sha256(read).hexdigest(), flush=True)
+"""
+
+
+@pytest.mark.promise(265)
+@pytest.mark.modes("relay")
+@pytest.mark.parametrize("window", [True, False])
+def test_jobs_in_different_orders_fetch_once_what_no_tier_has(
+    window: bool, slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    content = {f"d/{n:03}": contents(f"{n}", 3000) for n in range(100)}
+    tree(content)
+    # Slower than the daemon, which would keep nothing for others otherwise.
+    slow.rules("lat open 4")
+    options = [f"foresight.window={str(window).lower()}", "foresight.fill=false"]
+    mounted = monarch.mount(slow.path, tiers={"fast": "40KiB"}, options=options)
+    command = [sys.executable, "-c", READER, str(mounted.path / "d")]
+    pipe = subprocess.PIPE
+    jobs = [
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        for _ in range(2)
+    ]
+
+    def read(*seeds: str) -> tuple[int, int]:
+        """The opens and the bytes at the source while the jobs read."""
+        before = slow.counters()
+        for job, seed in zip(jobs, seeds, strict=True):
+            assert job.stdin is not None
+            print(seed, file=job.stdin, flush=True)
+        names = sorted(content) if seeds[0] else sorted(content)[:1]
+        digest = hashlib.sha256(b"".join(content[name] for name in names)).hexdigest()
+        for job in jobs:
+            assert job.stdout is not None
+            assert job.stdout.readline().strip() == digest
+        settled(mounted)
+        after = slow.counters()
+        return after["open"] - before["open"], after["read_bytes"] - before["read_bytes"]
+
+    try:
+        # Both are known to the daemon then. They may fetch the file once more.
+        read("", "")
+        more, read_bytes = read("1", "2")
+        if window:
+            assert len(content) - 1 <= more <= len(content)
+            assert read_bytes == 3000 * more
+        else:
+            assert more > 1.5 * len(content)
+        missing = len(content) - len(resident(mounted, content))
+        assert missing > len(content) // 2
+        more, read_bytes = read("3", "4")
+        if window:
+            assert more <= missing and read_bytes <= 3000 * missing
+        else:
+            assert more > 1.5 * missing
+    finally:
+        for job in jobs:
+            job.communicate()

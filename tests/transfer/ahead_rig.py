@@ -107,7 +107,8 @@ class ModelThreads(ThreadPool):
 
 @dataclass
 class Listed:
-    """Foresees files in a given order. ``over``: they were foreseen, and will not be read."""
+    """Foresees files in a given order. ``over``: they were foreseen, and will not be read.
+    ``is_shared``: another job reads them, too."""
 
     order: list[Ino]
     coming: dict[Ino, int] = field(default_factory=dict)
@@ -116,6 +117,7 @@ class Listed:
     over: set[Ino] = field(default_factory=set)
     idle: set[Ino] = field(default_factory=set)
     awaited: set[Ino] = field(default_factory=set)
+    is_shared: bool = False
 
     def next(self, most: int) -> list[Ino]:
         self.questions.append(most)
@@ -140,6 +142,9 @@ class Listed:
 
     def is_recognised(self, ino: Ino) -> bool:
         return False
+
+    def is_expected_again(self, ino: Ino, job: int) -> bool:
+        return self.is_shared
 
 
 class CountingSource(Source):

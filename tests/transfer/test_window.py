@@ -212,7 +212,7 @@ async def test_a_file_stays_for_a_second_reader_until_its_room_is_needed(
 ) -> None:
     content = files(20, SIZE)
     rig = rigs(content, capacity=1, window=10 * SIZE)
-    rig.read_side.promotions.is_expected_again = lambda ino: True
+    rig.read_side.promotions.is_expected_again = lambda ino, job: True
     async with rig.running():
         rig.foresee(*content)
         await until(lambda: rig.window.bytes == 10 * SIZE)
@@ -222,6 +222,40 @@ async def test_a_file_stays_for_a_second_reader_until_its_room_is_needed(
         await until(lambda: rig.opens_of("10") == 1)
         assert rig.window.get(rig.ino("0")) is None
         assert rig.window.dropped_files == 0, "it was read"
+
+
+async def test_a_file_that_a_reader_has_fetched_stays_for_another_job(
+    rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = files(20, SIZE)
+    rig = rigs(content, capacity=1, window=10 * SIZE)
+    promotions, rig.foreseen.is_shared = rig.read_side.promotions, True
+    promotions.is_expected_again = rig.foreseen.is_expected_again
+    promotions.stage = rig.ahead.stage
+    # The time that the daemon needs for a file: it is faster than the source.
+    monkeypatch.setattr(ahead, "_FILE_S", 0.0)
+    async with rig.running():
+        for _ in range(2):
+            assert await rig.content(rig.ino("0")) == content["0"]
+        assert rig.opens_of("0") == 1
+        for name in content:
+            assert await rig.content(rig.ino(name)) == content[name]
+            assert rig.window.bytes <= 10 * SIZE
+        # Those read first have left it, and the others have not.
+        for name in reversed(content):
+            assert await rig.content(rig.ino(name)) == content[name]
+        assert [rig.opens_of(name) for name in content] == 10 * [2] + 10 * [1]
+        assert len(rig.window) == 10
+        # The other job has ended.
+        rig.foreseen.is_shared = False
+        await until(lambda: len(rig.window) == 0)
+        assert rig.window.bytes == 0 and rig.window.dropped_files == 0
+        # A source that is faster than the daemon needs none of this.
+        rig.foreseen.is_shared = True
+        monkeypatch.setattr(ahead, "_FILE_S", 1.0)
+        for _ in range(2):
+            assert await rig.content(rig.ino("0")) == content["0"]
+        assert rig.opens_of("0") == 4 and len(rig.window) == 0
 
 
 async def test_with_lru_a_fetch_ahead_evicts_nothing_and_the_open_does(
