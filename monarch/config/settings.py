@@ -374,6 +374,9 @@ class PeerSettings(Section):
     secret_file: AbsolutePath | None = None
     """File with the secret of the job, 16 bytes or more, which only its owner may read. null: the
     environment variable MONARCH_PEERS_SECRET has it."""
+    replicate: Annotated[int, BeforeValidator(_count), Field(ge=1, le=64)] = 1
+    """Nodes that keep each file: with 2 the loss of a node costs no read of the source, and the
+    tiers of all nodes together hold half as many files."""
     engine: AbsolutePath | None = None
     """The program nginx. null: found in PATH."""
     patience: Annotated[Duration, Field(le=10)] = 0.05

@@ -164,6 +164,7 @@ def build_sharing(
         clients,
         largest=settings.limits.inline_max,
         coming_s=_COMING * patience_s,
+        replicas=settings.peers.replicate,
     )
     files = SharedFiles(
         peers, snapshot, names, tiers.residency, hierarchy.records, tiers.controller, readers

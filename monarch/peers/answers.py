@@ -210,10 +210,12 @@ def _listening(path: Path) -> Iterator[trio.SocketListener]:
             # The address of a socket has at most 107 bytes; a path may be longer.
             made.bind(f"/proc/self/fd/{directory}/{path.name}")
             made.listen(_BACKLOG)
-            with trio.socket.from_stdlib_socket(made) as listener:
-                yield trio.SocketListener(listener)
-        with suppress(OSError):
-            os.unlink(path.name, dir_fd=directory)
+            try:
+                with trio.socket.from_stdlib_socket(made) as listener:
+                    yield trio.SocketListener(listener)
+            finally:
+                with suppress(OSError):
+                    os.unlink(path.name, dir_fd=directory)
 
 
 async def _requested(stream: trio.SocketStream) -> Ino | None:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,8 +53,10 @@ class Received:
 class Peers:
     """The other members as this node sees them. ``clients`` are in the order of the members of
     ``ownership``, None for this node. Files of up to ``largest`` bytes are shared. A member may
-    read a file from the source for ``coming_s`` seconds before this node does so, too. All methods
-    may run in any thread; only ``fetch`` waits."""
+    read a file from the source for ``coming_s`` seconds before this node does so, too. The first
+    ``replicas`` members in the order of a file own it: the first one reads the source, and the
+    other owners get the bytes from those before them. All methods may run in any thread; only
+    ``fetch`` waits."""
 
     def __init__(
         self,
@@ -64,7 +66,9 @@ class Peers:
         *,
         largest: int,
         coming_s: float,
+        replicas: int = 1,
     ) -> None:
+        self._replicas = min(replicas, len(clients))
         self._coming_s = coming_s
         self._snapshot = snapshot
         self._ownership = ownership
@@ -92,22 +96,25 @@ class Peers:
     def share(self) -> float:
         """The part of the files that this node owns while all members answer."""
         members = self._ownership.members
-        return members[self._own].weight / sum(member.weight for member in members)
+        total = sum(member.weight for member in members)
+        return min(1.0, self._replicas * members[self._own].weight / total)
 
     def is_shared(self, ino: Ino, size: int) -> bool:
         """Whether a file has an owner: it is in the snapshot, and small."""
         return 1 <= ino <= self._snapshot.entries and 0 < size <= self._largest
 
     def owns(self, ino: Ino) -> bool:
-        """Whether this node owns a file now: all members before it in the order do not answer."""
+        """Whether this node owns a file now: of the members before it in the order, too few answer
+        to own it."""
         if ino in self._taken_over:
             return True
-        now = time.monotonic()
+        now, before = time.monotonic(), 0
         for index in self._order(ino):
             client = self.clients[index]
             if client is None:
                 return True
-            if not client.breaker.is_out(now):
+            before += not client.breaker.is_out(now)
+            if before == self._replicas:
                 return False
         return True
 
@@ -116,7 +123,7 @@ class Peers:
         if not self.is_shared(ino, identity.size):
             return None
         asked = 0
-        for index in self._order(ino):
+        for index in self._asked_for(ino):
             client = self.clients[index]
             if client is None:
                 if asked:
@@ -124,10 +131,10 @@ class Peers:
                 return None
             if asked == _ASKED:
                 return None
-            if not client.breaker.admits(time.monotonic()):
-                continue
             if not asked and not self._may_ask(ino, identity):
                 return None
+            if not client.breaker.admits(time.monotonic()):
+                continue
             asked += 1
             try:
                 content = self._from(client, ino, identity.size)
@@ -145,6 +152,19 @@ class Peers:
                     received.nbytes += len(content)
             return content
         return None
+
+    def _asked_for(self, ino: Ino) -> Iterable[int]:
+        """The members that are asked for a file, one after the other, up to this node. An owner
+        asks only those before it, so that no two members wait for each other. The other nodes begin
+        with different owners."""
+        if self._replicas == 1:
+            return self._order(ino)
+        order = list(self._order(ino))
+        owners, others = order[: self._replicas], order[self._replicas :]
+        if self._own in owners:
+            return owners
+        turn = (ino + self._own) % len(owners)
+        return [*owners[turn:], *owners[:turn], *others]
 
     def _order(self, ino: Ino) -> Iterator[int]:
         """The members in the order in which they own a file."""

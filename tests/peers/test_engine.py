@@ -222,6 +222,49 @@ def test_without_the_token_or_outside_of_the_set_nothing_is_served(tmp_path: Pat
     with_node(tmp_path, check)
 
 
+@pytest.mark.promise(273)
+def test_requests_of_any_form_to_the_daemon_end_their_connection_only(tmp_path: Path) -> None:
+    right = f"GET /{SET}/d/{SMALL} HTTP/1.1\r\n\r\n".encode()
+    odd = [
+        b"",
+        b"\r\n\r\n",
+        right[:-2],
+        b"POST" + right[3:],
+        right.replace(b"/d/", b"/../"),
+        right.replace(b"/d/3", b"/d/" + b"9" * 5000),
+        right.replace(b"/d/3", b"/d/\xd9\xa3"),
+        bytes(range(256)) * 4 + b"\r\n\r\n",
+        b"x" * 1_000_000,
+    ]
+
+    async def ask(path: Path, request: bytes) -> bytes:
+        stream = await trio.open_unix_socket(path)
+        async with stream:
+            with suppress(trio.BrokenResourceError):
+                await stream.send_all(request)
+                await stream.send_eof()
+            with suppress(trio.BrokenResourceError):
+                return bytes(await stream.receive_some(4096))
+        return b""
+
+    async def main() -> None:
+        files, path = Files(tmp_path), tmp_path / "peers" / SOCKET
+        files.may_arrive.set()
+        answers = Answers(path, files, patience_s=20.0, most_held=8_000_000)
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(answers.run)
+                while not path.exists():
+                    await trio.sleep(0.01)
+                for request in odd:
+                    assert await ask(path, request) == b"", request[:80]
+                assert (await ask(path, right)).startswith(b"HTTP/1.1 200 ")
+                nursery.cancel_scope.cancel()
+        assert not path.exists()
+
+    trio.run(main)
+
+
 def test_a_member_with_another_secret_is_refused_and_says_so(tmp_path: Path) -> None:
     async def check(node: Node) -> None:
         for client, kind in (

@@ -126,6 +126,24 @@ def test_nodes_with_another_snapshot_or_another_secret_share_nothing(
             assert secret not in node.log_text, number
 
 
+@pytest.mark.promise(277)
+def test_with_two_replicas_a_dead_node_costs_no_read_of_the_source(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree(CONTENT)
+    with lab(tmp_path, tmp_path / "source", 3) as made:
+        for number in (1, 2, 3):
+            made.mount(number, "peers.replicate=2")
+        made.read_all(CONTENT)
+        assert made.opens_at_the_source() == len(CONTENT)
+        kept = [set(resident(node, CONTENT)) for node in made.nodes.values()]
+        assert sum(map(len, kept)) == 2 * len(CONTENT)
+        made.nodes[3].kill()
+        before = made.opens_at_the_source()
+        made.read_all(CONTENT, (1, 2))
+        assert made.opens_at_the_source() == before
+
+
 @pytest.mark.promise(276)
 def test_one_node_alone_opens_no_port(tmp_path: Path, tree: Tree) -> None:
     tree(CONTENT)

@@ -53,14 +53,16 @@ RIGHT = Answer(200, BYTES, digest_of(BYTES))
 COMING, NOT_KEPT = Answer(202, b"", None), Answer(404, b"", None)
 
 
-def peers_of(*members: FakeMember | None, coming_s: float = 60.0) -> Peers:
+def peers_of(*members: FakeMember | None, coming_s: float = 60.0, replicas: int = 1) -> Peers:
     known = SimpleNamespace(
         entries=FILES, attributes=lambda ino: SimpleNamespace(identity=identity(ino))
     )
     ownership = Ownership([Member(f"node{number}") for number in range(len(members))])
     clients = cast(Sequence[PeerClient | None], members)
     snapshot = cast(Snapshot, known)
-    return Peers(snapshot, ownership, clients, largest=LARGEST, coming_s=coming_s)
+    return Peers(
+        snapshot, ownership, clients, largest=LARGEST, coming_s=coming_s, replicas=replicas
+    )
 
 
 def first(peers: Peers, *order: int) -> Ino:
@@ -264,3 +266,33 @@ def test_a_bug_in_a_request_to_another_node_leads_to_the_source(
         shared.close()
     assert fetched.data == BYTES
     assert "the source is read instead" in caplog.text
+
+
+@pytest.mark.promise(277)
+def test_a_replica_is_asked_for_by_its_owner_in_the_order_and_by_others_in_turn() -> None:
+    one, two, three = (FakeMember(RIGHT) for _ in range(3))
+    peers = peers_of(None, one, two, three, replicas=2)
+    assert peers.share == 0.5
+    mine = first(peers, 0)
+    assert peers.owns(mine) and peers.fetch(mine, identity(mine)) is None
+    # This node is the second owner: it gets the bytes from the first, and keeps them.
+    second = first(peers, 1, 0)
+    assert peers.owns(second)
+    assert peers.fetch(second, identity(second)) == BYTES
+    assert [len(member.asked) for member in (one, two, three)] == [1, 0, 0]
+    third = first(peers, 1, 2, 0)
+    assert not peers.owns(third)
+    two.breaker.is_out = lambda now: True  # type: ignore[method-assign]
+    assert peers.owns(third), "an owner does not answer"
+    asked = {
+        next(iter(peers._asked_for(Ino(ino))))
+        for ino in range(1, FILES + 1)
+        if peers._ownership.order(ino)[:2] == [2, 3]
+    }
+    assert asked == {2, 3}, "the load of a file is on both of its owners"
+
+
+def test_more_replicas_than_members_are_one_on_each() -> None:
+    peers = peers_of(None, FakeMember(RIGHT), replicas=64)
+    assert peers.share == 1.0
+    assert all(peers.owns(Ino(ino)) for ino in range(1, FILES + 1))
