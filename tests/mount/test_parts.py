@@ -316,3 +316,36 @@ def test_the_client_of_the_source_reads_nothing_ahead_that_the_tier_has(
     # The two before them, in order, so that the client of the source begins to read ahead.
     before = range(block + 8 * GRANULE, block + 10 * GRANULE, 4096)
     assert read_from(before) == 2 * GRANULE
+
+
+@pytest.mark.promise(248)
+@pytest.mark.modes("relay")
+def test_random_readers_of_one_file_make_no_more_calls_at_once_than_allowed(
+    slow: SlowSource, monarch: MonarchCommand, source: Path
+) -> None:
+    put_big(source)
+    options = [*OPTIONS, "limits.source_concurrency=2"]
+    mounted = monarch.mount(slow.path, tiers=TIER, options=options)
+    read_and_release(mounted, [FROM])
+    slow.rules("hang read /big")
+    right: list[int] = []
+
+    def read(place: int) -> None:
+        read_at(mounted.path / "big", [place])
+        right.append(place)
+
+    places = range(FROM + MIB, SIZE - MIB, 2 * MIB)
+    threads = [threading.Thread(target=read, args=[place]) for place in places]
+    try:
+        for thread in threads:
+            thread.start()
+        wait_until(
+            lambda: account(mounted)["requests"]["waiting"] == len(places), "all readers wait"
+        )
+        wait_until(lambda: slow.counters()["hanging"] >= 2, "the limit is used")
+        assert slow.counters()["hanging"] == 2
+    finally:
+        slow.rules()
+        for thread in threads:
+            thread.join()
+    assert sorted(right) == list(places)
