@@ -450,8 +450,8 @@ def test_a_busy_mount_is_refused_and_after_a_lazy_unmount_all_is_drained_at_the_
     assert (source / "ckpt/a").read_bytes() == b"before and after"
 
 
-# With "open: none" the process that sets the watches for opens may still wait for the stopped daemon,
-# and the mount is busy.
+# With "open: none" the process that sets the watches for opens may still wait for the stopped
+# daemon, and the mount is busy.
 @pytest.mark.modes("relay")
 def test_a_mount_that_is_read_only_is_asked_for_nothing(
     monarch: MonarchCommand, tree: Tree, run: Run
