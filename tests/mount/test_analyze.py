@@ -214,7 +214,8 @@ def test_the_job_and_its_limits_end_with_a_killed_analysis(
     try:
         wait_until(lambda: len(measured(mounted)) == 1, "the job is measured")
         (session,) = (each["session"] for each in measured(mounted))
-        assert session in _processes(monarch)
+        # The environment of a process cannot be read while it starts its program.
+        wait_until(lambda: session in _processes(monarch), "the job runs")
         analysis.send_signal(signal.SIGKILL)
         wait_until(lambda: measured(mounted) == [], "the limits have ended")
         wait_until(lambda: session not in _processes(monarch), "the job has ended")
