@@ -2,9 +2,10 @@
 place, and the duration of an epoch.
 
 Each epoch is a new random order of all files, of which each node reads an equal part. The owner of
-a file (peers/ownership.py) keeps it if the rule of ``no_evict`` admits it among the files of that
-node (placement/policy.py). In the first epoch the owner fetches such a file from the source, and
-gives it to the reader. A file that no owner keeps is read from the source by its reader.
+a file (peers/ownership.py) keeps it if the rule of ``no_evict`` admits it, for a node that has an
+equal part of the bytes in each bucket (placement/policy.py), and if there is room. In the first
+epoch the owner fetches such a file from the source, and gives it to the reader. A file that no
+owner keeps is read from the source by its reader.
 
 Time is virtual. A node reads up to ``Rates.ahead`` files in advance. While all nodes read so many
 files, the slowest resource takes the time of its bytes: the source, or the network, tier or job of
@@ -24,7 +25,7 @@ from monarch.analysis.formulas import partitioned
 from monarch.analysis.replay import Files, Order
 from monarch.peers.ownership import Member, Ownership
 from monarch.placement.policy import assign
-from monarch.posix.buckets import buckets
+from monarch.posix.buckets import BUCKETS, buckets
 
 _TIER = range(1, 2)
 
@@ -161,10 +162,11 @@ class _Nodes:
         self._ownership = Ownership(members, seed)
         self._owners = self._ownership.owners(files.keys).astype(np.int64)
         self._room = [capacity] * len(members)
+        self._is_admitted = _admitted(files, capacity, 1 / len(members))
         self._is_kept = np.zeros(len(files), bool)
         self._is_resident = np.zeros(len(files), bool)
         self.live = list(range(len(members)))
-        self._admit(np.arange(len(files)))
+        self._keep(np.arange(len(files)))
 
     def fail(self, count: int) -> None:
         """``count`` nodes fail, with their copies. Their files get the next owners, which keep them
@@ -174,16 +176,17 @@ class _Nodes:
         without = set(range(self._count)) - set(self.live)
         self._owners[moved] = self._ownership.owners(self._files.keys[moved], without=without)
         self._is_kept[moved] = self._is_resident[moved] = False
-        self._admit(moved)
+        self._keep(moved)
 
-    def _admit(self, indices: npt.NDArray[np.int64]) -> None:
-        """Decides which of these files their owners keep: each fills its room by ``assign``."""
-        by_owner = indices[np.argsort(self._owners[indices], kind="stable")]
+    def _keep(self, indices: npt.NDArray[np.int64]) -> None:
+        """Decides which of these files their owners keep: those admitted, while there is room."""
+        admitted = indices[self._is_admitted[indices]]
+        by_owner = admitted[np.argsort(self._owners[admitted], kind="stable")]
         owners, starts = np.unique(self._owners[by_owner], return_index=True)
-        for owner, own in zip(owners.tolist(), np.split(by_owner, starts[1:]), strict=True):
-            chosen = own[_admitted(self._files.chosen(own), self._room[owner])]
-            self._is_kept[chosen] = True
-            self._room[owner] -= int(self._files.sizes[chosen].sum())
+        for owner, own in zip(owners.tolist(), np.split(by_owner, starts[1:]), strict=False):
+            kept = own[_filling(self._files.sizes[own], self._room[owner])]
+            self._is_kept[kept] = True
+            self._room[owner] -= int(self._files.sizes[kept].sum())
 
     def read(self, order: Order) -> _Part:
         """The nodes read the files of ``order`` in turn."""
@@ -231,14 +234,27 @@ class _Nodes:
         )
 
 
-def _admitted(files: Files, room: int) -> npt.NDArray[np.bool_]:
-    """Which files of a node ``no_evict`` admits into ``room`` bytes. Buckets without files are left
-    out: they do not change the result."""
-    if files.bytes <= room:
+def _admitted(files: Files, capacity: int, part: float) -> npt.NDArray[np.bool_]:
+    """Which files ``no_evict`` admits on a node that owns ``part`` of the files: as the mount of a
+    member does, from the same part of the bytes in each bucket."""
+    numbers = buckets(files.keys)
+    curve = (np.bincount(numbers, files.sizes, minlength=BUCKETS) * part).astype(np.uint64)
+    if int(curve.sum()) <= capacity:
         return np.ones(len(files), bool)
-    used, places = np.unique(buckets(files.keys), return_inverse=True)
-    curve = np.bincount(places, files.sizes, minlength=len(used)).astype(np.uint64)
-    table = assign({_TIER: curve}, [room])[_TIER]
-    is_admitted: npt.NDArray[np.bool_] = np.frombuffer(table, np.uint8)[places] > 0
+    table = assign({_TIER: curve}, [capacity])[_TIER]
+    is_admitted: npt.NDArray[np.bool_] = np.frombuffer(table, np.uint8)[numbers] > 0
     is_admitted[files.sizes == 0] = True
     return is_admitted
+
+
+def _filling(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.bool_]:
+    """Which files fill a room in their order: each one that still fits."""
+    is_kept = np.zeros(len(sizes), bool)
+    rest = np.flatnonzero(sizes <= room)
+    while len(rest):
+        count = np.searchsorted(np.cumsum(sizes[rest]), room, side="right")
+        is_kept[rest[:count]] = True
+        room -= int(sizes[rest[:count]].sum())
+        rest = rest[count:]
+        rest = rest[sizes[rest] <= room]
+    return is_kept
