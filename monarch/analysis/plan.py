@@ -29,7 +29,8 @@ class Plan(Report):
     """``share`` of the files may be read from tiers, and the source gives at most
     ``source_limit`` bytes/s (0: no limit). ``iterations`` batches are measured, after ``warmup``
     others. ``report`` is the path of the report. ``alive`` is the descriptor of a pipe that ends
-    with the command that analyses, -1 if there is none."""
+    with the command that analyses, -1 if there is none, and ``alive_ino`` its inode number: where
+    the descriptor was not inherited, another file may have its number."""
 
     phase: Phase
     mountpoint: str
@@ -39,6 +40,7 @@ class Plan(Report):
     iterations: int = 100
     warmup: int = 5
     alive: int = -1
+    alive_ino: int = 0
 
 
 @dataclass(frozen=True, slots=True)

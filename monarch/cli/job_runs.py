@@ -89,6 +89,7 @@ class JobRuns:
                 iterations=self._iterations,
                 warmup=self._warmup,
                 alive=inherited,
+                alive_ino=os.fstat(inherited).st_ino,
             )
             environment = {**os.environ, VARIABLE: encode(plan), PHASE_VARIABLE: phase}
             with log.open("wb") as output:

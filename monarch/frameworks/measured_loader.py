@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -100,7 +101,7 @@ class MeasuredLoader:
         if self._limits is None:
             self._limits = JobLimits(self._plan.mountpoint)
             self._limits.limit(self._plan.share, self._plan.source_limit)
-            if self._plan.alive >= 0:
+            if _is_inherited(self._plan):
                 args = self._plan.alive, self._limits
                 threading.Thread(target=_end_with, args=args, daemon=True).start()
         return self._limits
@@ -218,13 +219,22 @@ def _write(path: Path, text: str) -> None:
     part.rename(path)
 
 
+def _is_inherited(plan: Plan) -> bool:
+    """Whether this process has the pipe of the command that analyses it."""
+    try:
+        found = os.fstat(plan.alive)
+    except OSError:
+        return False
+    return stat.S_ISFIFO(found.st_mode) and found.st_ino == plan.alive_ino
+
+
 def _end_with(alive: int, limits: JobLimits) -> None:
     """Ends this process when the command that analyses it has ended: its pipe ends then."""
     try:
         while os.read(alive, 1):
             pass
     except OSError:
-        # The script has closed the descriptor, or runs where it was not inherited.
+        # The script has closed the descriptor.
         return
     limits.limit(1.0, 0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -267,7 +267,7 @@ def test_a_directory_that_is_no_mount_is_named(tmp_path: Path) -> None:
 @pytest.mark.promise(293)
 def test_a_process_ends_with_the_command_that_analyses_it(tmp_path: Path) -> None:
     inherited, kept = os.pipe()
-    planned = plan(tmp_path, "real", alive=inherited)
+    planned = plan(tmp_path, "real", alive=inherited, alive_ino=os.fstat(inherited).st_ino)
     program = (
         "import monarch, time; from monarch.frameworks import measured_loader as module;"
         "from tests.frameworks.test_watch import FakeLimits; module.JobLimits = FakeLimits;"
@@ -281,10 +281,28 @@ def test_a_process_ends_with_the_command_that_analyses_it(tmp_path: Path) -> Non
         env={**os.environ, VARIABLE: encode(planned), "PYTHONPATH": os.getcwd()},
     ) as job:
         os.close(inherited)
-        assert job.stdout is not None and job.stdout.readline() == "1\n"
-        assert job.poll() is None
-        os.close(kept)
-        assert job.wait(20) < 0
+        try:
+            assert job.stdout is not None and job.stdout.readline() == "1\n"
+            assert job.poll() is None
+            os.close(kept)
+            assert job.wait(20) < 0
+        finally:
+            job.kill()
+
+
+def test_a_descriptor_that_was_not_inherited_is_left_alone(
+    tmp_path: Path, limits: type[FakeLimits]
+) -> None:
+    """As in a task of srun: another file has the number."""
+    other, into = os.pipe()
+    try:
+        os.write(into, b"x")
+        os.close(into)
+        for descriptor in (other, 1 << 20):
+            measure(Loader(BATCHES), plan(tmp_path, "real", alive=descriptor, alive_ino=1))
+        assert os.read(other, 2) == b"x"
+    finally:
+        os.close(other)
 
 
 @pytest.mark.frameworks
