@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from monarch.frameworks.job_limits import JobLimits
-from tests.conftest import MonarchCommand, Mounted, Tree, contents, processes
+from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.equipment.processes import is_running
 from tests.equipment.waiting import wait_until
 from tests.mount.command import needs_fuse, needs_root, one_line
 from tests.mount.measured_job import LIMITED, TRAINED
@@ -202,30 +203,28 @@ def test_the_job_and_its_limits_end_with_a_killed_analysis(
     monarch: MonarchCommand, mounted: Mounted
 ) -> None:
     command = [sys.executable, "-c", TRAINED, str(mounted.path), "1", "0", "600"]
-    analysis = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "monarch", "analyze", "run", "--mount", str(mounted.path)),
-            *("--out", _out(monarch), "--", *command),
-        ],
-        env={**monarch.environment(), "TMPDIR": str(monarch.directory)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    errors = monarch.directory / "errors"
+    with errors.open("wb") as file:
+        analysis = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "monarch", "analyze", "run", "--mount", str(mounted.path)),
+                *("--out", _out(monarch), "--", *command),
+            ],
+            env={**monarch.environment(), "TMPDIR": str(monarch.directory)},
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+        )
     try:
         wait_until(lambda: len(measured(mounted)) == 1, "the job is measured")
         (session,) = (each["session"] for each in measured(mounted))
-        # The environment of a process cannot be read while it starts its program.
-        wait_until(lambda: session in _processes(monarch), "the job runs")
+        # The job trains on its first batch for ten minutes.
+        assert is_running(session), errors.read_text()
         analysis.send_signal(signal.SIGKILL)
         wait_until(lambda: measured(mounted) == [], "the limits have ended")
-        wait_until(lambda: session not in _processes(monarch), "the job has ended")
+        wait_until(lambda: not is_running(session), "the job has ended")
     finally:
         analysis.kill()
         analysis.wait()
-
-
-def _processes(monarch: MonarchCommand) -> dict[int, str]:
-    return processes("MONARCH_TEST_CASE", monarch.case)
 
 
 @pytest.mark.modes("relay")
