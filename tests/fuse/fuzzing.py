@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import time
+from array import array
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -162,7 +163,7 @@ class Fuzz:
         ino = dice.choice(self._files)
         name = os.fsdecode(made.snapshot.name(ino))
         resident = made.residency.tier_of(ino) != 0
-        match dice.randrange(12):
+        match dice.randrange(13):
             case 0 if resident:
                 made.evict(ino)
             case 1 if resident:
@@ -197,6 +198,11 @@ class Fuzz:
                 call = dice.choice((made.datapath.name_given, made.datapath.name_taken))
                 call(parent, bytes(dice.randrange(300)))
                 made.datapath.forget_attributes(parent)
+            case 11:
+                node = dice.choice((ino, 0, 2**40, 2**64 - 1))
+                begin, size = (dice.choice((0, 1, _SIZE, 2**63, 2**64 - 1)) for _ in range(2))
+                made.datapath.keep(array("Q", [node, begin, size]), bytes(_SIZE))
+                made.datapath.unkeep(dice.choice(self._files))
             case _:
                 made.datapath.state()
 
