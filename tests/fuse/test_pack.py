@@ -152,6 +152,14 @@ def test_bytes_that_python_gives_are_served_until_it_takes_them_back(made: Rig) 
     assert is_passed_on(made, ino)
 
 
+def test_bytes_that_python_gives_leave_room_for_those_that_are_fetched(made: Rig) -> None:
+    lend(made)
+    large, size = made.ino(name_of(SIZES[-1])), SIZES[-2]
+    # As many as the datapath may hold of those that it fetches itself.
+    assert made.datapath.keep(array("Q", [large, 0, 4 * SIZES[-1]]), bytes(4 * SIZES[-1])) != [None]
+    assert read(made, made.ino(name_of(size)), size) == contents(name_of(size), size)
+
+
 def test_a_file_that_is_open_keeps_the_bytes_that_python_takes_back(with_opens: Rig) -> None:
     made = with_opens
     ino = made.ino(name_of(5000))

@@ -227,7 +227,8 @@ struct datapath {
     struct tally (*tallies)[MAX_TIERS];                /* SHARDS arrays, atomic */
     uint64_t source_opens, source_reads, source_bytes; /* atomic */
     uint64_t source_waited_ns;                         /* of completed calls; atomic */
-    int64_t held;                                      /* atomic */
+    int64_t held;                                      /* bytes that were fetched; atomic */
+    int64_t kept;                                      /* bytes that Python has given; atomic */
     int64_t timed_out; /* callers that got a timeout of the source; atomic */
 
     struct event *events;

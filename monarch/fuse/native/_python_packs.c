@@ -93,7 +93,7 @@ PyObject *datapath_keep(Datapath *self, PyObject *args) {
         uint64_t ino = files[i][0], begin = files[i][1], size = files[i][2];
         bool known = ino >= 1 && ino <= dp->names.entries && begin <= (uint64_t)data.len &&
                      size <= (uint64_t)data.len - begin;
-        struct content *content = known ? content_new(size, &dp->held) : NULL;
+        struct content *content = known ? content_new(size, &dp->kept) : NULL;
         if (!content)
             continue;
         memcpy(content->bytes, (const uint8_t *)data.buf + begin, size);
