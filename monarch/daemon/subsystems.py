@@ -326,6 +326,7 @@ def build_transfer(
             reader,
             tiers.foresight.announced,
         )
+        chunks.looks_ahead = _foresight(settings).announced
     return Transfer(monitor, engine, reader, source_calls, source_load, doubts, changed, chunks)
 
 

@@ -102,6 +102,8 @@ class ChunkReads:
         # Is called with each file that was fetched ahead, and its size.
         self.fetched: Callable[[Ino, int], None] = _ignore
         self._engine.backlog = self._files_left
+        # Whether the chunks of announced orders are read ahead of their readers.
+        self.looks_ahead = True
 
     async def run(self) -> None:
         """Reads what ``open``, ``ahead`` and ``warm`` begin, until cancelled."""
@@ -180,8 +182,8 @@ class ChunkReads:
     def _look_ahead(self) -> None:
         """Begins to read the chunks that announced orders need next, beyond the files that are
         foreseen one by one."""
-        now = trio.current_time()
-        if not self._uses.has_orders or len(self._jobs) > _AHEAD or now < self._looked_s + _LOOK_S:
+        now, is_on = trio.current_time(), self.looks_ahead and self._uses.has_orders
+        if not is_on or len(self._jobs) > _AHEAD or now < self._looked_s + _LOOK_S:
             return
         self._looked_s = now
         for entries in self._uses.following(_LOOK_FILES):
@@ -301,11 +303,10 @@ class ChunkReads:
         """Whether there is memory for one more piece. That for the window was promised."""
         if not job.plan.is_copied or not job.left:
             return True
-        size = max(PIECE_BYTES, job.left[0].size)
-        if job.is_ahead:
-            return self._engine.may_fetch(size)
-        buffer = self._reader.buffer
-        return buffer.has_room(size) or not buffer.used
+        size, buffer = max(PIECE_BYTES, job.left[0].size), self._reader.buffer
+        # What is read ahead leaves half of the buffer to readers.
+        most = buffer.most // 2 if job.is_ahead else buffer.most
+        return buffer.used + size <= most or not buffer.used
 
     def _end_job(self, job: Job) -> None:
         """Ends a job without a piece that is being read, and without files for one."""
@@ -343,7 +344,8 @@ class ChunkReads:
                 self._depth.idle()
             self._end_job(job)
             self._woken.set()
-            self._begin_pieces()
+        # Not at the end of the mount, where each would be given up.
+        self._begin_pieces()
 
     def _fail(self, job: Job) -> None:
         """Leaves the rest of a chunk to its readers."""

@@ -313,6 +313,44 @@ async def test_a_piece_is_read_when_there_is_memory_for_it(
     assert rig.source.nbytes <= 1.5 * LARGE_FILES * LARGE_SIZE
 
 
+@pytest.mark.usefixtures("small_pieces")
+async def test_the_end_of_a_mount_begins_no_further_piece(
+    large_pack: Path, rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut, pieces = chunk_jobs.Pieces.cut, 0
+
+    def counted(self: chunk_jobs.Pieces, job: chunk_jobs.Job) -> chunk_jobs.Piece | None:
+        nonlocal pieces
+        pieces += 1
+        return cut(self, job)
+
+    monkeypatch.setattr(chunk_jobs.Pieces, "cut", counted)
+    rig = rigs(large_pack, model=Latency(5.0))
+    first = [chunk[0] for chunk in rig.by_chunk()]
+    async with rig.running() as nursery:
+        for ino in first:
+            nursery.start_soon(rig.content, ino)
+        # Each of these files alone, and two pieces of one chunk.
+        await until(lambda: sum(rig.source.reads.values()) == LARGE_CHUNKS + 2)
+    assert pieces == 2
+
+
+async def test_no_chunk_is_read_without_a_reader_where_that_is_switched_off(
+    rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foresight, "_LEAD", 0)
+    rig = rigs(in_tier=1.0, window=5 * CHUNK_BYTES)
+    assert rig.chunks is not None
+    rig.chunks.looks_ahead = False
+    order = in_groups(rig, 2)
+    async with rig.running():
+        rig.announce(order)
+        await trio.sleep(60)
+        assert not rig.source.reads
+        await read(rig, order[:1])
+        await until(lambda: rig.residency.resident_files(1) == FILES // CHUNKS)
+
+
 @pytest.mark.parametrize("in_tier", [1.0, 0.0])
 async def test_the_chunks_of_an_announced_order_are_read_without_a_reader(
     rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch, in_tier: float
