@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     _foresight(subject("foresight", "epoch 1 with files that are fetched ahead", 3264, 640, 3))
     _hang(subject("hang", "readers of copies while the source hangs", 2000, 500, 3))
     search = "jobs of one node with the same images, with and without a staging area"
-    _hpsearch(subject("hpsearch", search, 1536, 256, 3))
+    _hpsearch(subject("hpsearch", search, 3072, 256, 3))
     month = "a month of fsynced lines and checkpoints"
     _month(subject("month", month, 2_600_000, 20_000, 1, "--lines"))
     _packs(subject("packs", "packs and data sets in large files over a slow source", 20_000, 0, 3))

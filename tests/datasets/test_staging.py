@@ -10,12 +10,12 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.datasets.brokers import brokers, kill_brokers
 from tests.datasets.staging_job import SIZE
 from tests.equipment.waiting import wait_until
 
@@ -83,22 +83,10 @@ class Jobs:
         return Counter(tuple(line) for name in names for line in self.lines(name, "P"))
 
     def brokers(self) -> list[int]:
-        """The processes that have the directory of the area in their command, beside the jobs."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError):
-                command = (entry / "cmdline").read_bytes().split(b"\0")
-                if os.fsencode(self.directory) in command:
-                    found.append(int(entry.name))
-        return found
+        return brokers(self.directory)
 
     def kill_brokers(self) -> None:
-        """The jobs may start another one meanwhile."""
-        killed = set(self.brokers())
-        for pid in killed:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not killed & set(self.brokers()), "the broker ends")
+        kill_brokers(self.directory)
 
     def close(self) -> None:
         for process in self.processes.values():

@@ -20,6 +20,7 @@ from monarch.datasets.staging import StagingArea, StagingWarning
 from monarch.datasets.staging_batch import Views
 from monarch.datasets.staging_members import Membership, living_members
 from monarch.errors import MonarchError
+from tests.datasets.brokers import brokers, kill_brokers
 from tests.equipment.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -57,18 +58,7 @@ def log(tmp_path: Path) -> Log:
 def directory(tmp_path: Path) -> Iterator[Path]:
     """The directory of an area, whose broker is killed at the end."""
     yield tmp_path / "area"
-    for pid in brokers(tmp_path / "area"):
-        kill_process(pid)
-
-
-def brokers(directory: Path) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            command = (entry / "cmdline").read_bytes().split(b"\0")
-            if os.fsencode(directory) in command and b"-I" in command:
-                found.append(int(entry.name))
-    return found
+    kill_brokers(tmp_path / "area")
 
 
 def kill_process(pid: int) -> None:
@@ -150,12 +140,12 @@ def test_a_worker_that_is_killed_is_replaced_and_its_batch_is_prepared_again(
 
 def test_workers_that_always_end_are_reported(directory: Path) -> None:
     def produce(_: int) -> bytes:
-        os.kill(os.getpid(), signal.SIGSEGV)
+        os.kill(os.getpid(), signal.SIGKILL)
         return b""
 
     with (
         area(directory) as made,
-        pytest.raises(MonarchError, match=r"end again and again, the last one by signal 11"),
+        pytest.raises(MonarchError, match=r"end again and again, the last one by signal 9"),
     ):
         next(iter(made.epoch(0, COUNT, produce)))
 
