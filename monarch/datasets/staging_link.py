@@ -54,12 +54,13 @@ class Place:
 
 
 class Link:
-    """``answer`` is the last reply of a broker. Methods raise OSError and MonarchError, Lost if the
-    broker has ended, and Unusable if none answers."""
+    """``answer`` is the last reply of a broker, in a worker at first that of its job. Methods raise
+    OSError and MonarchError, Lost if the broker has ended, and Unusable if none answers any more.
+    """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, answer: Answer | None = None) -> None:
         self.place = place
-        self.answer: Answer | None = None
+        self.answer = answer
         self._terms = Terms(1, 1, 1.0, 0)
         self._connection: socket.socket | None = None
         self._membership = Membership(place.directory, place.name)

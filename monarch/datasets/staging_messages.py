@@ -3,6 +3,7 @@ the seals of the memory that they carry."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -143,16 +144,18 @@ def receive(
 
     A message that is too long keeps ``size`` bytes, one more than a valid request. Further
     descriptors of a message are closed by the kernel. Raises OSError: BlockingIOError without
-    ``wait`` if there is no message.
+    ``wait`` if there is no message, and EMFILE if the process has too many descriptors.
     """
     # socket.recv_fds does not pass flags on, so a program that is started would get descriptors.
     flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
-    message, ancillary, _, _ = connection.recvmsg(size, socket.CMSG_LEN(_DESCRIPTOR.size), flags)
+    room = socket.CMSG_LEN(_DESCRIPTOR.size)
+    message, ancillary, received, _ = connection.recvmsg(size, room, flags)
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            # The kernel leaves an empty list if this process can have no further descriptor.
             for (fd,) in _DESCRIPTOR.iter_unpack(content):
                 return message, fd
+    if received & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, "this process cannot have the descriptor of a batch")
     return message, -1
 
 

@@ -289,7 +289,7 @@ def _run(task: Task, parent: Link, theirs: socket.socket, channel: socket.socket
         _set_up()
         threading.Thread(target=_watch, args=(channel, job), daemon=True).start()
         try:
-            _Loop(task, channel).serve()
+            _Loop(task, Link(task.place, parent.answer), channel).serve()
         except BaseException as error:
             channel.send(_FAILED + _pickled(error, traceback.format_exc()))
         sys.stdout.flush()
@@ -334,21 +334,24 @@ def _pickled(error: BaseException, trace: str) -> bytes:
 class _Loop:
     """Prepares batches for the broker, and those that only the job needs."""
 
-    def __init__(self, task: Task, channel: socket.socket) -> None:
+    def __init__(self, task: Task, link: Link, channel: socket.socket) -> None:
         self._task = task
+        self._link = link
         self._channel = channel
-        self._link = Link(task.place)
         self._has_asked = False
         self._is_retired = False
 
     def serve(self) -> None:
-        try:
-            while not self._is_done():
+        while not self._is_done():
+            try:
                 self._step()
-        except Unusable:
-            # From now on the job works alone, too.
-            while not self._is_retired:
-                self._read_channel()
+            except Unusable:
+                self._link.disconnect()
+                self._has_asked = False
+                if self._is_retired:
+                    return
+                # The job may work alone meanwhile.
+                self._serve_job()
 
     def _is_done(self) -> bool:
         answer = self._link.answer
@@ -367,6 +370,13 @@ class _Loop:
                 self._answer(*received)
         except Lost:
             self._has_asked = False
+
+    def _serve_job(self) -> None:
+        """Prepares what the job asks for, until there is nothing for a second."""
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        while not self._is_retired and poll.poll(_LOOK_MS):
+            self._read_channel()
 
     def _answer(self, answer: Answer, fd: int) -> None:
         if fd >= 0:

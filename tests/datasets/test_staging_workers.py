@@ -3,8 +3,11 @@ a process, and the workers are forked from the test."""
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,9 +20,11 @@ import numpy as np
 import pytest
 
 from monarch.datasets.staging import StagingArea, StagingWarning
-from monarch.datasets.staging_batch import Views
+from monarch.datasets.staging_batch import Views, store
 from monarch.datasets.staging_members import Membership, living_members
+from monarch.datasets.staging_messages import receive
 from monarch.errors import MonarchError
+from monarch.posix.files import closing_fd
 from tests.datasets.brokers import brokers, kill_brokers
 from tests.equipment.waiting import wait_until
 
@@ -233,7 +238,7 @@ def test_a_job_that_works_alone_uses_its_workers(directory: Path, log: Log) -> N
 
 
 @pytest.mark.promise(261)
-def test_workers_go_on_if_the_broker_hangs(
+def test_workers_continue_if_the_broker_hangs(
     directory: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("monarch.datasets.staging_link._LEAST_SILENCE_S", 0.2)
@@ -310,3 +315,37 @@ def test_a_worker_prepares_with_signals_and_threads_of_its_own(directory: Path) 
             assert bytes(next(iter(made.epoch(0, 10, produce)))) == b"1 1"
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.promise(261)
+def test_workers_continue_if_no_broker_can_be_started(
+    directory: Path, log: Log, tmp_path: Path
+) -> None:
+    with area(directory, workers=2) as made:
+        assert list(batches(made, log)) == list(range(COUNT))
+        kill_brokers(directory)
+        directory.rename(tmp_path / "moved")
+        directory.touch()
+        with pytest.warns(StagingWarning, match="mode 0700"):
+            assert list(batches(made, log, 1)) == list(range(COUNT))
+        assert os.getpid() not in log.processes
+        directory.unlink()
+        assert list(batches(made, log, 2)) == list(range(COUNT))
+
+
+def test_a_descriptor_of_a_batch_is_not_inherited_and_its_loss_is_an_error() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, closing_fd(store(b"abc")) as fd:
+        socket.send_fds(ours, [b"x"], [fd])
+        message, received = receive(theirs)
+        with closing_fd(received):
+            assert (message, os.get_inheritable(received)) == (b"x", False)
+        socket.send_fds(ours, [b"x"], [fd])
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            with pytest.raises(OSError) as caught:
+                receive(theirs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert caught.value.errno == errno.EMFILE
