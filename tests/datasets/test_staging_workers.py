@@ -196,7 +196,10 @@ def test_a_worker_ends_with_its_job_in_the_middle_of_a_batch(directory: Path) ->
         worker = int(job.stdout.readline())
         assert is_running(worker)
         job.kill()
-        wait_until(lambda: not is_running(worker), "the worker ends")
+        try:
+            wait_until(lambda: not is_running(worker), "the worker ends")
+        finally:
+            kill_process(worker)
 
 
 def test_an_epoch_that_is_left_ends_its_workers(directory: Path, log: Log) -> None:
