@@ -10,9 +10,12 @@ A granule has 128 KiB. The file of a partial copy consists of
 A granule is written first, then its digest, then its byte of the map. The datapath reads the map
 from the same file (fuse/native/_reading.c), and serves granules that are marked as present.
 
-    0 absent      it was not fetched
-    1 present     its bytes are those of the version
-    2 doubted     it was present in an earlier term: it must be compared with its digest first
+    0x00 absent   it was not fetched
+    0x55 present  its bytes are those of the version
+    0xaa doubted  it was present in an earlier term: it must be compared with its digest first
+
+Any other byte is damage, and its granule absent. The three differ in at least four bits: so a disk
+that flips up to three bits of a byte makes no granule present, which would be read as zeros.
 
 All present granules become doubted when the file is opened in a later term than it was written in,
 or if its seal is broken. The seal is that of whole copies (contents.py). It is set at the last
@@ -50,11 +53,14 @@ from monarch.types import Identity, Ino
 
 # As in fuse/native/_reading.c.
 GRANULE = 128 * KiB
-ABSENT, PRESENT, DOUBTED = 0, 1, 2
+ABSENT, PRESENT, DOUBTED = 0x00, 0x55, 0xAA
+# For ``bytes.translate``: what the bytes of a map mean.
+_STATES = bytes(byte if byte in (PRESENT, DOUBTED) else ABSENT for byte in range(256))
+_DOUBTING = _STATES.replace(bytes([PRESENT]), bytes([DOUBTED]))
 
 _PAGE = 4096
 _DIGEST_BYTES = 16
-_MAGIC = b"monarch parts 1\n"
+_MAGIC = b"monarch parts 2\n"
 # magic, term, size, mtime_ns, ctime_ns, source_ino
 _HEADER = struct.Struct("<16sIQqqQ")
 _CHECK = struct.Struct("<Q")
@@ -177,11 +183,12 @@ class PartialFile:
             if header.identity != identity:
                 raise OSError(errno.ESTALE, "the partial copy is of another version")
             layout = Layout(identity.size)
-            states = bytearray(os.pread(fd, layout.granules, layout.map_at))
+            raw = os.pread(fd, layout.granules, layout.map_at)
             sealed = not tier.seals or os.fstat(fd).st_mtime_ns == seal(ino, identity)
             trusted = sealed and (header.term == term or doubts == "never")
-            if not trusted or doubts == "open":
-                states = states.replace(b"\1", b"\2")
+            is_doubted = not trusted or doubts == "open"
+            states = bytearray(raw.translate(_DOUBTING if is_doubted else _STATES))
+            if states != raw:
                 os.pwrite(fd, states, layout.map_at)
             if header.term != term:
                 os.pwrite(fd, Header(identity, term).packed(), layout.header_at)
@@ -305,7 +312,7 @@ def look_at(directory: int, ino: Ino) -> Found:
     with closing_fd(os.open(part_name(ino), flags, dir_fd=directory)) as fd:
         header = _read_header(fd)
         layout = Layout(header.identity.size)
-        states = os.pread(fd, layout.granules, layout.map_at)
+        states = os.pread(fd, layout.granules, layout.map_at).translate(_STATES)
         held = layout.granules - states.count(ABSENT)
         nbytes = layout.overhead + held * GRANULE
         if states and states[-1] != ABSENT:

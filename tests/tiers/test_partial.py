@@ -127,6 +127,22 @@ def test_a_daemon_that_dies_before_it_compares_leaves_them_doubted(
     assert reopened(term=3).map[0] == DOUBTED
 
 
+@pytest.mark.parametrize("bit", range(8))
+def test_a_flipped_bit_of_the_map_makes_a_granule_absent(
+    tier: Tier, reopened: Opens, bit: int
+) -> None:
+    """Its bytes were not fetched, or cannot be trusted: it would be read as zeros."""
+    part = make(tier, 1)
+    layout = part.layout
+    part.close()
+    change(tier, layout.map_at, bytes([ABSENT ^ 1 << bit, PRESENT ^ 1 << bit]))
+    assert look_at(tier.directory, INO).granules == 0
+    again = reopened(doubts="never")
+    assert list(again.map) == [ABSENT] * COUNT
+    assert os.pread(again.fd, COUNT, layout.map_at) == bytes(COUNT), "C reads the same"
+    assert DOUBTED ^ 1 << bit != PRESENT
+
+
 def test_a_broken_seal_makes_all_granules_doubted(tier: Tier, reopened: Opens) -> None:
     make(tier, 0, 1).close()
     os.utime(path_of(tier))

@@ -71,7 +71,7 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
 }
 
 /* As in tiers/partial.py. */
-enum { GRANULE = 128 << 10, GRANULE_PRESENT = 1 };
+enum { GRANULE = 128 << 10, GRANULE_PRESENT = 0x55 };
 
 /* Answers a read from the partial copy of an open inode, if all its granules are present; false if
  * Python must. The map of the granules follows the data, from a multiple of a granule on. */
