@@ -59,6 +59,10 @@ class RuledFiles:
 
     def next(self, most: int) -> list[Ino]:
         inos = self._foreseen.next(most)
+        return inos + self.pinned(most - len(inos))
+
+    def pinned(self, most: int) -> list[Ino]:
+        inos: list[Ino] = []
         while len(inos) < most and self._waiting:
             ino = self._waiting[0]
             if self._is_large(ino):

@@ -118,6 +118,11 @@ class Listed:
     idle: set[Ino] = field(default_factory=set)
     awaited: set[Ino] = field(default_factory=set)
     is_shared: bool = False
+    must: list[Ino] = field(default_factory=list)
+
+    def pinned(self, most: int) -> list[Ino]:
+        found, self.must = self.must[:most], self.must[most:]
+        return found
 
     def next(self, most: int) -> list[Ino]:
         self.questions.append(most)

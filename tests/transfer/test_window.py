@@ -83,6 +83,29 @@ async def test_nothing_is_fetched_ahead_while_readers_are_faster(
         await until(lambda: len(rig.foreseen.coming) > 100)
 
 
+async def test_a_few_pinned_files_are_fetched_while_readers_are_faster(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    """Readers that never pause must not keep them out for ever."""
+    pinned = files(60, SIZE)
+    content = {**pinned, **{f"other{number}": b"o" * SIZE for number in range(60)}}
+    rig = rigs(content, capacity=200 * SIZE, model=Latency(0.002))
+    async with rig.running():
+        for _ in range(20):
+            rig.load.begin(trio.current_time())
+        rig.load.ended(0.002)
+        rig.foreseen.must = [rig.ino(name) for name in pinned]
+        rig.foresee(*(name for name in content if name not in pinned))
+        for _ in range(10):
+            await trio.sleep(0.05)
+            rig.load.ended(0.002)
+        assert 0 < len(rig.foreseen.coming) < 60, "they come slowly"
+        for _ in range(100):
+            await trio.sleep(0.05)
+            rig.load.ended(0.002)
+        assert set(rig.foreseen.coming) == {rig.ino(name) for name in pinned}
+
+
 async def test_files_are_fetched_ahead_while_fast_readers_pause(
     rigs: Rigs, clock: MockClock
 ) -> None:
