@@ -147,7 +147,9 @@ class Recording:
             return ""
         path = b""
         with suppress(MonarchError):
+            # A file without a name on the mount may have had one.
             path = self._names.path(ino)
+            path = self._names.visible_path(ino)
         return file_line(ino, os.fsdecode(path), self._names.attributes(ino).size)
 
 
