@@ -100,6 +100,7 @@ def umount(
             _last_look(writer, 0.0 if abandon else max(0.0, until - time.monotonic()))
     if record is not None:
         if not lazy:
+            _end_waits(record)
             _wait_for_end(record)
         if not alive(record):
             registry.remove(record.mountpoint)
@@ -147,6 +148,14 @@ def _last_look(record: MountRecord, timeout_s: float) -> None:
         report = drain(record, {}, timeout_s=timeout_s, quiet=True, silence_s=_ANSWER_S)
         if not report.drained:
             call(Path(record.socket), "stop", {"abandon": True}, timeout=_ANSWER_S)
+
+
+def _end_waits(record: MountRecord) -> None:
+    """Has the daemon give up the calls of a source that hangs: their processes have ended."""
+    if alive(record):
+        # It may have ended by now, or end without an answer.
+        with suppress(errors.MonarchError):
+            call(Path(record.socket), "stop", {}, timeout=_ANSWER_S)
 
 
 def _undrained(record: MountRecord | None) -> Inspection | None:

@@ -416,7 +416,7 @@ class Mount:
             self.transfer.source_calls.timed_out_elsewhere(state.timed_out - self._timed_out)
             self._timed_out = state.timed_out
             if state.ended:
-                self.session.stop()
+                self._stop()
                 return
             await trio.sleep(_NOTE_STEP_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -191,6 +192,21 @@ def test_a_source_that_hangs_does_not_keep_the_daemon_from_its_end(
     epoch(again, content)
     assert slow.counters()["open"] == opens
     accounts_agree(again)
+
+
+@pytest.mark.fault("S1")
+def test_umount_does_not_wait_for_a_source_that_hangs(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    tree({"hang": contents("hang", 5000)})
+    # The daemon's Python opens files that are not fetched as a whole.
+    mounted = monarch.mount(slow.path, options=["limits.inline_max=1000"])
+    slow.rules("hang open ^/hang")
+    with subprocess.Popen(["cat", mounted.path / "hang"], stdout=subprocess.DEVNULL) as reader:
+        wait_until(lambda: slow.counters()["hanging"] == 1, "the source was asked")
+        reader.kill()
+    assert monarch("umount", str(mounted.path)).returncode == 0
+    assert ended(mounted.pid)
 
 
 @pytest.mark.fault("S2")
