@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from monarch.writeback.op import Op, above
 
 # Changes of these kinds may create, remove or move a directory.
-_OF_DIRECTORIES = frozenset({"mkdir", "rmdir", "rename"})
+OF_DIRECTORIES = frozenset({"mkdir", "rmdir", "rename"})
 # Making one of these changes again has no effect on entries beneath its path.
 _OF_ITSELF = frozenset({"mkdir", "attr", "xattr"})
 
@@ -73,7 +73,7 @@ class PendingNames:
     def add(self, op: Op) -> None:
         for path in op.names():
             self._add_name(path)
-            if op.kind in _OF_DIRECTORIES:
+            if op.kind in OF_DIRECTORIES:
                 self._directories[path] = self._directories.get(path, 0) + 1
         for watch in self._watches:
             watch.add(op)
@@ -91,7 +91,7 @@ class PendingNames:
     def remove(self, op: Op) -> None:
         for path in op.names():
             self._remove_name(path)
-            if op.kind in _OF_DIRECTORIES:
+            if op.kind in OF_DIRECTORIES:
                 _count_down(self._directories, path)
 
     def _remove_name(self, path: bytes) -> None:
@@ -104,10 +104,14 @@ class PendingNames:
             del self._names[parent]
             path = parent
 
+    def has_directory_of(self, path: bytes) -> bool:
+        """Whether a pending change creates, removes or moves a directory above ``path``."""
+        return any(directory in self._directories for directory in above(path))
+
     @contextmanager
     def watching(self, directory: bytes) -> Iterator[PendingWatch]:
         """Collects the names that are pending in a directory at any time in this block."""
-        moves = any(path in self._directories for path in (directory, *above(directory)))
+        moves = directory in self._directories or self.has_directory_of(directory)
         watch = PendingWatch(directory, None if moves else self._names.get(directory, ()))
         self._watches.append(watch)
         try:
@@ -134,7 +138,7 @@ class PendingWatch:
         for path in op.names():
             if path.startswith(self._start) and path:
                 self._names.add(path[len(self._start) :].partition(b"/")[0])
-            elif op.kind in _OF_DIRECTORIES and path in (self._directory, *above(self._directory)):
+            elif op.kind in OF_DIRECTORIES and path in (self._directory, *above(self._directory)):
                 self._names = None
                 return
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 
@@ -98,8 +99,8 @@ class CopyUp:
             except _NoRoomError:
                 if staged >= 0:
                     raise
-                path = self._names.visible_path(ino)
-                staged = await self._source.stage(path, number, by=(by,), is_new=False)
+                path_now = partial(self._names.visible_path, ino)
+                staged, _ = await self._source.stage(path_now, number, by=(by,), is_new=False)
                 xattrs = await self._copy(ino, staged, empty=empty)
             if staged >= 0:
                 source_ino = await self._files.sync_staged(ino, staged)
@@ -177,8 +178,8 @@ class CopyUp:
         except Refused as error:
             if error.errno not in FULL:
                 raise
-        path = self._names.visible_path(ino)
-        number, fd = await self._files.stage(path, by=by, is_new=False)
+        path_now = partial(self._names.visible_path, ino)
+        number, fd, _ = await self._files.stage(path_now, by=by, is_new=False)
         return number, fd, fd
 
     async def _copy(self, ino: Ino, fd: int, *, empty: bool) -> dict[bytes, bytes]:

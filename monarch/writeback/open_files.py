@@ -14,6 +14,7 @@ import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack
@@ -90,11 +91,13 @@ class WrittenFiles:
                 raise
         return await self._objects.create()
 
-    async def stage(self, path: bytes, *, by: Credentials, is_new: bool) -> tuple[int, int]:
-        """The number and the descriptor of a file that is staged at the source; ``is_new``: for a
-        path without a file there."""
+    async def stage(
+        self, path_now: Callable[[], bytes], *, by: Credentials, is_new: bool
+    ) -> tuple[int, int, bytes]:
+        """The number and the descriptor of a file that is staged at the source, and the path beside
+        which it is. The arguments are those of ``SourceFiles.stage``."""
         number = await self._objects.spares.number()
-        return number, await self._source.stage(path, number, by=(by,), is_new=is_new)
+        return number, *await self._source.stage(path_now, number, by=(by,), is_new=is_new)
 
     def opened(self, node: Node, fd: int, *, created: bool, by: Credentials | None) -> None:
         """Take over the descriptor of an object that is now open for one more user; ``by``: the
@@ -305,8 +308,9 @@ class WrittenFiles:
         if not node.names:
             raise Refused(errno.ENOSPC)
         await self._objects.run(self._opens.fast.unbind, file.ino)
-        path, by = self._names.visible_path(file.ino), tuple(file.writers) or (ROOT,)
-        fd = await self._source.stage(path, file.object, by=by, is_new=not node.source_ino)
+        path_now, by = partial(self._names.visible_path, file.ino), tuple(file.writers) or (ROOT,)
+        number, is_new = file.object, not node.source_ino
+        fd, path = await self._source.stage(path_now, number, by=by, is_new=is_new)
         try:
             size = await self._source.calls.call(file.ino, _copy_all, file.place.fd, fd)
             source_ino = await self.sync_staged(file.ino, fd)

@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from monarch.errors import Refused
@@ -88,15 +89,15 @@ class WriteOperations:
             raise Refused(errno.EEXIST)
         self._gate.require_memory(NAME_BYTES)
         await self._gate.require_room()
-        is_here, source_ino = True, 0
+        is_here, source_ino, beside = True, 0, b""
         try:
             number, fd = await self._files.create()
         except Refused as error:
             if error.errno not in FULL:
                 raise
             is_here = False
-            number, fd = await self._files.stage(path, by=by, is_new=True)
-        beside = b"" if is_here else path
+            path_now = partial(self._names.path_of, parent, name)
+            number, fd, beside = await self._files.stage(path_now, by=by, is_new=True)
         try:
             if not is_here:
                 source_ino = await self._files.sync_staged(parent, fd)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from monarch.posix.credentials import USER_BITS
 from monarch.posix.thread_pool import ThreadPool
 from monarch.types import Identity
-from monarch.writeback.conflicts import PathSet
+from monarch.writeback.conflicts import OF_DIRECTORIES, PathSet
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.journal import Journal, Replay
@@ -186,6 +186,19 @@ class Progress:
                 and not any(entry.seq <= seq and concerns(entry.op) for entry in self._queue.held)
             )
         )
+
+    def last_of_directories(self, path: bytes) -> int:
+        """The sequence number of the last waiting change that creates, removes or moves a directory
+        above ``path``; 0 if there is none."""
+        if not self._queue.pending.has_directory_of(path):
+            return 0
+        directories = set(above(path))
+        concerned = (
+            entry.seq
+            for entry in self._queue.entries()
+            if entry.op.kind in OF_DIRECTORIES and not directories.isdisjoint(entry.op.names())
+        )
+        return max(concerned, default=0)
 
     async def settle_paths(self, paths: Collection[bytes]) -> None:
         """Waits until all changes recorded by now of ``paths``, and of the directories above, are

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from monarch.errors import SourceChanged
 from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
 from monarch.posix.files import closing_fd, status_at
 from monarch.tiers.source import Source, SourceFile, identity_of
@@ -138,12 +139,16 @@ class StagedContents:
             raise
         return part_fd
 
-    def open_staged(self, path: bytes, number: int, source_ino: int) -> SourceFile:
-        """Opens the staged file of an object without bytes in the tier, for reading. ``source_ino``
-        is its inode number, 0 if that is not known. Raises OSError, SourceChanged."""
-        directory, slash, _ = path.rpartition(b"/")
-        part = directory + slash + self._temporaries.part(number, through=True)
-        return self._source.open_known(part, source_ino)
+    def open_staged(self, places: list[bytes], number: int, source_ino: int) -> SourceFile:
+        """Opens the staged file of an object without bytes in the tier, for reading. It is beside
+        one of ``places``. ``source_ino`` is its inode number, 0 if that is not known. Raises
+        OSError, SourceChanged."""
+        part = self._temporaries.part(number, through=True)
+        *others, last = (os.path.join(os.path.dirname(path), part) for path in places)
+        for path in others:
+            with suppress(FileNotFoundError, NotADirectoryError, SourceChanged):
+                return self._source.open_known(path, source_ino)
+        return self._source.open_known(last, source_ino)
 
     def staged_status(self, path: bytes, number: int) -> os.stat_result | None:
         """The status of the staged file of an object without bytes in the tier; None if there is

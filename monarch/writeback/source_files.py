@@ -156,15 +156,40 @@ class SourceFiles:
     _revalidate: Callable[[Ino], Awaitable[None]]
 
     async def stage(
-        self, path: bytes, number: int, *, by: tuple[Credentials, ...], is_new: bool
-    ) -> int:
-        """The descriptor of a staged file, in the place of an object that has no room; ``is_new``:
-        the source has no such file."""
-        op = Op(kind="through", path=path, object=number, through=True, by=by[0], also=by[1:])
-        if not can_act_as_others():
-            op = replace(op, by=None, also=())
-        part = partial(self._staged.open_part, op, make=True, is_new=is_new)
-        return await self.calls.call(ROOT_INO, part)
+        self,
+        path_now: Callable[[], bytes],
+        number: int,
+        *,
+        by: tuple[Credentials, ...],
+        is_new: bool,
+    ) -> tuple[int, bytes]:
+        """The descriptor of a staged file, in the place of an object that has no room, and the path
+        beside which it is. ``path_now`` returns the path of the file on the mount; ``is_new``: the
+        source has no such file.
+
+        The directories above the file get to the source first, with their names and attributes.
+        Raises Refused with the answer of the source to these changes.
+        """
+        while True:
+            path = await self._with_directories(path_now)
+            op = Op(kind="through", path=path, object=number, through=True, by=by[0], also=by[1:])
+            if not can_act_as_others():
+                op = replace(op, by=None, also=())
+            part = partial(self._staged.open_part, op, make=True, is_new=is_new)
+            fd = await self.calls.call(ROOT_INO, part)
+            if not self._drain.progress.last_of_directories(path):
+                return fd, path
+            # A directory was renamed meanwhile, and the source may have made that change already.
+            await self.discard(path, number, fd)
+
+    async def _with_directories(self, path_now: Callable[[], bytes]) -> bytes:
+        """The path of a file, once the source has the directories above it. Raises Refused."""
+        while seq := self._drain.progress.last_of_directories(path := path_now()):
+            try:
+                await self._drain.progress.wait_or_fail(seq)
+            except OSError as error:
+                raise Refused(error.errno or errno.EIO) from error
+        return path
 
     async def discard(self, path: bytes, number: int, fd: int) -> None:
         """Closes and removes a staged file of an object that keeps its bytes."""
@@ -175,10 +200,13 @@ class SourceFiles:
         """Shows the staged files of earlier mounts with the size that they have: a daemon may have
         been killed before it recorded the last writes. May wait for the source."""
         for node in self._names.nodes():
-            beside = self._states.staged_beside(node.object) if node.names else None
-            if beside is None or self._states.is_drained(node.object):
+            number = node.object
+            if not (node.names and self._states.is_write_through(number)):
                 continue
-            status = self._staged.staged_status(beside, node.object)
+            if self._states.is_drained(number):
+                continue
+            found = (self._staged.staged_status(at, number) for at in self._staged_beside(node))
+            status = next(filter(None, found), None)
             if status is not None and status.st_size != node.size:
                 node.set_content(status.st_size, blocks=0, mtime_ns=status.st_mtime_ns)
 
@@ -199,17 +227,23 @@ class SourceFiles:
             raise
         return None
 
+    def _staged_beside(self, node: Node) -> list[bytes]:
+        """The paths beside which a staged file may be: the source makes renames of the directories
+        above it later than the mount. The path beside which it was made is the first."""
+        made_beside = self._states.staged_beside(node.object)
+        assert made_beside is not None
+        paths = self._drain.queue.source_paths(self._names.visible_path(node.ino))
+        return list(dict.fromkeys((made_beside, *paths)))
+
     async def _open_staged(self, node: Node) -> SourceFile | None:
         """A staged file, to read it: the source may lack room for its name. None if it has it."""
         number, source = node.object, self.calls.source
         if self._drain.progress.is_done(self._states.last(number)):
             return None
-        beside = self._states.staged_beside(number)
-        assert beside is not None
-        source_ino = self._states.staged_inos.get(number, 0)
+        places, source_ino = self._staged_beside(node), self._states.staged_inos.get(number, 0)
         with suppress(SourceChanged):
             staged = self._staged.open_staged
-            return await self.calls.call(node.ino, staged, beside, number, source_ino)
+            return await self.calls.call(node.ino, staged, places, number, source_ino)
         # It has a name, which another change is to follow.
         path, source_ino = self._drain.queue.path_of(number), self._states.source_ino(number)
         if path is None or not source_ino:

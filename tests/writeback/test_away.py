@@ -15,6 +15,7 @@ from monarch.errors import Refused, SourceError
 from monarch.writeback import open_files
 from monarch.writeback.objects import Objects
 from monarch.writeback.source_entries import SourceEntries
+from monarch.writeback.source_publishing import Publishing
 from monarch.writeback.source_writer import SourceWriter
 from tests.equipment.virtual_clock import until
 from tests.writeback.remounts import ROOT, Rig, Session
@@ -223,3 +224,47 @@ async def test_a_file_that_cannot_be_made_at_the_source_either_leaves_nothing_th
         await session.drained()
     assert (rig.source / "made").read_bytes() == b"new"
     assert (rig.source / "a").read_bytes() == b"old"
+
+
+@pytest.mark.promise(71, 177)
+async def test_a_file_without_room_waits_for_its_directories(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    with trio.fail_after(PATIENCE_S):
+        async with rig.mount() as session:
+            await session.mkdir(b"tmp")
+            await session.drained()
+            with monkeypatch.context() as patched:
+                patched.setattr(SourceWriter, "carry_out", _full)
+                await session.rename(b"tmp", b"final")
+                await session.mkdir(b"final/below", mode=0o700)
+                with pytest.raises(Refused) as raised:
+                    await session.write(b"final/below/f", b"new")
+                assert raised.value.errno == errno.ENOSPC
+                assert staged(rig) == [] and (rig.source / "tmp").exists()
+            await session.write(b"final/below/f", b"new")
+            await session.drained()
+    assert sorted(name for name in os.listdir(rig.source) if name[0] != ".") == ["a", "d", "final"]
+    assert (rig.source / "final/below/f").read_bytes() == b"new"
+    assert (rig.source / "final/below").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.promise(71)
+async def test_a_file_is_read_where_it_is_staged_though_a_directory_above_it_is_renamed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    with trio.fail_after(PATIENCE_S):
+        async with rig.mount() as session:
+            await session.mkdir(b"tmp")
+            await session.drained()
+            ino = await session.open(b"tmp/f")
+            await session.files.write(ino, 0, b"new")
+            with monkeypatch.context() as patched:
+                patched.setattr(Publishing, "publish", _full)
+                await session.rename(b"tmp", b"final")
+                session.files.release(ino)
+                await until((rig.source / "final").exists)
+                await trio.sleep(30)
+                await require_read(session, b"final/f")
+            await session.drained()
+    assert (rig.source / "final/f").read_bytes() == b"new"
