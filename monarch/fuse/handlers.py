@@ -195,7 +195,7 @@ class Handlers:
 
     async def setattr(self, ino: Ino, by: Credentials, **wanted: int | None) -> Attributes:
         if wanted.get("size") is not None:
-            self._filesystem.require_unread(ino)
+            await self._filesystem.require_unread(ino)
         return await self.writing.attributes.change(ino, by=by, **wanted)
 
     async def release(self, ino: Ino) -> None:

@@ -148,6 +148,11 @@ class Bindings:
         """Whether the kernel itself reads a copy that a process has open."""
         return self._fast is not None and self._fast.is_passed(ino)
 
+    async def settled(self, ino: Ino) -> None:
+        """Waits while an inode is being bound."""
+        while (begun := self._opening.get(ino)) is not None:
+            await begun.wait()
+
     def begin(self, ino: Ino) -> trio.Event | None:
         """Called to bind an inode that is not bound. If another open is binding it, returns an
         event that is set when this has ended; otherwise the caller must ``settle``."""

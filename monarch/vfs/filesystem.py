@@ -73,6 +73,9 @@ class FileSystem:
         errno if the file has to come from there and does not, ESTALE if it changes all the time;
         Refused if it cannot be written.
         """
+        if self.writing is not None:
+            # The places of its readers and of its writers are decided one after the other.
+            await self.writing.copies.settled(ino)
         if self.names.is_forgotten(ino):
             # The caller looks the name up again: another file may have it.
             raise Refused(errno.ESTALE)
@@ -86,16 +89,20 @@ class FileSystem:
     ) -> bool:
         if self.writing is None:
             raise Refused(errno.EROFS)
-        is_to_write = bool(flags & (os.O_ACCMODE | os.O_TRUNC))
-        if is_to_write or self.bindings.is_read_by_kernel(ino):
-            self.require_unread(ino)
+        if flags & (os.O_ACCMODE | os.O_TRUNC):
+            await self.require_unread(ino)
+        elif self.bindings.is_read_by_kernel(ino):
+            # The file got an object after the kernel began to read a copy of it. The kernel reads
+            # an inode from one file only, so this process gets the same version.
+            return await self.readers.open(ino)
         await self.writing.operations.open(ino, flags, by)
         return not self.writing.files.is_outdated(ino)
 
-    def require_unread(self, ino: Ino) -> None:
+    async def require_unread(self, ino: Ino) -> None:
         """Raises Refused, ETXTBSY, if processes read a copy of a file, or the source's file: they
         would not see a change of its bytes, also if its attributes were changed since they opened
         it."""
+        await self.bindings.settled(ino)
         if self.bindings.get(ino) is not None or self.bindings.is_read_by_kernel(ino):
             raise Refused(errno.ETXTBSY)
 

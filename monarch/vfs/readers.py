@@ -160,7 +160,10 @@ class Readers:
 
     def release(self, ino: Ino) -> None:
         """Ends one open of a file, whether it was written or not."""
-        if self._written is not None and self._written.files.is_open(ino):
+        # The daemon itself may have a file with readers open as well, for example to sync it.
+        if self._bindings.get(ino) is not None:
+            self._leave(ino)
+        elif self._written is not None and self._written.files.is_open(ino):
             self._written.files.release(ino)
         else:
             self._leave(ino)

@@ -52,6 +52,11 @@ class CopyUp:
     # Files that are being copied: other tasks that need them wait.
     _copying: dict[Ino, trio.Event] = field(default_factory=dict, init=False)
 
+    async def settled(self, ino: Ino) -> None:
+        """Waits while the bytes of a file are being copied into an object."""
+        while (copying := self._copying.get(ino)) is not None:
+            await copying.wait()
+
     async def copy_up(self, ino: Ino, *, empty: bool, by: Credentials, keep: bool = False) -> Node:
         """Have the bytes of a file in an object; ``empty``: they are not needed.
 

@@ -107,7 +107,7 @@ class WriteFront:
             names, table, opens, objects, recorder, unlinked, failures, source, space, gate
         )
         self.fsyncs = Fsyncs(names, files, recorder, drain, settings.writeback.fsync == "source")
-        copies = CopyUp(
+        self.copies = copies = CopyUp(
             names,
             gate,
             files,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -622,6 +623,65 @@ def test_a_file_that_is_read_from_a_copy_is_not_written_under_its_readers(
     assert raised.value.errno == errno.EXDEV
     subprocess.run(["mv", at / "d", at / "e"], check=True)
     assert (at / "e/b.bin").read_bytes() == contents("d/b.bin", 5000)
+
+
+@pytest.mark.promise(26, 74)
+@pytest.mark.parametrize("change", ["rename", "link"])
+def test_a_file_that_is_read_from_a_copy_is_opened_again_to_read_after_a_change_by_path(
+    monarch: MonarchCommand, tree: Tree, change: str
+) -> None:
+    # With ``verify: open`` no copy is opened without the daemon.
+    mounted = monarch.mount(tree({"f": 300_000}), options=["write=absorb", "verify=open"])
+    path, content = mounted.path / "f", contents("f", 300_000)
+    path.read_bytes()
+    wait_until(lambda: mounted.xattr("f") == "fast", "there is a copy")
+    with path.open("rb", buffering=0) as reader:
+        assert reader.read(1) == content[:1]
+        if change == "rename":
+            path = path.rename(mounted.path / "g")
+        else:
+            os.link(path, mounted.path / "g")
+        for _ in range(2):
+            with path.open("rb") as second:
+                assert second.read() == content
+        assert reader.read() == content[1:]
+        os.fsync(reader.fileno())
+    with path.open("r+b", buffering=0) as writer:
+        writer.write(b"new")
+    assert path.read_bytes() == b"new" + content[3:]
+    mounted.umount()
+    assert (mounted.source / path.name).read_bytes() == b"new" + content[3:]
+
+
+@pytest.mark.promise(67, 74)
+def test_a_file_that_is_opened_to_read_while_it_is_opened_to_write_gets_all_that_is_written(
+    slow: SlowSource, source: Path, monarch: MonarchCommand
+) -> None:
+    content = contents("f", 300_000)
+    (source / "f").write_bytes(content)
+    mounted = monarch.mount(slow.path, options=["write=absorb"])
+    path = mounted.path / "f"
+    path.read_bytes()
+    wait_until(lambda: mounted.xattr("f") == "fast", "there is a copy")
+    slow.rules("hang open /f$")
+    with ThreadPoolExecutor(2) as threads:
+        opens_to_write = threads.submit(path.open, "r+b", buffering=0)
+        wait_until(lambda: slow.counters()["hanging"] == 1, "the file is being copied")
+        opens_to_read = threads.submit(path.open, "rb", buffering=0)
+        wait_until(
+            lambda: opens_to_read.done() or account(mounted)["requests"]["waiting"] >= 2,
+            "the second process opens it",
+        )
+        slow.rules()
+        with opens_to_write.result() as writer:
+            with opens_to_read.result() as reader:
+                assert reader.read(10) == content[:10]
+            for _ in range(30):
+                # The release of the reader arrives between two of these writes.
+                writer.write(b"new")
+                time.sleep(0.01)
+    mounted.umount()
+    assert (source / "f").read_bytes() == b"new" * 30 + content[90:]
 
 
 @pytest.mark.promise(74)

@@ -134,6 +134,8 @@ class Subject:
                 status = os.lstat(arguments[0], dir_fd=self.fd)
                 return stat.S_ISDIR(status.st_mode) and status.st_ino in self._first
             if outcome == "ETXTBSY" and kind in ("open_", "truncate"):
+                if kind == "open_" and not arguments[2] & (os.O_ACCMODE | os.O_TRUNC):
+                    return False
                 path = arguments[1] if kind == "open_" else arguments[0]
                 number = os.stat(path, dir_fd=self.fd).st_ino
                 read = {os.fstat(fd).st_ino for fd in self._open.values()}
