@@ -134,7 +134,7 @@ class Dataset:
             self._buffers.append(taken[0])
             if is_unused:
                 return taken[0]
-        buffer = np.empty(size, np.uint8)
+        buffer = _memory(size)
         self._buffers.append(buffer)
         return buffer
 
@@ -205,6 +205,18 @@ def _views(buffer: memoryview, places: Places) -> list[memoryview]:
 
 
 # -- without the C extension -----------------------------------------------------------------------
+
+
+def _memory(size: int) -> npt.NDArray[np.uint8]:
+    """``size`` bytes, or less if there are not so many: the size is an estimate, and files
+    without room are read again when their sizes are known. Raises MemoryError."""
+    while True:
+        try:
+            return np.empty(size, np.uint8)
+        except MemoryError:
+            if size <= _FIRST_BYTES:
+                raise
+            size //= 4
 
 
 def _read_in_python(

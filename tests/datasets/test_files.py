@@ -192,6 +192,16 @@ def _check(dataset: Dataset, tree: dict[str, bytes]) -> None:
         os._exit(1)
 
 
+@pytest.mark.promise(250)
+def test_an_estimate_of_more_memory_than_there_is_does_no_harm(
+    reader: str, tmp_path: Path, tree: dict[str, bytes]
+) -> None:
+    with Dataset(tmp_path) as dataset:
+        # As after a call for one very large file.
+        dataset._mean_bytes = float(1 << 56)
+        assert dataset.get_many(tree) == list(tree.values())
+
+
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[SlowSource]:
     (tmp_path / "root").mkdir()
