@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -235,3 +236,33 @@ def test_more_threads_wait_while_the_file_system_is_slow(slow: SlowSource) -> No
     assert slow.counters()["open"] - before[0] == 100
     # The caller is one of them.
     assert most - before[1] == 15
+
+
+class _Signalled(Exception):
+    pass
+
+
+@pytest.mark.promise(250)
+def test_an_exception_of_a_signal_handler_ends_the_call(reader: str, slow: SlowSource) -> None:
+    (slow.root / "file").write_bytes(b"x")
+
+    def handle(number: int, frame: object) -> None:
+        raise _Signalled
+
+    def send() -> None:
+        wait_until(lambda: slow.counters()["open"] > before, "no file was opened")
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    earlier = signal.signal(signal.SIGUSR1, handle)
+    sender = threading.Thread(target=send)
+    try:
+        slow.rules("lat open 20")
+        before = slow.counters()["open"]
+        with Dataset(slow.path, threads=2) as dataset:
+            sender.start()
+            with pytest.raises(_Signalled):
+                dataset.get_many(["file"] * 2000)
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, earlier)
+    assert slow.counters()["open"] - before < 2000

@@ -19,6 +19,10 @@
  * server: one more thread then waits beside it. */
 #define LONG_NS 500000
 
+/* While it reads, the calling thread runs the signal handlers of Python after
+ * this time, in nanoseconds. */
+#define SIGNALS_NS 100000000
+
 #define MOST_THREADS 256
 
 /* Of one file: its place in the buffer, and its size; or FAILED and the errno;
@@ -47,6 +51,10 @@ struct many {
   int reserved;
   int started;
   pthread_t threads[MOST_THREADS];
+  /* Only of the calling thread: its state while it does not hold the
+   * interpreter, and whether a signal handler has raised an exception. */
+  PyThreadState *state;
+  bool raised;
 };
 
 static void *read_files(void *arg);
@@ -61,6 +69,7 @@ static int64_t now_ns(void) {
 /* Starts one more thread unless all are running. Without memory for it there
  * are fewer threads. */
 static void start_thread(struct many *many) {
+  sigset_t all, before;
   pthread_t thread;
   bool may;
 
@@ -68,7 +77,15 @@ static void start_thread(struct many *many) {
   may = many->reserved < many->most;
   many->reserved += may;
   pthread_mutex_unlock(&many->mutex);
-  if (!may || pthread_create(&thread, NULL, read_files, many) != 0)
+  if (!may)
+    return;
+  /* Signals are for the threads of the interpreter; the new thread inherits the
+   * mask. */
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  may = pthread_create(&thread, NULL, read_files, many) == 0;
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (!may)
     return;
   pthread_mutex_lock(&many->mutex);
   many->threads[many->started++] = thread;
@@ -151,40 +168,56 @@ static struct found read_file(struct many *many, const char *name) {
   return found;
 }
 
+/* Reads the next file, and starts a thread if that has waited for a server;
+ * false if none is left. ``since`` is the time when the last file was read. */
+static bool read_next(struct many *many, int64_t *since) {
+  size_t index = atomic_fetch_add(&many->next, 1);
+  int64_t now;
+
+  if (index >= many->count)
+    return false;
+  many->found[index] = read_file(many, many->names[index]);
+  now = now_ns();
+  if (now - *since > LONG_NS && atomic_load(&many->next) < many->count)
+    start_thread(many);
+  *since = now;
+  return true;
+}
+
 static void *read_files(void *arg) {
-  struct many *many = arg;
   int64_t since = now_ns();
 
-  for (;;) {
-    size_t index = atomic_fetch_add(&many->next, 1);
-    int64_t now;
+  while (read_next(arg, &since))
+    ;
+  return NULL;
+}
 
-    if (index >= many->count)
-      return NULL;
-    many->found[index] = read_file(many, many->names[index]);
-    now = now_ns();
-    if (now - since > LONG_NS && atomic_load(&many->next) < many->count)
-      start_thread(many);
-    since = now;
+/* Runs the handlers of the signals that have come. If one raises an exception,
+ * no further file is read. */
+static void run_signal_handlers(struct many *many) {
+  PyEval_RestoreThread(many->state);
+  if (PyErr_CheckSignals() != 0) {
+    many->raised = true;
+    atomic_store(&many->next, many->count);
   }
+  many->state = PyEval_SaveThread();
 }
 
 static void read_all(struct many *many, int least) {
-  sigset_t all, before;
+  int64_t since = now_ns(), checked = since;
   int number;
 
-  /* Signals are for the threads of the interpreter; new threads inherit the
-   * mask. */
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   for (number = 1; number < least && (size_t)number < many->count; number++)
     start_thread(many);
-  read_files(many);
+  while (!many->raised && read_next(many, &since))
+    if (since - checked > SIGNALS_NS) {
+      run_signal_handlers(many);
+      checked = now_ns();
+    }
   /* A thread is listed before the thread that has started it ends, so none is
    * left out. */
   for (number = 0; join_thread(many, number); number++)
     ;
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 /* The names as the system has them: of str, bytes and os.PathLike; as a list of
@@ -218,10 +251,12 @@ static PyObject *places_of(struct many *many, int least, int most) {
   many->found = (struct found *)PyBytes_AS_STRING(result);
   many->most = most - 1 < MOST_THREADS ? most - 1 : MOST_THREADS;
   pthread_mutex_init(&many->mutex, NULL);
-  Py_BEGIN_ALLOW_THREADS;
+  many->state = PyEval_SaveThread();
   read_all(many, least);
-  Py_END_ALLOW_THREADS;
+  PyEval_RestoreThread(many->state);
   pthread_mutex_destroy(&many->mutex);
+  if (many->raised)
+    Py_CLEAR(result);
   return result;
 }
 
