@@ -1,7 +1,8 @@
 """Begins and ends the measurement of jobs, at the request of their own processes.
 
 A process may only have its own session measured, so no user can slow down the job of another one.
-The limits of a session end with the last process that has asked for them, also if it is killed.
+The limits of a session end when the last process that has asked for them ends, also if it is
+killed, or leaves the session.
 /proc is read for this, since an ioctl leaves nothing that a dead process would close.
 """
 
@@ -36,8 +37,9 @@ class Measuring:
         self._jobs = jobs
         self._sends_opens = sends_opens
         self._sessions = Sessions()
-        # The session, and the user, of each process that has limited it; by number and start.
-        self._asked: dict[tuple[int, int], tuple[int, int]] = {}
+        # The user of each process that has limited a session: by number, start and session, since a
+        # process may leave its session for a new one.
+        self._asked: dict[tuple[int, int, int], int] = {}
         self._begun = trio.Event()
 
     def receive(self, message: Limit | Count, caller: Caller, process: int) -> int:
@@ -56,33 +58,35 @@ class Measuring:
             if job is None:
                 raise Refused(errno.EINVAL)
             return _counted(job, message.counted)
-        asking = (process, started)
+        asking = (process, started, session)
         if asking not in self._asked:
             self._require_room(session, caller.uid)
         job = self._jobs.begin(session, caller.uid)
         if job.uid != caller.uid:
             raise Refused(errno.EPERM)
-        self._asked[asking] = (session, caller.uid)
+        self._asked[asking] = caller.uid
         job.limit(message.share / WHOLE, message.source_limit)
         self._begun.set()
         return 0
 
     def _require_room(self, session: int, uid: int) -> None:
-        sessions = dict(self._asked.values())
-        users, processes = Counter(sessions.values()), Counter(of for of, _ in self._asked.values())
+        sessions = {of: user for (_, _, of), user in self._asked.items()}
+        users, processes = Counter(sessions.values()), Counter(of for _, _, of in self._asked)
         is_full = len(sessions) >= _MOST or users[uid] >= _MOST_OF_USER
         if (session not in sessions and is_full) or processes[session] >= _MOST_PROCESSES:
             raise Refused(errno.ENOSPC)
 
     async def run(self) -> None:
-        """Ends the limits of processes that have ended, until cancelled."""
+        """Ends the limits of processes that have ended or left their session, until cancelled."""
         while True:
             await self._begun.wait()
             await trio.sleep(_LOOK_S)
-            for process, started in list(self._asked):
-                if process_started(process) != started:
-                    session, _ = self._asked.pop((process, started))
-                    if all(session != other for other, _ in self._asked.values()):
+            for asked in list(self._asked):
+                process, started, session = asked
+                is_over = process_started(process) != started
+                if is_over or self._sessions.of(process) != session:
+                    del self._asked[asked]
+                    if all(session != other for _, _, other in self._asked):
                         self._jobs.end(session)
             if not self._asked:
                 self._begun = trio.Event()

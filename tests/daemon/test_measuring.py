@@ -108,6 +108,33 @@ async def test_the_limits_of_a_session_end_with_the_last_process_that_asked(
             nursery.cancel_scope.cancel()
 
 
+async def test_the_limits_of_a_session_end_when_the_process_that_asked_has_left_it(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    rig = Rig()
+    leave = (
+        "import os, sys; print(os.getsid(0), flush=True); sys.stdin.readline(); os.setsid();"
+        "print(os.getsid(0), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-S", "-c", leave]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as mover:
+        assert mover.stdin is not None and mover.stdout is not None
+        before = int(mover.stdout.readline())
+        rig.send(HALF, mover.pid)
+        mover.stdin.write(b"\n")
+        mover.stdin.flush()
+        after = int(mover.stdout.readline())
+        assert after == mover.pid != before
+        rig.send(HALF, mover.pid)
+        assert rig.notified[-1] == (before, after)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.measuring.run)
+            await trio.sleep(2)
+            assert rig.notified[-1] == (after,)
+            nursery.cancel_scope.cancel()
+        mover.stdin.close()
+
+
 @pytest.mark.promise(294)
 async def test_a_process_cannot_measure_what_is_not_its_own() -> None:
     """The session is that of the caller; no message names another one."""
