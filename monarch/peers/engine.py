@@ -44,6 +44,7 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 _READY_S = 20.0
 _STEP_S = 0.01
+# How long it may take to end after each signal, in seconds.
 _END_S = 2.0
 _MOST_WORDS = 500
 
@@ -102,7 +103,7 @@ class Engine:
                 if self.port is not None and self._process is not None:
                     await _ended(self._process)
             finally:
-                self._end()
+                await self._end()
             if trio.current_time() - began_s > _LONGEST_PAUSE_S:
                 pause_s = _FIRST_PAUSE_S
             log.warning(
@@ -128,7 +129,7 @@ class Engine:
                 replace_private(self._directory / "port", f"{port}\n")
                 log.info("copies for other nodes at %s port %d", self._site.address, port)
                 return
-            self._end()
+            await self._end()
 
     def _prepare(self) -> None:
         """Makes the directory, with links to the tiers. Raises OSError."""
@@ -173,16 +174,19 @@ class Engine:
                 await trio.sleep(_STEP_S)
         return False
 
-    def _end(self) -> None:
+    async def _end(self) -> None:
+        """Ends the process, also in a task that is cancelled. A process that waits for the disk of
+        a tier may outlive even SIGKILL, and is left."""
         process, self._process, self.port = self._process, None, None
         if process is None:
             return
-        process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        for end in (process.terminate, process.kill):
+            end()
+            with trio.move_on_after(_END_S, shield=True):
+                await _ended(process)
+            if process.poll() is not None:
+                return
+        log.warning("nginx does not end: process %d is left", process.pid)
 
     def _last_words(self) -> str:
         """The last line of the log of the engine."""

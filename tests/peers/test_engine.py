@@ -15,6 +15,7 @@ import pytest
 import trio
 
 from monarch.errors import MonarchError, UsageError
+from monarch.peers import engine as engines
 from monarch.peers.answers import Answers, Content, Copy, digest_of
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient, PeerFailed
@@ -312,6 +313,42 @@ def test_the_configuration_is_private_and_the_engine_has_no_capabilities(tmp_pat
         assert TOKEN.encode() not in command + environment
 
     with_node(tmp_path, check)
+
+
+def test_the_daemon_works_on_while_its_engine_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program ends only after another task of the daemon has run."""
+    monkeypatch.setattr(engines, "_END_S", 50.0)
+    program, directory = tmp_path / "program", tmp_path / "peers"
+    program.write_text(
+        "#!/bin/sh\n"
+        "trap ': >asked; while [ ! -e go ]; do sleep 0.01; done; : >ended; exit' TERM\n"
+        ": >ready\n"
+        "while :; do sleep 0.01; done\n"
+    )
+    program.chmod(0o700)
+    engine = Engine(program, directory, Site([], SET, TOKEN, "127.0.0.1", [free_port()]))
+
+    async def exists(name: str) -> None:
+        while not (directory / name).exists():
+            await trio.sleep(0.01)
+
+    async def release() -> None:
+        await exists("asked")
+        (directory / "go").touch()
+
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with trio.open_nursery() as others:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(engine.run)
+                    await exists("ready")
+                    others.start_soon(release)
+                    nursery.cancel_scope.cancel()
+        assert (directory / "ended").exists()
+
+    trio.run(main)
 
 
 def test_an_engine_that_is_missing_or_cannot_be_executed_is_named(tmp_path: Path) -> None:
