@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import shlex
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from monarch.errors import UsageError
 from monarch.posix.private_directory import open_private
+from monarch.text import escape_text
 
 VARIABLE = "MONARCH_PEERS_SECRET"
 _LEAST_BYTES = 16
@@ -52,8 +54,14 @@ def _read(file: Path) -> bytes:
         raise UsageError(f"{where}: {error.strerror}") from error
     try:
         status = os.fstat(fd)
-        if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid not in (0, os.geteuid()):
-            raise UsageError(f"{where}: other users can read it", hint=f"chmod 600 {file}")
+        if status.st_uid not in (0, os.geteuid()):
+            raise UsageError(
+                f"{where}: it is of uid {status.st_uid}, which can read and change it",
+                hint="make it as the user that mounts, or as root",
+            )
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            shown = escape_text(shlex.quote(os.fspath(file)))
+            raise UsageError(f"{where}: other users can read it", hint=f"chmod 600 {shown}")
         return os.read(fd, _MOST_BYTES + 1).strip()
     finally:
         os.close(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,11 @@ def test_a_secret_that_other_users_can_read_is_refused(tmp_path: Path) -> None:
         read_secret(file, {})
     file.chmod(0o600)
     assert read_secret(file, {VARIABLE: "another"}) == SECRET.encode()
+    if os.geteuid() == 0:
+        os.chown(file, 4711, -1)
+        with pytest.raises(UsageError, match="uid 4711"):
+            read_secret(file, {})
+        os.chown(file, 0, -1)
     (tmp_path / "link").symlink_to(file)
     with pytest.raises(UsageError):
         read_secret(tmp_path / "link", {})
