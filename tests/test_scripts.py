@@ -180,6 +180,37 @@ def test_each_subject_of_a_launcher_has_help_with_examples(name: str, verbs: Seq
         assert examples and all(f"scripts/{name}" in line for line in examples)
 
 
+def test_the_installation_of_packages_does_not_start_the_service_of_nginx(tmp_path: Path) -> None:
+    """With programs in place of those of Debian; the first installation fails."""
+    policy, commands = tmp_path / "policy", tmp_path / "commands"
+    programs = {
+        "dpkg-query": "exit 1",
+        "sudo": 'shift; exec "$@"',
+        "update-rc.d": 'echo "service $*"',
+        "apt-get": f"""for last; do :; done; echo "apt $last"
+for service in nginx nginx.service ssh; do {policy} $service start; echo $service $?; done
+[ -e {tmp_path}/failed ] || {{ : >{tmp_path}/failed; exit 100; }}""",
+    }
+    commands.mkdir()
+    for name, text in programs.items():
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    script = f". {SCRIPTS}/tools/setup.sh; SERVICE_POLICY={policy}; ensure_apt rsync nginx-light"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    said = done.stderr.splitlines()
+    assert done.returncode == 0, done.stderr
+    calls = [line for line in said if line.startswith("apt ")]
+    assert calls == ["apt nginx-light", "apt update", "apt nginx-light"]
+    assert said.count("nginx 101") == said.count("nginx.service 101") == said.count("ssh 0") == 3
+    assert said[-1] == "service nginx disable"
+    assert not policy.exists()
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

@@ -1,6 +1,7 @@
 # Sourced by the launchers: installs what is missing, and takes no time when nothing is.
 #
-#   ensure_apt PACKAGE...      Debian packages; as root or by sudo, else it says what to install
+#   ensure_apt PACKAGE...      Debian packages; as root or by sudo, else it says what to install.
+#                              The service of nginx is neither started nor enabled
 #   ensure_venv EXTRA...       a virtual environment with this checkout and the extras of pyproject.toml
 #   ensure_torch               PyTorch, into the same environment
 #   $ROOT, $VENV, $PYTHON      the checkout, its environment (MONARCH_VENV: another one) and its Python
@@ -10,7 +11,27 @@ VENV=$(realpath -ms "${MONARCH_VENV:-$ROOT/.venv}")
 PYTHON=$VENV/bin/python
 
 SYSTEM_PACKAGES=(fuse3 libfuse3-dev gcc pkg-config python3-dev python3-venv)
-CLIENT_PACKAGES=(rsync git tar attr nginx-light)
+CLIENT_PACKAGES=(rsync git tar attr)
+PATH=$PATH:/usr/sbin command -v nginx >/dev/null || CLIENT_PACKAGES+=(nginx-light)
+
+# Debian asks this program whether the installation of a package may start a service.
+SERVICE_POLICY=/usr/sbin/policy-rc.d
+
+# Run as root. The mount starts nginx itself, and its service would take port 80 of this machine.
+INSTALL='
+policy=$1
+shift
+if [ ! -e "$policy" ]; then
+    trap "rm -f \"\$policy\"" EXIT
+    trap "exit 1" HUP INT TERM
+    printf "%s\n" "#!/bin/sh" "case \$1 in nginx|nginx.service) exit 101 ;; esac" >"$policy"
+    chmod 755 "$policy"
+fi
+# Configuration, not environment: sudo clears the environment.
+apt="apt-get -q -o Dpkg::Use-Pty=0 -o APT::Install-Recommends=false -y"
+$apt install "$@" || { $apt update && $apt install "$@"; } || exit 1
+case " $* " in *" nginx-light "*) update-rc.d nginx disable ;; esac
+'
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -33,12 +54,8 @@ ensure_apt() {
         sudo=(sudo -n)
     fi
     say "installing ${missing[*]}"
-    # Configuration, not environment: sudo clears the environment.
-    local apt=("${sudo[@]}" apt-get -q -o Dpkg::Use-Pty=0 -o APT::Install-Recommends=false -y)
-    {
-        "${apt[@]}" install "${missing[@]}" ||
-            { "${apt[@]}" update && "${apt[@]}" install "${missing[@]}"; }
-    } </dev/null >&2 || fail "apt-get could not install ${missing[*]}"
+    "${sudo[@]}" sh -c "$INSTALL" sh "$SERVICE_POLICY" "${missing[@]}" </dev/null >&2 ||
+        fail "apt-get could not install ${missing[*]}"
 }
 
 ensure_venv() {
