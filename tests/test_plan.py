@@ -125,8 +125,9 @@ def test_a_job_is_described_in_one_way(run: Run, snapshot: Path, tmp_path: Path)
         words = [files.get(word, word) for word in text.split()]
         with pytest.raises(UsageError, match=complaint):
             run("sensitivity", "a", "-o", tmp_path / "a.json", *words)
-    with pytest.raises(click.BadParameter, match="is no list like 1,2,4"):
-        run("sensitivity", "a", "-o", tmp_path / "a.json", "--cores", "0")
+    for cores in ("0", "1,", "-1", "9" * 8, "9" * 5000):
+        with pytest.raises(click.BadParameter, match="is no list like 1,2,4"):
+            run("sensitivity", "a", "-o", tmp_path / "a.json", "--cores", cores)
     assert not (tmp_path / "a.json").exists()
 
 

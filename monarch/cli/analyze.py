@@ -23,6 +23,7 @@ from monarch.cli.daemon_call import JSON
 from monarch.cli.job_runs import JobRuns
 from monarch.cli.output import duration, progress_bar, show
 from monarch.cli.output import remark as to_stderr
+from monarch.cli.simulate_options import counts_of
 from monarch.errors import MonarchError, MountPointError, NotMountedError, UsageError
 from monarch.foresight.messages import LEAST_LIMIT
 from monarch.posix.mounts import mount_table
@@ -74,13 +75,6 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str | None
     if not all(sizes):
         raise click.BadParameter("a size is 0", context, parameter)
     return sizes
-
-
-def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int]:
-    texts = [] if value is None else value.split(",")
-    if not all(text.strip().isdecimal() and int(text) for text in texts):
-        raise click.BadParameter(f"{value!r} is no list like 4,8,16", context, parameter)
-    return [int(text) for text in texts]
 
 
 @analyze.command(
@@ -237,7 +231,7 @@ Examples:
 @click.option("--tier", "tiers", callback=_sizes, metavar="LIST", help="Sizes of the tiers.")
 @click.option(
     "--cores",
-    callback=_numbers,
+    callback=counts_of,
     metavar="LIST",
     help="Numbers of cores, with at least as many workers of the loader.",
 )

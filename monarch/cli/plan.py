@@ -24,7 +24,7 @@ from monarch.analysis.sensitivity import (
 from monarch.cli.daemon_call import JSON
 from monarch.cli.output import progress_bar, remark, say, show
 from monarch.cli.recorded import read
-from monarch.cli.simulate_options import Capacity, aligned, capacity_of, rate
+from monarch.cli.simulate_options import Capacity, aligned, capacity_of, counts_of, rate
 from monarch.config.document import read_document
 from monarch.errors import ConfigError, MonarchError, UsageError
 from monarch.peers.members import expand
@@ -88,13 +88,6 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> li
     return [capacity_of(context, parameter, part) for part in value.split(",")]
 
 
-def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int]:
-    parts = [] if value is None else value.split(",")
-    if not all(part.strip().isdecimal() and 1 <= int(part) < 1 << 20 for part in parts):
-        raise click.BadParameter(f"{value!r} is no list like 1,2,4", context, parameter)
-    return [int(part) for part in parts]
-
-
 @click.group()
 def plan() -> None:
     """Divide the cores and tiers of nodes among jobs.
@@ -116,7 +109,7 @@ def plan() -> None:
 )
 @click.option(
     "--cores",
-    callback=_numbers,
+    callback=counts_of,
     metavar="LIST",
     help="The numbers of cores to compute from the profile, like 1,2,4. Default: up to those that"
     " the profile has.",

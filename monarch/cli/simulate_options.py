@@ -1,4 +1,4 @@
-"""Options that the commands of ``monarch simulate`` share."""
+"""Options that the commands of ``monarch simulate``, ``plan`` and ``analyze`` share."""
 
 from __future__ import annotations
 
@@ -46,6 +46,14 @@ def rate(context: click.Context, parameter: click.Parameter, value: str | None) 
     if parsed <= 0:
         raise click.BadParameter("the rate must be above 0", context, parameter)
     return float(parsed)
+
+
+def counts_of(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int]:
+    """The callback of an option that is a list of numbers of up to seven digits, such as 1,2,4."""
+    texts = [] if value is None else value.split(",")
+    if not all(re.fullmatch(r"\s*[0-9]{1,7}\s*", text) and int(text) for text in texts):
+        raise click.BadParameter(f"{value!r} is no list like 1,2,4", context, parameter)
+    return [int(text) for text in texts]
 
 
 CAPACITY = click.option(
