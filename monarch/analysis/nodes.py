@@ -2,8 +2,8 @@
 place, and the duration of an epoch.
 
 Each epoch is a new random order of all files, of which each node reads an equal part. The owner of
-a file (peers/ownership.py) keeps it if the rule of ``no_evict`` admits it, for a node that has an
-equal part of the bytes in each bucket (placement/policy.py), and if there is room. In the first
+a file (peers/ownership.py) keeps it if the rule of ``no_evict`` admits it, for the bytes in each
+bucket that the node owns at the start (placement/policy.py), and if there is room. In the first
 epoch the owner fetches such a file from the source, and gives it to the reader. A file that no
 owner keeps is read from the source by its reader.
 
@@ -161,8 +161,12 @@ class _Nodes:
         self._count = len(members)
         self._ownership = Ownership(members, seed)
         self._owners = self._ownership.owners(files.keys).astype(np.int64)
+        self._places = buckets(files.keys)
         self._room = [capacity] * len(members)
-        self._is_admitted = _admitted(files, capacity, 1 / len(members))
+        self._capacity = capacity
+        # The files that each member owns at the start.
+        self._first = np.argsort(self._owners, kind="stable")
+        self._bounds = np.searchsorted(self._owners[self._first], np.arange(len(members) + 1))
         self._is_kept = np.zeros(len(files), bool)
         self._is_resident = np.zeros(len(files), bool)
         self.live = list(range(len(members)))
@@ -180,13 +184,28 @@ class _Nodes:
 
     def _keep(self, indices: npt.NDArray[np.int64]) -> None:
         """Decides which of these files their owners keep: those admitted, while there is room."""
-        admitted = indices[self._is_admitted[indices]]
-        by_owner = admitted[np.argsort(self._owners[admitted], kind="stable")]
+        by_owner = indices[np.argsort(self._owners[indices], kind="stable")]
         owners, starts = np.unique(self._owners[by_owner], return_index=True)
         for owner, own in zip(owners.tolist(), np.split(by_owner, starts[1:]), strict=False):
-            kept = own[_filling(self._files.sizes[own], self._room[owner])]
+            admitted = own[self._are_admitted(owner, own)]
+            kept = admitted[_filling(self._files.sizes[admitted], self._room[owner])]
             self._is_kept[kept] = True
             self._room[owner] -= int(self._files.sizes[kept].sum())
+
+    def _are_admitted(self, owner: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which files ``no_evict`` admits on a node, as in the mount of a member."""
+        files = self._files
+        first = self._first[self._bounds[owner] : self._bounds[owner + 1]]
+        sizes = files.sizes[first]
+        if int(sizes.sum()) <= self._capacity:
+            return np.ones(len(indices), bool)
+        curve = np.zeros(BUCKETS, np.uint64)
+        np.add.at(curve, self._places[first], sizes.astype(np.uint64))
+        table = np.frombuffer(assign({_TIER: curve}, [self._capacity])[_TIER], np.uint8)
+        # An empty file needs no space, so its bucket may have no tier.
+        is_admitted: npt.NDArray[np.bool_] = files.sizes[indices] == 0
+        is_admitted |= table[self._places[indices]] > 0
+        return is_admitted
 
     def read(self, order: Order) -> _Part:
         """The nodes read the files of ``order`` in turn."""
@@ -232,19 +251,6 @@ class _Nodes:
             remote=received.sum(axis=0),
             seconds=float(np.maximum(busiest, source.sum(axis=1) / rates.source).sum()),
         )
-
-
-def _admitted(files: Files, capacity: int, part: float) -> npt.NDArray[np.bool_]:
-    """Which files ``no_evict`` admits on a node that owns ``part`` of the files: as the mount of a
-    member does, from the same part of the bytes in each bucket."""
-    numbers = buckets(files.keys)
-    curve = (np.bincount(numbers, files.sizes, minlength=BUCKETS) * part).astype(np.uint64)
-    if int(curve.sum()) <= capacity:
-        return np.ones(len(files), bool)
-    table = assign({_TIER: curve}, [capacity])[_TIER]
-    is_admitted: npt.NDArray[np.bool_] = np.frombuffer(table, np.uint8)[numbers] > 0
-    is_admitted[files.sizes == 0] = True
-    return is_admitted
 
 
 def _filling(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.bool_]:

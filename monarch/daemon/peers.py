@@ -185,7 +185,8 @@ def build_sharing(
     )
     engine = Engine(membership.engine, directory, site)
     sharing = Sharing(peers, answers, engine, site, members[membership.own].name)
-    tiers.controller.keeps, tiers.controller.share = sharing.keeps, peers.share
+    tiers.controller.keeps, tiers.rules.kept_bytes = sharing.keeps, peers.kept_bytes
+    tiers.controller.kept_curve = peers.curve()
     tiers.controller.draw(snapshot.curve())
     if isinstance(parts.source, PeerSource):
         parts.source.peers = peers

@@ -95,6 +95,22 @@ class Ownership:
                 best = np.maximum(best, scores)
         return found
 
+    def owns(
+        self, items: npt.NDArray[np.integer], member: int, *, replicas: int = 1
+    ) -> npt.NDArray[np.bool_]:
+        """Whether ``member`` is among the first ``replicas`` in the order of each item."""
+        found = np.empty(len(items), bool)
+        for start in range(0, len(items), _BLOCK):
+            hashed = self._mixed(items[start : start + _BLOCK].astype(np.uint64))
+            own = self._score_of(member, hashed)
+            before = np.zeros(len(hashed), np.uint16)
+            for index in range(len(self.members)):
+                scores = self._score_of(index, hashed)
+                # Of equal scores that of the first member counts more.
+                before += scores >= own if index < member else scores > own
+            found[start : start + _BLOCK] = before < replicas
+        return found
+
     def _mixed(self, items: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         return mixed(items ^ self._seed)
 

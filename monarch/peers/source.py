@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from monarch.namespace.snapshot import Snapshot
 from monarch.peers.answers import digest_of
 from monarch.peers.client import COMING, NOT_KEPT, Answer, PeerClient, PeerFailed
 from monarch.peers.ownership import Ownership
+from monarch.posix.buckets import BUCKETS, buckets
 from monarch.telemetry.log import Limiter
 from monarch.tiers.contents import copy_name
 from monarch.tiers.source import Fetched, Source
@@ -37,6 +39,9 @@ _NOT_KEPT_S = 60
 _TURNS = 254
 # Scores of members for files that are computed at once: about a millisecond.
 _AT_ONCE = 1 << 16
+# Scores of members that are computed at the mount at most: some 3 s. With more of them each file
+# counts with the part of its bytes that a node owns on average.
+_MOST_SCORES = 1 << 29
 # Files of other members that this node keeps although these are asked again: some MiB.
 _MOST_TAKEN_OVER = 100_000
 
@@ -83,6 +88,9 @@ class Peers:
         # computed at once.
         self._owners = np.zeros(snapshot.entries + 1, np.uint16)
         self._at_once = max(1, _AT_ONCE // len(self.clients))
+        # Whether this node owns each file while all members answer; None: too many to compute.
+        scores = snapshot.entries * len(self.clients)
+        self._is_own = np.zeros(snapshot.entries + 1, bool) if scores <= _MOST_SCORES else None
         # Files whose owner has just failed to give them: this node is the next one.
         self._taken_over: set[Ino] = set()
         self._counting = threading.Lock()
@@ -98,6 +106,30 @@ class Peers:
         members = self._ownership.members
         total = sum(member.weight for member in members)
         return min(1.0, self._replicas * members[self._own].weight / total)
+
+    def curve(self) -> npt.NDArray[np.uint64]:
+        """The bytes in each bucket of the files that this node keeps while all members answer, as
+        ``kept_bytes`` counts them. Reads the whole table of the snapshot."""
+        curve = np.zeros(BUCKETS, np.uint64)
+        end = self._snapshot.entries + 1
+        for start in range(1, end, _AT_ONCE):
+            slots = range(start, min(start + _AT_ONCE, end))
+            inos, sizes, keys = self._snapshot.files_in(slots)
+            if self._is_own is not None:
+                self._is_own[inos] = self._ownership.owns(inos, self._own, replicas=self._replicas)
+            np.add.at(curve, buckets(keys), self.kept_bytes(inos, sizes))
+        return curve
+
+    def kept_bytes(
+        self, inos: npt.NDArray[np.int64], sizes: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
+        """The bytes of each file that this node keeps while all members answer: its size, and 0 if
+        only other nodes keep it. Only after ``curve``."""
+        if self._is_own is None:
+            kept = (sizes * self.share).astype(np.uint64)
+        else:
+            kept = sizes * self._is_own[inos]
+        return np.where(sizes <= np.uint64(self._largest), kept, sizes).astype(np.uint64)
 
     def is_shared(self, ino: Ino, size: int) -> bool:
         """Whether a file has an owner: it is in the snapshot, and small."""

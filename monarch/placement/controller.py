@@ -82,9 +82,9 @@ class Controller:
         self._replacement = Replacement(residency, ledger, self.parts)
         self._admission: Admission | None = None
         # With other nodes: whether this node copies an item that neither a user nor a rule asks
-        # for, and its part of the bytes in each bucket.
+        # for, and the bytes in each bucket of the files that it keeps; None: of all files.
         self.keeps: Callable[[Item], bool] = _always
-        self.share = 1.0
+        self.kept_curve: npt.NDArray[np.uint64] | None = None
         self._next_ino = ROOT_INO
         # Whether a complete copy of an inode is to be kept.
         self.is_wanted = residency.is_wanted
@@ -282,15 +282,15 @@ class Controller:
         return self._ledger.tiers if rule.tier is None else range(rule.tier, rule.tier + 1)
 
     def draw(self, curve: npt.NDArray[np.uint64]) -> None:
-        """Lets the policy choose again, when the files of the rules are counted, or ``share`` has
-        changed. ``curve`` has the bytes of all files in each bucket."""
+        """Lets the policy choose again, when the files of the rules are counted, or ``kept_curve``
+        has changed. ``curve`` has the bytes of all files in each bucket."""
+        if self.kept_curve is not None:
+            curve = self.kept_curve
         tiers = self._ledger.tiers
         left = [self._ledger.capacity(tier) for tier in tiers]
         shares = {tiers: curve}
         if self._rules is not None and self._rules.is_measured:
             shares, left = self._rules.shares(curve, left)
-        if self.share < 1.0:
-            shares = {some: (part * self.share).astype(np.uint64) for some, part in shares.items()}
         self._policy.draw(shares, left)
 
     def admit_by(self, admission: Admission) -> None:

@@ -139,10 +139,9 @@ def assign(
     tables = {tiers: bytearray(len(curve)) for tiers, curve in shares.items()}
     room = [0, *capacities]
     waiting = [
-        (index, size, tiers)
+        (index, int(curve[index]), tiers)
         for tiers, curve in shares.items()
-        for index, size in enumerate(curve.tolist())
-        if size
+        for index in np.flatnonzero(curve).tolist()
     ]
     waiting.sort(key=lambda part: part[0])
     smallest = min((size for _, size, _ in waiting), default=0)

@@ -115,6 +115,11 @@ class Rules:
         buckets: Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.int64]] = buckets,
     ) -> None:
         self._buckets = buckets
+        # With other nodes: the bytes of each file that this node keeps without a request, from the
+        # inode numbers and sizes of files.
+        self.kept_bytes: Callable[
+            [npt.NDArray[np.int64], npt.NDArray[np.uint64]], npt.NDArray[np.uint64]
+        ] = _all_bytes
         self.rules = tuple(rules)
         self.counts = [Count() for _ in self.rules]
         self._names = names
@@ -200,11 +205,11 @@ class Rules:
         count.bytes += sum(sizes.tolist())
         count.resident_files += int(np.count_nonzero(resident))
         count.resident_bytes += sum(sizes[resident].tolist())
-        places = self._buckets(keys)
-        np.add.at(self._curve, places, sizes)
+        places, kept = self._buckets(keys), self.kept_bytes(inos, sizes)
+        np.add.at(self._curve, places, kept)
         if rule.tier is not None and not rule.pin:
             curve = self._curves.setdefault(rule.tier, np.zeros(BUCKETS, np.uint64))
-            np.add.at(curve, places, sizes)
+            np.add.at(curve, places, kept)
 
     def _walk(self) -> Iterator[tuple[range, list[tuple[int, Files]]]]:
         """Slices of entries, ascending, with their files by the number of the rule. Entries of
@@ -241,8 +246,8 @@ class Rules:
         self, curve: npt.NDArray[np.uint64], capacities: Sequence[int]
     ) -> tuple[dict[range, npt.NDArray[np.uint64]], list[int]]:
         """The bytes in each bucket that the policy may choose from, by the tiers that it may choose
-        for them, and what the pinned files leave of the capacities. ``curve``: those of all files.
-        Only after ``measure``."""
+        for them, and what the pinned files leave of the capacities. ``curve``: those of all files
+        that this node keeps, as ``kept_bytes`` counts them. Only after ``measure``."""
         tiers = range(1, len(capacities) + 1)
         shares = {tiers: curve - self._curve}
         for tier, own in self._curves.items():
@@ -311,6 +316,12 @@ class Rules:
             if pattern.covers(pattern.after(place, name)):
                 return number
         return _NO_RULE
+
+
+def _all_bytes(
+    inos: npt.NDArray[np.int64], sizes: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    return sizes
 
 
 def _state(places: Iterable[tuple[int, PathPattern, int]]) -> _State:

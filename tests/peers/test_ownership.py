@@ -141,3 +141,18 @@ def test_without_any_member_nothing_is_owned() -> None:
     with pytest.raises(ValueError, match="all members are down"):
         ownership(2).owners(ITEMS, without={0, 1})
     assert ownership(2).owners(np.array([], np.int64)).tolist() == []
+
+
+@pytest.mark.parametrize("weights", [[1.0] * 5, [1.0, 2.0, 3.0, 1.0, 1.0]])
+def test_the_replicas_of_an_item_are_on_the_first_members_of_its_order(
+    weights: list[float],
+) -> None:
+    members = [Member(f"n{number}", weight) for number, weight in enumerate(weights)]
+    made = Ownership(members, seed=4)
+    items = np.arange(1, 301)
+    orders = [made.order(item) for item in items.tolist()]
+    for member in range(5):
+        assert np.array_equal(made.owns(items, member), made.owners(items) == member)
+        for replicas in (1, 2, 5):
+            expected = [member in order[:replicas] for order in orders]
+            assert made.owns(items, member, replicas=replicas).tolist() == expected

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from monarch.namespace.snapshot import Snapshot
@@ -16,6 +18,7 @@ from monarch.peers.breaker import Breaker
 from monarch.peers.client import Answer, Kind, PeerClient, PeerFailed
 from monarch.peers.ownership import Member, Ownership
 from monarch.peers.source import Peers, PeerSource
+from monarch.posix.buckets import BUCKETS, bucket, buckets
 from monarch.tiers.contents import copy_name
 from monarch.tiers.source import identity_of
 from monarch.types import Identity, Ino
@@ -53,15 +56,24 @@ RIGHT = Answer(200, BYTES, digest_of(BYTES))
 COMING, NOT_KEPT = Answer(202, b"", None), Answer(404, b"", None)
 
 
-def peers_of(*members: FakeMember | None, coming_s: float = 60.0, replicas: int = 1) -> Peers:
-    known = SimpleNamespace(
+def peers_of(
+    *members: FakeMember | None,
+    coming_s: float = 60.0,
+    replicas: int = 1,
+    snapshot: SimpleNamespace | None = None,
+) -> Peers:
+    known = snapshot or SimpleNamespace(
         entries=FILES, attributes=lambda ino: SimpleNamespace(identity=identity(ino))
     )
     ownership = Ownership([Member(f"node{number}") for number in range(len(members))])
     clients = cast(Sequence[PeerClient | None], members)
-    snapshot = cast(Snapshot, known)
     return Peers(
-        snapshot, ownership, clients, largest=LARGEST, coming_s=coming_s, replicas=replicas
+        cast(Snapshot, known),
+        ownership,
+        clients,
+        largest=LARGEST,
+        coming_s=coming_s,
+        replicas=replicas,
     )
 
 
@@ -225,6 +237,49 @@ def test_counts_of_many_threads_add_up() -> None:
 
 def test_the_share_of_a_node_is_that_of_its_weight() -> None:
     assert peers_of(None, FakeMember(RIGHT), FakeMember(RIGHT), FakeMember(RIGHT)).share == 0.25
+
+
+def table_of(sizes: npt.NDArray[np.int64]) -> SimpleNamespace:
+    """A snapshot that has only files."""
+
+    def files_in(slots: range) -> tuple[npt.NDArray[np.int64], ...]:
+        inos = np.arange(slots.start, slots.stop)
+        return inos, sizes[inos - 1].astype(np.uint64), inos.astype(np.uint64)
+
+    return SimpleNamespace(entries=len(sizes), files_in=files_in)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_curve_of_a_node_has_the_files_that_it_owns_and_those_that_are_not_shared(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(5)
+    sizes = np.minimum(rng.lognormal(5, 1.5, FILES).astype(np.int64), LARGEST + 500)
+    assert sizes.max() > LARGEST, "some files are not shared"
+    monkeypatch.setattr("monarch.peers.source._AT_ONCE", 64)
+    members = (None, FakeMember(RIGHT), FakeMember(RIGHT), FakeMember(RIGHT))
+    peers = peers_of(*members, replicas=replicas, snapshot=table_of(sizes))
+    expected = np.zeros(BUCKETS, np.uint64)
+    for ino in range(1, FILES + 1):
+        size = int(sizes[ino - 1])
+        if not peers.is_shared(Ino(ino), size) or peers.owns(Ino(ino)):
+            expected[bucket(ino)] += np.uint64(size)
+    assert np.array_equal(peers.curve(), expected)
+    assert sizes[sizes > LARGEST].sum() < expected.sum() < sizes.sum()
+    # A rule counts the same bytes of its files.
+    inos, sizes_of, keys = table_of(sizes).files_in(range(1, FILES + 1))
+    kept = peers.kept_bytes(inos, sizes_of)
+    assert np.array_equal(np.bincount(buckets(keys), kept, BUCKETS).astype(np.uint64), expected)
+
+
+def test_with_too_many_scores_each_file_counts_with_the_part_of_this_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("monarch.peers.source._MOST_SCORES", 2 * FILES - 1)
+    sizes = np.full(FILES, 101)
+    sizes[:10] = LARGEST + 1
+    peers = peers_of(None, FakeMember(RIGHT), snapshot=table_of(sizes))
+    assert peers.curve().sum() == 10 * (LARGEST + 1) + (FILES - 10) * 50
 
 
 def test_a_source_reads_itself_what_no_other_node_gives(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from monarch.config.settings import RuleSettings
@@ -22,6 +23,7 @@ from monarch.placement.ledger import Ledger
 from monarch.placement.policy import FirstCome, Item, Lru, NoEvict, Placement, Policy
 from monarch.placement.residency import Residency
 from monarch.placement.rules import Rule, Rules
+from monarch.posix.buckets import BUCKETS, buckets
 from monarch.types import Ino
 
 TIERS = ["ram", "nvme"]
@@ -324,6 +326,46 @@ def test_the_hash_leaves_room_for_pinned_files_and_draws_among_the_others(
     for ino in mount.under(b"val/"):
         mount.fetch(ino)
     assert mount.resident() == before | mount.under(b"val/"), "none left for them"
+
+
+def test_the_draw_of_a_member_of_a_job_is_over_the_files_that_it_keeps(snapshot: Snapshot) -> None:
+    """Other members keep the files with odd numbers; pinned files are kept by each member."""
+
+    def kept_bytes(
+        inos: npt.NDArray[np.int64], sizes: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
+        return sizes * (inos % 2 == 0)
+
+    rules = [
+        rule("raw/**", pin=True),
+        rule("val/**", admit="never"),
+        rule("train/a/**", tier="ram"),
+    ]
+    own = {ino for ino in files_of(snapshot) if ino % 2 == 0}
+    inos, sizes, keys = snapshot.files_in(range(1, snapshot.entries + 1))
+    curve = np.zeros(BUCKETS, np.uint64)
+    np.add.at(curve, buckets(keys), kept_bytes(inos, sizes))
+
+    def read(capacities: list[int]) -> Mount:
+        mount = Mount(snapshot, rules, capacities)
+        mount.rules.kept_bytes, mount.controller.kept_curve = kept_bytes, curve
+        mount.controller.keeps = lambda item: item.ino in own
+        mount.measure()
+        mount.read(set(mount.files))
+        return mount
+
+    # All of the 40 pinned files and of its about 30 other ones fit.
+    large = read([60 * SIZE, 30 * SIZE])
+    pinned, never = large.under(b"raw/"), large.under(b"val/")
+    rest = own - pinned - never
+    assert large.resident() == pinned | rest
+    assert large.resident(1) >= large.under(b"train/a/") & own
+    # Not all of the others fit: the tiers are full.
+    count = len(rest - large.under(b"train/a/")) - 10
+    small = read([45 * SIZE, count * SIZE])
+    assert small.resident() > pinned
+    assert small.resident() - pinned <= rest
+    assert len(small.resident()) == 45 + count
 
 
 @pytest.mark.promise(191)
