@@ -17,9 +17,8 @@ from the same file (fuse/native/_reading.c), and serves granules that are marked
 Any other byte is damage, and its granule absent. The three differ in at least four bits: so a disk
 that flips up to three bits of a byte makes no granule present, which would be read as zeros.
 
-All present granules become doubted when the file is opened in a later term than it was written in,
-or if its seal is broken. The seal is that of whole copies (contents.py). It is set at the last
-close, since each granule that is written breaks it. Calls here wait for the local disk.
+Present granules become doubted if the file is opened in a later term, or if its seal (contents.py)
+is broken. It is set at the last close: each write breaks it. Calls here wait for the local disk.
 """
 
 from __future__ import annotations
