@@ -201,14 +201,16 @@ def _removes_nothing(op: Op, removed: Container[int]) -> bool:
 def _removed(
     ops: Iterable[Numbered], summary: Summary
 ) -> tuple[Container[int], Mapping[int, Identity | None]]:
-    """The objects of files that were removed, with all operations on them drained. Also the
-    versions of the source's files that were copied up into them, by object."""
+    """The objects of files that were removed, with all operations on them drained, and that no
+    later content still has to replace at the source. Also the versions of the source's files that
+    were copied up into them, by object."""
     # The names of the objects that are removed later.
     names: dict[bytes, int] = {}
     taken: dict[int, Identity | None] = {}
     counts: dict[int, int] = {}
     removed: set[int] = set()
     waiting: set[int] = set()
+    replaced = _Replaced(summary)
 
     def name(path: bytes, number: int) -> None:
         take_off(path)
@@ -221,6 +223,7 @@ def _removed(
             counts[number] -= 1
 
     for seq, op in ops:
+        replaced.add(seq, op)
         if seq not in summary.done:
             waiting |= {op.object, op.over_object}
         if op.kind == "take" and op.object in summary.gone:
@@ -247,8 +250,35 @@ def _removed(
             case "gone" if not counts.get(op.object, 0):
                 # A file that still has a name is read from the source.
                 removed.add(op.object)
-    removed = removed - waiting - {0}
+    removed = removed - waiting - replaced.objects() - {0}
     return removed, {number: was for number, was in taken.items() if number in removed}
+
+
+class _Replaced:
+    """Finds the objects that renames have replaced on the mount, but perhaps not at the source.
+
+    A rename of a file that the source does not have leaves the replaced file there until the next
+    content of the renamed file is published. Without the operations on the replaced file the drain
+    would not know its identity, and would take it for a file of others.
+    """
+
+    def __init__(self, summary: Summary) -> None:
+        self._summary = summary
+        # The replaced objects by the object that has replaced them.
+        self._by: dict[int, set[int]] = {}
+
+    def add(self, seq: int, op: Op) -> None:
+        is_published = seq in self._summary.published
+        is_removed = op.kind == "gone" and seq in self._summary.done
+        if is_removed or (op.kind == "content" and is_published):
+            self._by.pop(op.object, None)
+        elif op.kind == "rename" and op.object and op.over_object and not is_published:
+            # The replaced file may itself not have replaced another one at the source yet.
+            earlier = self._by.get(op.over_object, ())
+            self._by.setdefault(op.object, set()).update(earlier, [op.over_object])
+
+    def objects(self) -> set[int]:
+        return set().union(*self._by.values())
 
 
 def _number(op: Op) -> int:

@@ -27,7 +27,7 @@ from monarch.writeback.journal import Journal, Op
 from monarch.writeback.op import Kind
 from tests.equipment.virtual_clock import until
 from tests.writeback.remounts import Rig
-from tests.writeback.rig import Killed, Model, drain_of
+from tests.writeback.rig import Killed, Model, drain_of, draining
 
 ID = Identity(5, 1, 2, 3)
 
@@ -184,6 +184,64 @@ def test_of_the_contents_of_a_file_the_last_published_and_the_last_left_out_stay
     changed = [replace(content(b"a", 1), intact=intact) for intact in (0, 2, 5)]
     kept = shortened([(1, made), *enumerate(changed, 2)], {1: None, 2: ID, 3: None, 4: None})
     assert [op.intact for _, op in kept] == [0, 0, 2]
+
+
+@pytest.mark.promise(139)
+def test_a_replaced_file_stays_until_the_content_that_replaces_it_at_the_source() -> None:
+    def of(*ops: Op, published: tuple[int, ...], undone: int = 0) -> list[int]:
+        numbered = list(enumerate(ops, 1))
+        done = {seq: ID if seq in published else None for seq, _ in numbered}
+        done = {seq: each for seq, each in done.items() if not undone or seq < undone}
+        return [seq for seq, _ in shortened(numbered, done)]
+
+    into = Op(kind="rename", to=b"a", strict=True)
+
+    def over(path: bytes, number: int) -> list[Op]:
+        return [
+            Op(kind="create", path=path, object=number),
+            content(path, number),
+            replace(into, path=path, object=number, over_object=number - 1),
+            Op(kind="gone", object=number - 1),
+        ]
+
+    ops = [Op(kind="create", path=b"a", object=1), content(b"a", 1), *over(b"b", 2)]
+    # The content is left out, and comes with a later one.
+    assert of(*ops, published=(2,)) == [1, 2, 3, 4, 5, 6]
+    assert of(*ops, content(b"a", 2), published=(2, 7)) == [3, 4, 5, 7]
+    assert of(*ops, published=(2, 4, 5)) == [3, 4, 5]
+    # The file that replaces it is replaced before it has come.
+    assert of(*ops, *over(b"c", 3), published=(2,)) == [*range(1, 11)]
+    assert of(*ops, *over(b"c", 3), content(b"a", 3), published=(2, 11)) == [7, 8, 9, 11]
+    removed = Op(kind="unlink", path=b"a", object=2, strict=True), Op(kind="gone", object=2)
+    assert of(*ops, *removed, published=(2,)) == []
+    # It is to be removed at the source in the place of the file that was to replace it.
+    assert of(*ops, *removed, published=(2,), undone=7) == [*range(1, 9)]
+
+
+@pytest.mark.promise(139)
+@pytest.mark.parametrize("replaced", [1, 2])
+async def test_a_kill_after_the_shortening_leaves_the_file_that_a_later_content_replaces(
+    model: Model, clock: trio.testing.MockClock, replaced: int
+) -> None:
+    async with draining(model) as drain:
+        await drain.progress.wait(model.write(b"a", b"first"))
+        for path in (b"x", b"y")[:replaced]:
+            model.tree[b"a"].writers = 0
+            # The process continues to write after it has renamed the file.
+            node = model.create(path)
+            node.writers = 1
+            model.store(node, b"half of " + path)
+            model.content(node)
+            model.store(node, b"more of " + path)
+            model.rename(path, b"a")
+            model.store(node, b"all of " + path)
+        await until(lambda: not len(drain.queue))
+    assert (model.source / "a").read_bytes() == b"first"
+    model.journal.shorten()
+    async with draining(model, model.kill()) as drain:
+        await drain.progress.wait(model.last_seq)
+    assert not drain.writer.log.conflict_count
+    model.check_all_is_there()
 
 
 NAMES = (b"a", b"b", b"c", b"d")
