@@ -363,6 +363,10 @@ class SourceState:
             case "mkdir" | "symlink" | "mknod" if identity is None and op.strict:
                 # The name belongs to another entry at the source: later changes are not made there.
                 self._given_up.add(op.ino)
+            case "unlink":
+                # In a shortened journal it may be in the place of a rename of another file, and
+                # have the mark of that rename.
+                pass
             case _ if identity is not None and op.ino:
                 current = self.entries.current_file if op.file else self.entries.current
                 before = current(op.ino, op.was)

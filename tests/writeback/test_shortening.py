@@ -25,6 +25,7 @@ from monarch.writeback import journal as journals
 from monarch.writeback.history import Numbered, Summary, obsolete
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.op import Kind
+from monarch.writeback.source_state import SourceState
 from tests.equipment.virtual_clock import until
 from tests.writeback.remounts import Rig
 from tests.writeback.rig import Killed, Model, drain_of, draining
@@ -216,6 +217,28 @@ def test_a_replaced_file_stays_until_the_content_that_replaces_it_at_the_source(
     assert of(*ops, *removed, published=(2,)) == []
     # It is to be removed at the source in the place of the file that was to replace it.
     assert of(*ops, *removed, published=(2,), undone=7) == [*range(1, 9)]
+
+
+@pytest.mark.promise(139)
+def test_a_replaced_file_with_another_name_is_not_taken_for_the_file_that_replaced_it() -> None:
+    rename = Op(kind="rename", path=b"new", to=b"c", object=1, strict=True)
+    ops = [
+        Op(kind="create", path=b"new", object=1),
+        content(b"new", 1),
+        # A file of the source, which still has another name.
+        replace(rename, over=replace(ID, source_ino=7), over_ino=7),
+        replace(rename, path=b"c", to=b"d"),
+        Op(kind="unlink", path=b"d", object=1, strict=True),
+        Op(kind="gone", object=1),
+    ]
+    done = {1: None, 2: ID, 3: ID, 4: ID, 5: None, 6: None}
+    kept = shortened([*enumerate(ops, 1)], done)
+    assert [(seq, op.kind, op.ino) for seq, op in kept] == [(4, "unlink", 7)]
+    state = SourceState()
+    for seq, op in kept:
+        state.note(op, done[seq])
+    was = replace(ID, source_ino=7)
+    assert state.entries.current_file(7, was) == was
 
 
 @pytest.mark.promise(139)
