@@ -41,21 +41,6 @@ def source_rate(share: float, *, hit_s: float, miss_s: float) -> float:
     return 1 / max(share * hit_s + (1 - share) * miss_s, _LEAST_S)
 
 
-def smallest_share_in_closed_form(
-    *, prep: float, training: float, source: float, tier: float
-) -> float:
-    """The smallest share without a fetch stall in the plain model, from the rates P, G, S and C.
-
-    It solves ``F = min(P, G)``. It is 1 if not even the tier is fast enough.
-    """
-    wanted = min(prep, training)
-    if source >= wanted:
-        return 0.0
-    if tier <= wanted:
-        return 1.0
-    return (1 / source - 1 / wanted) / (1 / source - 1 / tier)
-
-
 @dataclass(frozen=True, slots=True)
 class Point:
     """A measured rate: ``share`` of the opens were served by tiers; ``load`` is the rate of the

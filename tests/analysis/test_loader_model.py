@@ -14,7 +14,6 @@ from monarch.analysis.loader_model import (
     Point,
     fitted,
     serial_rate,
-    smallest_share_in_closed_form,
     source_rate,
 )
 from tests.analysis.pipeline import Job, serial_workers, stages
@@ -27,6 +26,21 @@ REGIMES = {
     "crossover": {"source": 2000.0, "tier": 20000.0, "prep": 500.0, "training": 6000.0},
 }
 SHARES = (0.0, 0.5, 0.75, 0.9)
+
+
+def smallest_share_in_closed_form(
+    *, prep: float, training: float, source: float, tier: float
+) -> float:
+    """The smallest share without a fetch stall in the plain model, from the rates P, G, S and C.
+
+    It solves ``F = min(P, G)``. It is 1 if not even the tier is fast enough.
+    """
+    wanted = min(prep, training)
+    if source >= wanted:
+        return 0.0
+    if tier <= wanted:
+        return 1.0
+    return (1 / source - 1 / wanted) / (1 / source - 1 / tier)
 
 
 def plain(job: Job, share: float) -> float:
