@@ -24,6 +24,7 @@ from monarch.cli.job_runs import JobRuns
 from monarch.cli.output import duration, progress_bar, show
 from monarch.cli.output import remark as to_stderr
 from monarch.cli.simulate_options import counts_of
+from monarch.cli.written_files import replace_whole, require_writable
 from monarch.errors import MonarchError, MountPointError, NotMountedError, UsageError
 from monarch.foresight.messages import LEAST_LIMIT
 from monarch.posix.mounts import mount_table
@@ -173,7 +174,7 @@ def run(
             hint="mount it again with -o open=open,datapath=auto",
         )
     source_limit = limits[0] if limits else 0
-    _require_writable(out)
+    require_writable(out)
     phases: list[tuple[Phase, float]] = [("synthetic", 1.0), ("cached", 1.0)]
     phases += [("real", share) for share in reversed(shares)]
     jobs = JobRuns(command, mountpoint, iters, warmup, source_limit)
@@ -195,8 +196,8 @@ def run(
         warmup=warmup,
         runs=runs,
     )
-    out.write_text(profiles.encode(profile))
     code = _show(profile, as_json)
+    replace_whole(out, profiles.encode(profile))
     if not as_json:
         to_stderr(f"the profile is in {escape_text(os.fspath(out))}")
     return code
@@ -391,16 +392,6 @@ def _read(file: Path) -> Profile:
         return profiles.decode(file.read_text())
     except (ValueError, UnicodeDecodeError) as error:
         raise UsageError(f"{escape_text(os.fspath(file))} cannot be used: {error}") from error
-
-
-def _require_writable(out: Path) -> None:
-    """Fails before the runs instead of after them. Leaves no file, and a file that exists as it
-    is."""
-    is_new = not out.exists()
-    with out.open("a"):
-        pass
-    if is_new:
-        out.unlink()
 
 
 def _mountpoint(place: Path | None) -> str:

@@ -1,0 +1,35 @@
+"""Files that a command writes at the end of long work: checked before it, and replaced whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def require_writable(out: Path) -> None:
+    """Fails before the runs instead of after them. Leaves no file, and a file that exists as it
+    is."""
+    is_new = not out.exists()
+    with out.open("a"):
+        pass
+    if is_new:
+        out.unlink()
+
+
+def replace_whole(out: Path, text: str) -> None:
+    """Replaces the file as a whole, or, where that is impossible, as a device or in a directory of
+    another user, its content. Raises OSError; a file that is replaced as a whole is then
+    unchanged."""
+    target = Path(os.path.realpath(out))
+    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+        target.write_text(text)
+        return
+    part = target.with_name(f".profile.{os.getpid()}.part")
+    try:
+        part.write_text(text)
+        if target.exists():
+            shutil.copymode(target, part)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)

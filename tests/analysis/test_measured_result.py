@@ -1,0 +1,67 @@
+"""What `monarch analyze run` leaves if the disk of its profile is full."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from monarch.analysis.profile import decode
+from monarch.analysis.stalls import Run
+from monarch.cli import analyze
+from tests.analysis.test_stalls import runs
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose runs are measured already, and its mount."""
+
+    class Measured:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def all(self, *_: object) -> list[Run]:
+            return runs(0.1, 0.2, 0.8)
+
+    figures = {"open": "open", "datapath": "auto", "bytes": 10**9, "tiers": [{"capacity": 10**8}]}
+    monkeypatch.setattr(analyze, "JobRuns", Measured)
+    monkeypatch.setattr(analyze, "_mountpoint", lambda place: "/mnt/data")
+    monkeypatch.setattr(analyze, "_figures", lambda mountpoint: figures)
+
+
+def run(out: Path) -> Result:
+    return CliRunner().invoke(analyze.analyze, ["run", "--out", str(out), "--", "train"])
+
+
+def test_the_result_is_shown_although_the_disk_is_full() -> None:
+    done = run(Path("/dev/full"))
+    assert isinstance(done.exception, OSError)
+    assert done.exception.errno == errno.ENOSPC
+    assert "fetch-bound" in done.output
+
+
+def test_a_profile_that_cannot_be_written_as_a_whole_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "profile.json"
+    out.write_text("the profile before")
+    out.chmod(0o640)
+    write_text = Path.write_text
+
+    def half(path: Path, text: str) -> int:
+        write_text(path, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half)
+        done = run(out)
+    assert isinstance(done.exception, OSError)
+    assert "fetch-bound" in done.output
+    assert out.read_text() == "the profile before"
+    assert list(tmp_path.iterdir()) == [out]
+    assert run(out).exception is None
+    assert len(decode(out.read_text()).runs) == 4
+    assert out.stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.iterdir()) == [out]
