@@ -325,12 +325,12 @@ class PeersCheck:
         if report is None:
             return
         out = [f"{peer.name} ({peer.state})" for peer in report.peers if peer.out]
-        if out:
-            more = ", ..." if len(out) > _SHOWN_NODES else ""
+        if report.out:
+            named = ", ".join(out[:_SHOWN_NODES]) + (", ..." if report.out > _SHOWN_NODES else "")
+            others = counted(report.members - 1, "other node", "other nodes")
             yield Problem(
                 "peers-out",
-                f"{len(out)} of {counted(report.members - 1, 'other node', 'other nodes')} do not"
-                f" share their copies: {', '.join(out[:_SHOWN_NODES])}{more}",
+                f"{report.out:,} of {others} do not share their copies: {named}",
                 remedy="their files are read from the source, and kept by the next node;"
                 " docs/nodes.md has the remedy for each state",
             )

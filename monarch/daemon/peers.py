@@ -14,6 +14,7 @@ from monarch.peers.answers import Answers, Content, Copy, short_digest
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient
 from monarch.peers.engine import SOCKET, Engine, Site
+from monarch.peers.hello import MemberKey
 from monarch.peers.membership import Membership
 from monarch.peers.ownership import Member, Ownership
 from monarch.peers.source import Peers, PeerSource
@@ -133,7 +134,8 @@ class Sharing:
             share=peers.share,
             address="" if engine.port is None else f"{self._site.address} port {engine.port}",
             starts=engine.starts,
-            set=self._site.set_name,
+            out=sum(each.out for each in others),
+            set=self._site.key.set_name,
             files=sum(each.files for each in others),
             bytes=sum(each.bytes for each in others),
             not_kept=peers.not_kept,
@@ -150,11 +152,11 @@ def build_sharing(
     """Connects the mount with the other nodes of its job."""
     settings, snapshot, hierarchy = parts.settings, parts.snapshot, tiers.hierarchy
     set_name, patience_s = snapshot.content_digest(), settings.peers.patience
+    keys = [MemberKey(str(each), set_name, membership.secret) for each in membership.members]
+    own_key = keys[membership.own]
     clients = [
-        PeerClient(each, membership.ports, membership.token, set_name, Breaker(patience_s))
-        if index != membership.own
-        else None
-        for index, each in enumerate(membership.members)
+        PeerClient(each, membership.ports, key, Breaker(patience_s)) if key is not own_key else None
+        for each, key in zip(membership.members, keys, strict=True)
     ]
     members = [Member(str(each)) for each in membership.members]
     ownership = Ownership(members, int(set_name[:16], 16))
@@ -173,13 +175,13 @@ def build_sharing(
     answers = Answers(
         directory / SOCKET,
         files,
+        own_key,
         patience_s=_EARLY * patience_s,
         most_held=max(settings.limits.buffer_max // _SHARE, settings.limits.inline_max),
     )
     site = Site(
         tiers=[tier.own / (Contents.PREFIX + snapshot.id) for tier in hierarchy.tiers],
-        set_name=set_name,
-        token=membership.token,
+        key=own_key,
         address=membership.address,
         ports=membership.own_ports,
     )

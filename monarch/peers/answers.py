@@ -5,10 +5,13 @@ The engine passes requests on as HTTP/1.1 over a few connections that it keeps. 
     200    the bytes with their digest, or the name of the copy, which the engine then sends
     202    the bytes are being fetched from the source: the member asks again
     404    this node does not keep the file, or does not know it in this version
+
+A hello is answered with the proofs that this node is a member.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -25,7 +28,9 @@ import xxhash
 from monarch.errors import MonarchError
 from monarch.peers.client import COMING, DIGEST_HEADER, NOT_KEPT, OK
 from monarch.peers.engine import INTERNAL
+from monarch.peers.hello import MemberKey
 from monarch.posix.files import closing_fd
+from monarch.telemetry.log import Limiter
 from monarch.tiers.contents import copy_name
 from monarch.types import Ino
 
@@ -36,6 +41,10 @@ _MOST_CONNECTIONS = 512
 _BACKLOG = 128
 _IDLE_S = 120.0
 _REQUEST = re.compile(rb"GET /[0-9a-f]{32}/(?:d|c/[0-9a-f]{2})/([0-9]{1,10}) HTTP/1\.[01]\r\n")
+_PATH = re.compile(rb"GET (/\S*) HTTP/1\.[01]\r\n")
+# Errors of accept that end by themselves, and the pause after one, in seconds.
+_SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_SCARCE_PAUSE_S = 0.1
 # How long the bytes of a fetch are kept for a member that asks again, in seconds.
 _KEPT_S = 2.0
 
@@ -87,19 +96,23 @@ def short_digest(digest: bytes) -> int:
 
 
 class Answers:
-    """Belongs to the event loop. ``patience_s``: a member gets an answer at most this many seconds
-    later. At most ``most_held`` bytes are being fetched for members or kept for them."""
+    """Belongs to the event loop. ``key`` is that of this node. ``patience_s``: a member gets an
+    answer at most this many seconds later. At most ``most_held`` bytes are being fetched for
+    members or kept for them."""
 
     def __init__(
         self,
         path: Path,
         files: Files,
+        key: MemberKey,
         *,
         patience_s: float,
         most_held: int,
     ) -> None:
         self._path = path
         self._files = files
+        self._key = key
+        self._limiter = Limiter(log)
         self._patience_s = patience_s
         self._most_held = most_held
         self._held = 0
@@ -119,12 +132,27 @@ class Answers:
         with _listening(self._path) as listener:
             async with trio.open_nursery() as nursery:
                 while True:
-                    stream = await listener.accept()
+                    stream = await self._accepted(listener)
                     if self._connections >= _MOST_CONNECTIONS:
                         await trio.aclose_forcefully(stream)
                         continue
                     self._connections += 1
                     nursery.start_soon(self._serve, stream, nursery)
+
+    async def _accepted(self, listener: trio.SocketListener) -> trio.SocketStream:
+        """The next connection. Raises OSError."""
+        while True:
+            try:
+                return await listener.accept()
+            except OSError as error:
+                if error.errno not in _SCARCE:
+                    raise
+                self._limiter.warning(
+                    "scarce",
+                    "no connection for a request of another node, which reads the source: %s",
+                    error.strerror,
+                )
+                await trio.sleep(_SCARCE_PAUSE_S)
 
     async def _serve(self, stream: trio.SocketStream, nursery: trio.Nursery) -> None:
         """Answers the requests of one connection, one after the other."""
@@ -132,10 +160,34 @@ class Answers:
             async with stream:
                 # A disk that fails ends a connection, and the member reads the source.
                 with suppress(trio.BrokenResourceError, trio.TooSlowError, OSError, MonarchError):
-                    while (ino := await _requested(stream)) is not None:
-                        await self._answer(stream, ino, nursery)
+                    while head := await _requested(stream):
+                        if not await self._answer_to(stream, head, nursery):
+                            break
+        except Exception:
+            self._unexpected()
         finally:
             self._connections -= 1
+
+    async def _answer_to(
+        self, stream: trio.SocketStream, head: bytes, nursery: trio.Nursery
+    ) -> bool:
+        """Answers a request; False if it has another form."""
+        if (request := _REQUEST.match(head)) is not None:
+            await self._answer(stream, Ino(int(request[1])), nursery)
+            return True
+        path = _PATH.match(head)
+        proofs = None if path is None else self._key.answer(path[1].decode("ascii", "replace"))
+        if proofs is not None:
+            await _send(stream, OK, proofs)
+        return proofs is not None
+
+    def _unexpected(self) -> None:
+        """Logs the exception that is being handled. The other answers continue."""
+        self._limiter.exception(
+            "unexpected",
+            "internal error in an answer to another node, which reads the source instead. This is a"
+            " bug, please report it",
+        )
 
     async def _answer(self, stream: trio.SocketStream, ino: Ino, nursery: trio.Nursery) -> None:
         copy = self._files.copy_of(ino)
@@ -183,6 +235,9 @@ class Answers:
             except (MonarchError, OSError) as error:
                 log.debug("not fetched for another node: %s", error)
                 content = None
+            except Exception:
+                self._unexpected()
+                content = None
             if content is not None:
                 fetch.digest = digest_of(content)
                 fetch.content = content
@@ -218,19 +273,18 @@ def _listening(path: Path) -> Iterator[trio.SocketListener]:
                     os.unlink(path.name, dir_fd=directory)
 
 
-async def _requested(stream: trio.SocketStream) -> Ino | None:
-    """The inode number of the next request; None at the end of the requests, and for one of another
-    form. Raises trio.BrokenResourceError."""
+async def _requested(stream: trio.SocketStream) -> bytes:
+    """The head of the next request; empty at the end of the requests, and for a head that is too
+    long. Raises trio.BrokenResourceError."""
     head = b""
     with trio.move_on_after(_IDLE_S):
         while not head.endswith(b"\r\n\r\n"):
             part = await stream.receive_some(_MOST_HEAD)
             head += part
             if not part or len(head) > _MOST_HEAD:
-                return None
-        request = _REQUEST.match(head)
-        return None if request is None else Ino(int(request[1]))
-    return None
+                return b""
+        return head
+    return b""
 
 
 async def _send(

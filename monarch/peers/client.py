@@ -1,7 +1,8 @@
 """Requests to one member of the job: the bytes of a copy, over connections that are kept.
 
 The requests are HTTP/1.1 without bodies, in threads. Every wait has a limit, and so has every
-length that a member can send: a member may be broken, and its port may be of another program.
+length that a member can send: a member may be broken, and its port may be of another program. So
+each connection begins with a hello (``hello.py``), and has no other use before its answer is right.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from monarch.peers.breaker import Breaker
+from monarch.peers.hello import PROOFS_BYTES, MemberKey, hello_request, new_challenge
 from monarch.peers.members import Endpoint
 from monarch.peers.network import addresses_of
 from monarch.text import MiB
@@ -27,11 +29,12 @@ from monarch.text import MiB
 TOKEN_HEADER = "X-Monarch-Token"
 DIGEST_HEADER = "X-Monarch-Digest"
 # The status of an answer without bytes: they are being fetched, or the member does not keep them.
-OK, COMING, NOT_KEPT, REFUSED = 200, 202, 404, 403
+OK, COMING, NOT_KEPT, REFUSED, TOO_MANY = 200, 202, 404, 403, 429
 _STATUSES = frozenset({OK, COMING, NOT_KEPT})
-HELLO = "hello"
 
 CONNECT_S = 0.2
+# The least limit of the wait for the answer to a hello, in seconds: the daemon gives it.
+_HELLO_S = 1.0
 # Once for each member, unless it moves.
 _RESOLVE_S = 1.0
 _MOST_HEAD = 4096
@@ -41,6 +44,9 @@ _DIGITS = frozenset(b"0123456789")
 _DIGEST = re.compile(rb"[0-9a-f]{16}")
 
 Kind = Literal["unreachable", "slow", "broken", "wrong-secret", "other-set", "damaged"]
+
+# What is said of a member with several ports, the most specific reason last.
+_REASONS: tuple[Kind, ...] = ("unreachable", "broken", "wrong-secret", "other-set")
 
 
 class PeerFailed(Exception):
@@ -63,17 +69,19 @@ class Answer:
 
 class PeerClient:
     """The connections to one member; thread-safe. ``ports`` are those at which it may listen. A
-    member answers only for its own set of files, ``set_name``."""
+    member answers only for its own set of files, that of ``key``."""
 
     def __init__(
-        self, endpoint: Endpoint, ports: Sequence[int], token: str, set_name: str, breaker: Breaker
+        self, endpoint: Endpoint, ports: Sequence[int], key: MemberKey, breaker: Breaker
     ) -> None:
         self.name = str(endpoint)
         self.breaker = breaker
         self._host = endpoint.host
         self._ports = [endpoint.port] if endpoint.port else list(ports)
-        self._before = f"GET /{set_name}/".encode()
-        self._after = f" HTTP/1.1\r\nHost: monarch\r\n{TOKEN_HEADER}: {token}\r\n\r\n".encode()
+        self._key = key
+        self._before = f"GET /{key.set_name}/".encode()
+        fields = f"Host: monarch\r\n{TOKEN_HEADER}: {key.token()}\r\n\r\n"
+        self._after = f" HTTP/1.1\r\n{fields}".encode()
         self._idle: deque[socket.socket] = deque()
         # The limit of the waits that is set for each connection, in seconds.
         self._limits: dict[socket.socket, float] = {}
@@ -125,86 +133,123 @@ class PeerClient:
             raise PeerFailed("broken")
         return answer
 
-    def _answer(
-        self, connection: socket.socket, request: bytes, size: int, *, keep: bool = True
-    ) -> Answer | None:
-        """Sends a request; with ``keep`` the connection is kept for the next one if it may be used
-        again. None if it was closed before the answer. Raises PeerFailed."""
+    def _answer(self, connection: socket.socket, request: bytes, size: int) -> Answer | None:
+        """Sends a request; the connection is kept for the next one if it may be used again. None if
+        it was closed before the answer. Raises PeerFailed."""
         is_kept = False
         try:
-            limit_s = self.breaker.limit_s
+            answer, is_kept = self._exchange(connection, request, size, self.breaker.limit_s)
+            if answer is not None and answer.status == REFUSED:
+                self._address = None
+                raise PeerFailed("wrong-secret")
+            if answer is not None and answer.status not in _STATUSES:
+                raise PeerFailed("broken")
+            return answer
+        finally:
+            if is_kept and len(self._idle) < _MOST_IDLE:
+                self._idle.append(connection)
+            else:
+                self._drop(connection)
+
+    def _exchange(
+        self, connection: socket.socket, request: bytes, size: int, limit_s: float
+    ) -> tuple[Answer | None, bool]:
+        """Sends a request. The answer, None if the connection was closed before, and whether the
+        connection may be used again. Raises PeerFailed."""
+        try:
             if self._limits.get(connection) != limit_s:
                 _limit(connection, limit_s)
                 self._limits[connection] = limit_s
             connection.sendall(request)
             head, rest = _head(connection, time.monotonic() + limit_s)
-            if not head:
-                return None
-            answer, is_kept = _answer(connection, head, rest, size)
-            if answer.status == REFUSED:
-                self._address = None
-                raise PeerFailed("wrong-secret")
-            if answer.status not in _STATUSES:
-                raise PeerFailed("broken")
-            return answer
+            return _answer(connection, head, rest, size) if head else (None, False)
         except (BrokenPipeError, ConnectionResetError):
-            return None
+            return None, False
         except (BlockingIOError, TimeoutError):
             raise PeerFailed("slow") from None
         except OSError:
             raise PeerFailed("broken") from None
-        finally:
-            if keep and is_kept and len(self._idle) < _MOST_IDLE:
-                self._idle.append(connection)
-            else:
-                self._limits.pop(connection, None)
-                connection.close()
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._limits.pop(connection, None)
+        connection.close()
 
     def _connected(self) -> socket.socket:
-        """A new connection. Raises PeerFailed."""
+        """A new connection to the member. Raises PeerFailed."""
         address = self._address
-        if address is not None:
-            try:
-                return _connect(address)
-            except ConnectionRefusedError:
-                # The member may have been started again, with another port.
-                self._address = None
-            except OSError:
-                raise PeerFailed("unreachable") from None
-        if not self._finding.acquire(timeout=CONNECT_S + self.breaker.limit_s):
-            raise PeerFailed("unreachable")
         try:
-            if self._address is None:
-                self._address = self._find()
-            return _connect(self._address)
+            if address is not None:
+                try:
+                    return self._proven(address)
+                except (PeerFailed, OSError) as error:
+                    # The member may have been started again, with another port, and another program
+                    # may have this one.
+                    self._address = None
+                    if _takes_long(error):
+                        raise
+            if not self._finding.acquire(timeout=CONNECT_S + self.breaker.limit_s):
+                raise PeerFailed("unreachable")
+            try:
+                address = self._address
+                if address is None:
+                    return self._find()
+            finally:
+                self._finding.release()
+            return self._proven(address)
         except OSError:
             raise PeerFailed("unreachable") from None
-        finally:
-            self._finding.release()
 
-    def _find(self) -> tuple[str, int]:
-        """The address at which the member answers for this set. Other programs, and other mounts of
-        the job, may have some of the ports. Raises PeerFailed, OSError."""
+    def _find(self) -> socket.socket:
+        """A connection to the member at the port at which it answers for this set. Other programs,
+        and other mounts of the job, may have some of the ports. Raises PeerFailed, OSError."""
         kind: Kind = "unreachable"
         found = _resolved(self._host)
-        hello = self._before + HELLO.encode() + self._after
-        for port in self._ports:
+        for port in tuple(self._ports):
             try:
-                connection = _connect((found, port))
-            except ConnectionRefusedError:
-                continue
-            try:
-                answer = self._answer(connection, hello, 0, keep=False)
-            except PeerFailed as error:
-                if error.kind == "slow":
+                connection = self._proven((found, port))
+            except (PeerFailed, OSError) as error:
+                if _takes_long(error):
+                    # A program that does not answer must not hide the member behind it again.
+                    self._ports.remove(port)
+                    self._ports.append(port)
                     raise
-                kind = "wrong-secret" if kind == "unreachable" else kind
+                if isinstance(error, PeerFailed):
+                    kind = max(kind, error.kind, key=_REASONS.index)
                 continue
-            if answer is not None and answer.status == OK:
-                return found, port
-            if answer is not None and answer.status == NOT_KEPT:
-                kind = "other-set"
+            self._address = found, port
+            return connection
         raise PeerFailed(kind)
+
+    def _proven(self, address: tuple[str, int]) -> socket.socket:
+        """A new connection to this address, at which the member has proved that it is one. Raises
+        PeerFailed, OSError."""
+        connection = _connect(address)
+        is_proven = False
+        try:
+            challenge = new_challenge()
+            limit_s = max(self.breaker.limit_s, _HELLO_S)
+            answer, is_kept = self._exchange(
+                connection, hello_request(challenge), PROOFS_BYTES, limit_s
+            )
+            if answer is not None and answer.status == TOO_MANY:
+                raise PeerFailed("slow")
+            if answer is None or answer.status != OK or not is_kept:
+                raise PeerFailed("broken")
+            found = self._key.judge(answer.data, challenge, *address)
+            if found != "member":
+                raise PeerFailed("other-set" if found == "other-set" else "wrong-secret")
+            is_proven = True
+            return connection
+        finally:
+            if not is_proven:
+                self._drop(connection)
+
+
+def _takes_long(error: PeerFailed | OSError) -> bool:
+    """Whether a port failed after a wait, so that no further one is tried in this call."""
+    if isinstance(error, PeerFailed):
+        return error.kind == "slow"
+    return not isinstance(error, ConnectionRefusedError)
 
 
 def _resolved(host: str) -> str:

@@ -4,18 +4,20 @@ It has one process, without capabilities, as the user of the daemon, and ends wi
 directory in the state directory has its configuration and its log:
 
     nginx.conf       written at each start
-    nginx.log        errors; begun anew at each start
+    nginx.log        errors, up to a limit; begun anew at each start
     answers.sock     at which the daemon answers for copies that it does not have yet
     1, 2, ...        links to the copies in each tier
 
 It serves ``/SET/c/XX/INO``, a copy by its inode number, and passes ``/SET/d/INO``, and copies that
-are missing, to the daemon. A request without the token gets 403, and all other names get 404.
+are missing, to the daemon. So it does with a hello, which needs no token (``hello.py``). Any other
+request without the token gets 403, and all other names get 404.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -27,9 +29,17 @@ from pathlib import Path
 import trio
 
 from monarch.errors import UsageError
-from monarch.peers.client import DIGEST_HEADER, HELLO, TOKEN_HEADER
+from monarch.peers.client import DIGEST_HEADER, TOKEN_HEADER
+from monarch.peers.hello import (
+    CHALLENGE,
+    HELLO,
+    PROOFS_BYTES,
+    MemberKey,
+    hello_request,
+    new_challenge,
+)
 from monarch.posix.private_directory import replace_private
-from monarch.text import escape_text
+from monarch.text import MiB, escape_text
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +54,36 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 _READY_S = 20.0
 _STEP_S = 0.01
+# How long it may take to answer one hello, in seconds.
+_HELLO_S = 2.0
+_MOST_ANSWER = 4096
 # How long it may take to end after each signal, in seconds.
 _END_S = 2.0
 _MOST_WORDS = 500
+# The kernel refuses to make a file of the engine longer, so no client can fill the disk with its
+# log.
+_MOST_LOG = 1 * MiB
+
+_LIMITS = """\
+  # A client that is slow, or sends much, holds a connection for seconds, and kilobytes.
+  client_header_timeout 5s;
+  client_body_timeout 5s;
+  send_timeout 10s;
+  reset_timedout_connection on;
+  lingering_close off;
+  client_header_buffer_size 1k;
+  large_client_header_buffers 2 1k;
+  client_max_body_size 1;
+  limit_conn_zone $binary_remote_addr zone=nodes:1m;
+  limit_conn nodes 1024;
+  # Any program may send these requests, so they must not fill the log.
+  limit_conn_log_level info;
+  limit_req_log_level info;
+  # The daemon answers each hello, which takes some 0.2 ms: of one node, and of all together.
+  limit_req_zone $binary_remote_addr zone=hello:1m rate=50r/s;
+  limit_req_zone all zone=hellos:64k rate=1000r/s;
+  limit_req_status 429;
+"""
 
 
 def find_engine(given: Path | None) -> Path:
@@ -68,11 +105,10 @@ def find_engine(given: Path | None) -> Path:
 @dataclass(frozen=True, slots=True)
 class Site:
     """What the engine serves: the directories with the copies in each tier, for the members that
-    show ``token``, under the name ``set_name``, at ``address`` and one of ``ports``."""
+    show the token of ``key``, the key of this node, at ``address`` and one of ``ports``."""
 
     tiers: Sequence[Path]
-    set_name: str
-    token: str
+    key: MemberKey
     address: str
     ports: Sequence[int]
 
@@ -149,29 +185,45 @@ class Engine:
             bounds = ["--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
             command = [setpriv, "--pdeathsig", "KILL", "--no-new-privs", *bounds, *command]
         with open(self._directory / "nginx.log", "wb") as output:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 cwd=self._directory,
                 env={"PATH": os.defpath},
+                # Python ignores SIGXFSZ. So does the engine, which would be killed by it.
+                restore_signals=False,
             )
+        with suppress(OSError):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (_MOST_LOG, _MOST_LOG))
+        return process
 
     async def _answers(self, port: int, process: subprocess.Popen[bytes]) -> bool:
-        """Waits until the engine answers; False if it has ended or takes too long."""
-        site = self._site
-        request = (
-            f"GET /{site.set_name}/{HELLO} HTTP/1.1\r\nHost: monarch\r\n{TOKEN_HEADER}:"
-            f" {site.token}\r\nConnection: close\r\n\r\n"
-        )
+        """Waits until the engine answers with the proofs of the daemon; False if it has ended or
+        takes too long. Another program may have taken the port meanwhile."""
         with trio.move_on_after(_READY_S):
             while process.poll() is None:
                 with suppress(OSError, trio.BrokenResourceError):
-                    async with await trio.open_tcp_stream(site.address, port) as stream:
-                        await stream.send_all(request.encode())
-                        return (await stream.receive_some(64)).startswith(b"HTTP/1.1 200")
+                    if await self._proves(port):
+                        return True
                 await trio.sleep(_STEP_S)
+        return False
+
+    async def _proves(self, port: int) -> bool:
+        """Whether a hello is answered by this engine and daemon. Raises OSError,
+        trio.BrokenResourceError."""
+        challenge, answer = new_challenge(), b""
+        with trio.move_on_after(_HELLO_S):
+            async with await trio.open_tcp_stream(self._site.address, port) as stream:
+                address = stream.socket.getpeername()[0]
+                await stream.send_all(hello_request(challenge))
+                while len(answer) < _MOST_ANSWER and (part := await stream.receive_some(4096)):
+                    answer += part
+                    proofs = answer.partition(b"\r\n\r\n")[2]
+                    if len(proofs) == PROOFS_BYTES:
+                        found = self._site.key.judge(proofs, challenge, address, port)
+                        return found == "member"
         return False
 
     async def _end(self) -> None:
@@ -204,6 +256,7 @@ class Engine:
         tries = " ".join(f"/{number}/$1" for number in range(1, len(site.tiers) + 1))
         header = TOKEN_HEADER.lower().replace("-", "_")
         digest = DIGEST_HEADER.lower().replace("-", "_")
+        set_name, token = site.key.set_name, site.key.token()
         temporary = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         return f"""\
 daemon off;
@@ -225,48 +278,41 @@ http {{
   aio threads;
   keepalive_timeout 75s;
   keepalive_requests 1000000000;
-  # A client that is slow, or sends much, holds a connection for seconds, and kilobytes.
-  client_header_timeout 5s;
-  client_body_timeout 5s;
-  send_timeout 10s;
-  reset_timedout_connection on;
-  lingering_close off;
-  client_header_buffer_size 1k;
-  large_client_header_buffers 2 1k;
-  client_max_body_size 1;
-  limit_conn_zone $binary_remote_addr zone=nodes:1m;
-  limit_conn nodes 1024;
-  map_hash_bucket_size 128;
-  map $http_{header} $is_member {{ default 0; "{site.token}" 1; }}
+{_LIMITS}  map_hash_bucket_size 128;
+  map $uri $is_hello {{ default 0; "~^/{HELLO}/{CHALLENGE}$" 1; }}
+  map $http_{header} $is_admitted {{ default $is_hello; "{token}" 1; }}
   upstream daemon {{ server unix:{SOCKET}; keepalive 32; }}
   server {{
     listen {address}:{port};
     root .;
     max_ranges 0;
-    if ($is_member = 0) {{ return 403; }}
+    if ($is_admitted = 0) {{ return 403; }}
     if ($request_method != GET) {{ return 405; }}
-    location = /{site.set_name}/{HELLO} {{ return 200 ""; }}
-    location ~ ^/{site.set_name}/c/([0-9a-f][0-9a-f]/[0-9]+)$ {{
+    proxy_http_version 1.1;
+    proxy_pass_request_headers off;
+    proxy_pass_request_body off;
+    proxy_set_header Connection "";
+    proxy_set_header Host monarch;
+    proxy_buffering off;
+    proxy_max_temp_file_size 0;
+    proxy_connect_timeout 1s;
+    proxy_read_timeout 10s;
+    location ~ "^/{HELLO}/(?<challenge>{CHALLENGE})$" {{
+      limit_req zone=hello burst=256 nodelay;
+      limit_req zone=hellos burst=4096 nodelay;
+      # The address and the port at which the connection arrived.
+      proxy_pass http://daemon/{HELLO}/$challenge/$server_addr/$server_port;
+    }}
+    location ~ ^/{set_name}/c/([0-9a-f][0-9a-f]/[0-9]+)$ {{
       try_files {tries} @daemon;
     }}
-    location ~ ^/{site.set_name}/d/[0-9]+$ {{ try_files /none @daemon; }}
+    location ~ ^/{set_name}/d/[0-9]+$ {{ try_files /none @daemon; }}
     location ~ ^{INTERNAL}/([0-9]+/[0-9a-f][0-9a-f]/[0-9]+)$ {{
       internal;
       try_files /$1 =404;
       add_header {DIGEST_HEADER} $upstream_http_{digest};
     }}
-    location @daemon {{
-      proxy_pass http://daemon;
-      proxy_http_version 1.1;
-      proxy_pass_request_headers off;
-      proxy_pass_request_body off;
-      proxy_set_header Connection "";
-      proxy_set_header Host monarch;
-      proxy_buffering off;
-      proxy_max_temp_file_size 0;
-      proxy_connect_timeout 1s;
-      proxy_read_timeout 10s;
-    }}
+    location @daemon {{ proxy_pass http://daemon; }}
     location / {{ return 404; }}
   }}
 }}

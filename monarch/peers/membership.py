@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from monarch.config.settings import PeerSettings
@@ -11,7 +11,7 @@ from monarch.errors import UsageError
 from monarch.peers.engine import find_engine
 from monarch.peers.members import Endpoint, members_of, own_index
 from monarch.peers.network import addresses_of, listening_address, own_names
-from monarch.peers.secret import ports_of, read_secret, token_of
+from monarch.peers.secret import ports_of, read_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Membership:
     address: str
     ports: list[int]
     own_ports: list[int]
-    token: str
     engine: Path
+    secret: bytes = field(repr=False)
 
 
 def membership(settings: PeerSettings, environ: Mapping[str, str]) -> Membership | None:
@@ -51,6 +51,6 @@ def membership(settings: PeerSettings, environ: Mapping[str, str]) -> Membership
         address=settings.address or listening_address(members, own),
         ports=ports,
         own_ports=[port] if port else ports,
-        token=token_of(secret),
         engine=find_engine(settings.engine),
+        secret=secret,
     )

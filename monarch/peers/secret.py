@@ -1,6 +1,6 @@
 """The secret of a job, and the ports that its members use.
 
-A member shows a token that is computed from the secret, so that the secret itself is in no
+Tokens and proofs are computed from the secret (``hello.py``), so that the secret itself is in no
 configuration of the engine and in no request.
 """
 
@@ -65,11 +65,6 @@ def _read(file: Path) -> bytes:
         return os.read(fd, _MOST_BYTES + 1).strip()
     finally:
         os.close(fd)
-
-
-def token_of(secret: bytes) -> str:
-    """What a member shows in each request, as hexadecimal digits."""
-    return hmac.new(secret, b"monarch peers token", hashlib.sha256).hexdigest()
 
 
 def ports_of(secret: bytes, port: int) -> list[int]:

@@ -362,7 +362,7 @@ _TABLE: Mapping[str, _Nameless] = {
     ),
     "monarch_peers_out": _of_peers(
         "Other nodes that are not asked for a while, since they did not answer.",
-        lambda p: sum(each.out for each in p.peers),
+        lambda p: p.out,
     ),
     "monarch_open_files": _one(
         f"Files that are open for reading. {_NO_OPENS}", lambda s: s.handles.open_files

@@ -24,15 +24,18 @@ class PeerReport:
 class PeersReport:
     """The members of the job. ``own`` is the name of this node, which owns a part ``share`` of the
     files. ``address`` is where its engine answers, empty if it does not; ``starts`` counts its
-    starts. ``set`` identifies the snapshot. ``files`` and ``bytes`` came from other nodes;
-    ``failures`` by kind are requests that did not bring bytes; ``not_kept`` requests were for files
-    that their owner does not keep. ``fetched_*`` were read from the source for other nodes."""
+    starts. ``out`` counts the other nodes that are left out. ``peers`` has at most 256 nodes, those
+    that are left out first. ``set`` identifies the snapshot. ``files`` and ``bytes`` came from
+    other nodes; ``failures`` by kind are requests that did not bring bytes; ``not_kept`` requests
+    were for files that their owner does not keep. ``fetched_*`` were read from the source for other
+    nodes."""
 
     members: int
     own: str
     share: float
     address: str
     starts: int
+    out: int
     set: str
     files: int
     bytes: int

@@ -6,27 +6,35 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 
+from monarch.peers import client as clients
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient, PeerFailed
+from monarch.peers.hello import MemberKey
 from monarch.peers.members import Endpoint
 from monarch.text import MiB
 
 Act = Callable[[socket.socket], None]
 
-SET = "0" * 32
-HELLO = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+HOST, SET = "127.0.0.1", "0" * 32
+KEY = MemberKey(HOST, SET, b"the secret of the job")
+TOKEN = KEY.token().encode()
 
 
 class Member:
-    """A server that plays one act for each request after the first of all, which finds its port."""
+    """A server that answers each hello with the proofs of ``key``, or plays ``hello``, and plays
+    one act for each other request."""
 
-    def __init__(self, *acts: Act) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
+    def __init__(
+        self, *acts: Act, key: MemberKey = KEY, hello: Act | None = None, port: int = 0
+    ) -> None:
+        self._listener = socket.create_server((HOST, port))
         self.port: int = self._listener.getsockname()[1]
-        self._acts = iter((say(HELLO), *acts))
+        self._key, self._hello = key, hello
+        self._acts = iter(acts)
         self.requests: list[bytes] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -47,14 +55,23 @@ class Member:
                     return
                 request += part
             self.requests.append(request)
-            act = next(self._acts, None)
+            act = self._act(request)
             if act is None:
                 return
             act(connection)
 
+    def _act(self, request: bytes) -> Act | None:
+        if not request.startswith(b"GET /hello/"):
+            return next(self._acts, None)
+        if self._hello is not None:
+            return self._hello
+        challenge = request.split()[1].decode().rpartition("/")[2]
+        return say(head(128), self._key.proofs(challenge, HOST, self.port))
+
     def close(self) -> None:
         # A thread that waits in accept is woken by shutdown, not by close.
-        self._listener.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(10)
         assert not self._thread.is_alive()
         self._listener.close()
@@ -95,16 +112,16 @@ def head(size: int, *fields: str, status: str = "200 OK") -> bytes:
 def member() -> Iterator[Callable[..., Member]]:
     with ExitStack() as cleanup:
 
-        def make(*acts: Act) -> Member:
-            made = Member(*acts)
+        def make(*acts: Act, **options: Any) -> Member:
+            made = Member(*acts, **options)
             cleanup.callback(made.close)
             return made
 
         yield make
 
 
-def client_of(*ports: int, limit_s: float = 10.0, token: str = "token") -> PeerClient:
-    return PeerClient(Endpoint("127.0.0.1"), ports, token, SET, Breaker(limit_s))
+def client_of(*ports: int, limit_s: float = 10.0) -> PeerClient:
+    return PeerClient(Endpoint(HOST), ports, KEY, Breaker(limit_s))
 
 
 def test_bytes_arrive_with_their_digest_over_one_connection(member: Callable[..., Member]) -> None:
@@ -123,8 +140,11 @@ def test_bytes_arrive_with_their_digest_over_one_connection(member: Callable[...
     answer = client.get("d/2", len(large))
     assert (answer.data, answer.digest) == (large, None)
     client.close()
+    assert made.requests[0].startswith(b"GET /hello/")
     assert made.requests[1].startswith(f"GET /{SET}/c/01/257 HTTP/1.1\r\n".encode())
-    assert all(b"X-Monarch-Token: token\r\n" in request for request in made.requests)
+    for request in made.requests:
+        is_hello = request.startswith(b"GET /hello/")
+        assert is_hello != (b"X-Monarch-Token: " + TOKEN + b"\r\n" in request)
 
 
 @pytest.mark.promise(273)
@@ -202,33 +222,107 @@ def test_a_kept_connection_that_the_member_has_closed_is_replaced(
     client.close()
 
 
+OTHER_SET = MemberKey(HOST, "1" * 32, b"the secret of the job")
+OTHER_JOB = MemberKey(HOST, SET, b"the secret of another job")
+OTHER_MEMBER = MemberKey("127.0.0.2", SET, b"the secret of the job")
+
+
 def test_another_set_and_another_secret_on_the_first_ports_are_passed_over(
     member: Callable[..., Member],
 ) -> None:
-    def refusing(status: str) -> int:
-        made = member()
-        made._acts = iter([say(head(0, status=status))])
-        return made.port
-
-    other_set, other_job = refusing("404 Not Found"), refusing("403 Forbidden")
+    others = [member(key=OTHER_JOB), member(key=OTHER_SET), member(key=OTHER_MEMBER)]
     right = member(say(head(5) + b"hello"))
-    client = client_of(other_job, other_set, right.port)
+    client = client_of(*(other.port for other in others), right.port)
     assert client.get("c/01/1", 5).data == b"hello"
     client.close()
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"), [("404 Not Found", "other-set"), ("403 Forbidden", "wrong-secret")]
+    ("options", "kind"),
+    [
+        pytest.param({"key": OTHER_SET}, "other-set", id="set"),
+        pytest.param({"key": OTHER_JOB}, "wrong-secret", id="secret"),
+        pytest.param({"key": OTHER_MEMBER}, "wrong-secret", id="another member"),
+        pytest.param({"hello": lambda connection: hang_up(connection)}, "broken", id="hangs up"),
+        pytest.param(
+            {"hello": lambda connection: connection.sendall(b"SSH-2.0\r\n\r\n")}, "broken"
+        ),
+    ],
 )
 def test_a_member_of_another_set_or_secret_only_is_named_so(
-    member: Callable[..., Member], status: str, kind: str
+    member: Callable[..., Member], options: dict[str, Any], kind: str
 ) -> None:
-    made = member()
-    made._acts = iter([say(head(0, status=status))])
-    client = client_of(made.port)
+    client = client_of(member(**options).port)
     with pytest.raises(PeerFailed) as failed:
         client.get("c/01/1", 5)
     assert failed.value.kind == kind
+
+
+@pytest.mark.promise(297)
+@pytest.mark.parametrize(
+    "answer",
+    [head(0), head(128) + b"0" * 128, head(128) + b"\xff" * 128, head(5) + b"wrong"],
+    ids=["empty", "proofs", "no digits", "other bytes"],
+)
+def test_a_stranger_at_an_earlier_port_gets_no_token_and_is_not_believed(
+    member: Callable[..., Member], answer: bytes
+) -> None:
+    stranger = member(say(head(5) + b"wrong"), hello=say(answer))
+    right = member(say(head(5) + b"right"))
+    client = client_of(stranger.port, right.port)
+    assert client.get("c/01/1", 5).data == b"right"
+    client.close()
+    assert stranger.requests
+    assert all(TOKEN not in request for request in stranger.requests)
+
+
+@pytest.mark.promise(297)
+def test_a_stranger_at_the_port_of_a_member_that_has_ended_gets_no_token(
+    member: Callable[..., Member],
+) -> None:
+    right = member(say(head(5, "Connection: close") + b"right"))
+    client = client_of(right.port)
+    assert client.get("c/01/1", 5).data == b"right"
+    right.close()
+    stranger = member(say(head(5) + b"wrong"), hello=say(head(128) + b"0" * 128), port=right.port)
+    with pytest.raises(PeerFailed) as failed:
+        client.get("c/01/1", 5)
+    assert failed.value.kind == "wrong-secret"
+    assert stranger.requests
+    assert all(TOKEN not in request for request in stranger.requests)
+
+
+def test_each_connection_has_a_challenge_of_its_own(member: Callable[..., Member]) -> None:
+    close = say(head(5, "Connection: close") + b"hello")
+    made = member(close, close)
+    client = client_of(made.port)
+    client.get("c/01/1", 5)
+    client.get("c/01/1", 5)
+    hellos = [request for request in made.requests if request.startswith(b"GET /hello/")]
+    assert len(set(hellos)) == len(hellos) == 2
+
+
+def test_a_silent_program_at_an_earlier_port_hides_the_member_only_once(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "_HELLO_S", 0.0)
+    stranger = member(hello=silent)
+    right = member(say(head(5) + b"right"))
+    client = client_of(stranger.port, right.port)
+    client.breaker.limit_s = 0.2
+    with pytest.raises(PeerFailed) as failed:
+        client.get("c/01/1", 5)
+    assert failed.value.kind == "slow"
+    client.breaker.limit_s = 10.0
+    assert client.get("c/01/1", 5).data == b"right"
+    client.close()
+
+
+def test_a_member_with_too_many_hellos_is_slow(member: Callable[..., Member]) -> None:
+    client = client_of(member(hello=say(head(0, status="429 Too Many Requests"))).port)
+    with pytest.raises(PeerFailed) as failed:
+        client.get("c/01/1", 5)
+    assert failed.value.kind == "slow"
 
 
 def test_a_port_at_which_nothing_listens_fails_at_once() -> None:

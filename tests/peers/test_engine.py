@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +22,17 @@ from monarch.peers.answers import Answers, Content, Copy, digest_of
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient, PeerFailed
 from monarch.peers.engine import SOCKET, Engine, Site, find_engine
+from monarch.peers.hello import PROOFS_BYTES, MemberKey, hello_request, new_challenge
 from monarch.peers.members import Endpoint
 from monarch.tiers.contents import copy_name
 from monarch.types import Ino
 
-SET, TOKEN = "ab" * 16, "cd" * 32
+HOST, SET, SECRET = "127.0.0.1", "ab" * 16, b"the secret of the job"
+KEY = MemberKey(HOST, SET, SECRET)
+TOKEN = KEY.token()
 FIRST, SECOND, SMALL, LARGE, REFUSED = Ino(257), Ino(70_000), Ino(3), Ino(4), Ino(5)
+# A file for which the code has a bug.
+ODD = Ino(6)
 
 
 class Files:
@@ -38,6 +45,7 @@ class Files:
         self.fetched: list[Ino] = []
         self.may_arrive = trio.Event()
         self.fails = False
+        self.error: Exception = MonarchError("the source fails")
         for tier in self.tiers:
             tier.mkdir(parents=True)
 
@@ -48,6 +56,8 @@ class Files:
         self.copies[ino] = Copy(tier, digest_of(content))
 
     def copy_of(self, ino: Ino) -> Copy | None:
+        if ino == ODD:
+            raise LookupError("a bug")
         return self.copies.get(ino)
 
     def size_to_fetch(self, ino: Ino) -> int | None:
@@ -57,7 +67,7 @@ class Files:
         self.fetched.append(ino)
         await self.may_arrive.wait()
         if self.fails:
-            raise MonarchError("the source fails")
+            raise self.error
         return self.source[ino]
 
 
@@ -67,8 +77,8 @@ class Node:
     def __init__(self, files: Files, engine: Engine, port: int) -> None:
         self.files, self.engine, self.port = files, engine, port
 
-    def client(self, *, token: str = TOKEN, set_name: str = SET) -> PeerClient:
-        return PeerClient(Endpoint("127.0.0.1"), [self.port], token, set_name, Breaker(10.0))
+    def client(self, *, key: MemberKey = KEY, port: int = 0) -> PeerClient:
+        return PeerClient(Endpoint(HOST), [port or self.port], key, Breaker(10.0))
 
     def raw(self, request: bytes) -> bytes:
         """The answer to any bytes, up to its end; empty if the engine hangs up."""
@@ -94,8 +104,8 @@ def with_node(directory: Path, check: Callable[[Node], Awaitable[None]]) -> None
     async def main() -> None:
         files, port = Files(directory), free_port()
         peers = directory / "peers"
-        answers = Answers(peers / SOCKET, files, patience_s=0.02, most_held=8_000_000)
-        site = Site(files.tiers, SET, TOKEN, "127.0.0.1", [port])
+        answers = Answers(peers / SOCKET, files, KEY, patience_s=0.02, most_held=8_000_000)
+        site = Site(files.tiers, KEY, HOST, [port])
         engine = Engine(find_engine(None), peers, site)
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
@@ -181,10 +191,21 @@ def test_without_the_token_or_outside_of_the_set_nothing_is_served(tmp_path: Pat
         (tmp_path / "outside").write_bytes(b"secret bytes")
         good = f"/{SET}/c/{copy_name(FIRST)}"
         assert b"secret bytes" in await ask(request(good))
-        for token in ("", "x", "0", "default", TOKEN[:-1], TOKEN + "0"):
+        of_another_member = MemberKey("127.0.0.2", SET, SECRET).token()
+        for token in ("", "x", "0", "1", "default", TOKEN[:-1], TOKEN + "0", of_another_member):
             assert status_of(await ask(request(good, token=token))) == 403, token
-        bare = f"GET {good} HTTP/1.1\r\nHost: monarch\r\nConnection: close\r\n\r\n".encode()
-        assert status_of(await ask(bare)) == 403
+        challenge = new_challenge()
+        for name in (
+            good,
+            f"/hello/{challenge}0",
+            f"/hello/{challenge[1:]}",
+            f"/hello/{challenge}/127.0.0.1/80",
+            f"/hello/{challenge.upper()}",
+            f"/hello/../{SET}/c/{copy_name(FIRST)}",
+            f"/{SET}/hello",
+        ):
+            bare = f"GET {name} HTTP/1.1\r\nHost: monarch\r\nConnection: close\r\n\r\n".encode()
+            assert status_of(await ask(bare)) == 403, name
         names = [
             f"/{'0' * 32}/c/{copy_name(FIRST)}",
             f"/{SET}/c/01/257.part",
@@ -223,58 +244,93 @@ def test_without_the_token_or_outside_of_the_set_nothing_is_served(tmp_path: Pat
     with_node(tmp_path, check)
 
 
-@pytest.mark.promise(273)
-def test_requests_of_any_form_to_the_daemon_end_their_connection_only(tmp_path: Path) -> None:
-    right = f"GET /{SET}/d/{SMALL} HTTP/1.1\r\n\r\n".encode()
-    odd = [
-        b"",
-        b"\r\n\r\n",
-        right[:-2],
-        b"POST" + right[3:],
-        right.replace(b"/d/", b"/../"),
-        right.replace(b"/d/3", b"/d/" + b"9" * 5000),
-        right.replace(b"/d/3", b"/d/\xd9\xa3"),
-        bytes(range(256)) * 4 + b"\r\n\r\n",
-        b"x" * 1_000_000,
-    ]
-
-    async def ask(path: Path, request: bytes) -> bytes:
-        stream = await trio.open_unix_socket(path)
-        async with stream:
-            with suppress(trio.BrokenResourceError):
-                await stream.send_all(request)
-                await stream.send_eof()
-            with suppress(trio.BrokenResourceError):
-                return bytes(await stream.receive_some(4096))
-        return b""
-
-    async def main() -> None:
-        files, path = Files(tmp_path), tmp_path / "peers" / SOCKET
-        files.may_arrive.set()
-        answers = Answers(path, files, patience_s=20.0, most_held=8_000_000)
-        with trio.fail_after(60):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(answers.run)
-                while not path.exists():
-                    await trio.sleep(0.01)
-                for request in odd:
-                    assert await ask(path, request) == b"", request[:80]
-                assert (await ask(path, right)).startswith(b"HTTP/1.1 200 ")
-                nursery.cancel_scope.cancel()
-        assert not path.exists()
-
-    trio.run(main)
-
-
 def test_a_member_with_another_secret_is_refused_and_says_so(tmp_path: Path) -> None:
     async def check(node: Node) -> None:
         for client, kind in (
-            (node.client(token="ef" * 32), "wrong-secret"),
-            (node.client(set_name="ef" * 16), "other-set"),
+            (node.client(key=MemberKey(HOST, SET, b"another secret")), "wrong-secret"),
+            (node.client(key=MemberKey("127.0.0.2", SET, SECRET)), "wrong-secret"),
+            (node.client(key=MemberKey(HOST, "ef" * 16, SECRET)), "other-set"),
         ):
             with pytest.raises(PeerFailed) as failed:
                 await trio.to_thread.run_sync(client.get, "d/1", 5)
             assert failed.value.kind == kind
+
+    with_node(tmp_path, check)
+
+
+@pytest.mark.promise(297)
+def test_the_proofs_are_of_the_port_at_which_the_hello_arrived(tmp_path: Path) -> None:
+    """A program at another port passes each connection on to the member, and reads all of it."""
+    received: list[bytes] = []
+
+    def pass_on(listener: socket.socket, port: int) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, socket.create_connection((HOST, port), 20) as member:
+                    connection.settimeout(20)
+                    while part := connection.recv(4096):
+                        received.append(part)
+                        member.sendall(part)
+                        answer = b""
+                        while len(answer.partition(b"\r\n\r\n")[2]) < PROOFS_BYTES:
+                            got = member.recv(65536)
+                            assert got
+                            answer += got
+                        connection.sendall(answer)
+
+    async def check(node: Node) -> None:
+        with ExitStack() as cleanup:
+            listener = cleanup.enter_context(socket.create_server((HOST, 0)))
+            thread = threading.Thread(target=pass_on, args=(listener, node.port))
+            thread.start()
+            cleanup.callback(thread.join)
+            cleanup.callback(listener.shutdown, socket.SHUT_RDWR)
+            client = node.client(port=listener.getsockname()[1])
+            with pytest.raises(PeerFailed) as failed:
+                await trio.to_thread.run_sync(client.get, "d/1", 5)
+            assert failed.value.kind == "wrong-secret"
+        assert b"".join(received).startswith(b"GET /hello/")
+        assert TOKEN.encode() not in b"".join(received)
+
+    with_node(tmp_path, check)
+
+
+def test_a_hello_needs_no_token_and_its_rate_is_limited(tmp_path: Path) -> None:
+    async def check(node: Node) -> None:
+        challenge = new_challenge()
+        # One node may send 256 of them at once, and then 50/s.
+        many = 2000
+        last = f"GET /hello/{challenge} HTTP/1.1\r\nHost: monarch\r\nConnection: close\r\n\r\n"
+        answer = await trio.to_thread.run_sync(
+            node.raw, hello_request(challenge) * many + last.encode()
+        )
+        statuses = re.findall(rb"HTTP/1\.1 ([0-9]{3}) ", answer)
+        assert len(statuses) == many + 1
+        assert {b"200", b"429"} == set(statuses)
+        assert statuses.count(b"200") >= 256
+        assert KEY.proofs(challenge, HOST, node.port) in answer
+        assert TOKEN.encode() not in answer
+        assert (tmp_path / "peers" / "nginx.log").read_bytes() == b""
+
+    with_node(tmp_path, check)
+
+
+def test_the_log_of_the_engine_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_MOST_LOG", 1000)
+
+    async def check(node: Node) -> None:
+        node.files.put(FIRST, b"bytes", 1)
+        # Each such request is a line at the level error.
+        large = request(f"/{SET}/d/{FIRST}", more="Content-Length: 100\r\n") + b"x" * 100
+        for _ in range(20):
+            answer = await trio.to_thread.run_sync(node.raw, large)
+            assert status_of(answer) == 413
+        assert (tmp_path / "peers" / "nginx.log").stat().st_size == 1000
+        client = node.client()
+        assert (await trio.to_thread.run_sync(client.get, f"d/{FIRST}", 5)).data == b"bytes"
+        client.close()
+        assert node.engine.starts == 1
 
     with_node(tmp_path, check)
 
@@ -328,7 +384,7 @@ def test_the_daemon_works_on_while_its_engine_ends(
         "while :; do sleep 0.01; done\n"
     )
     program.chmod(0o700)
-    engine = Engine(program, directory, Site([], SET, TOKEN, "127.0.0.1", [free_port()]))
+    engine = Engine(program, directory, Site([], KEY, HOST, [free_port()]))
 
     async def exists(name: str) -> None:
         while not (directory / name).exists():

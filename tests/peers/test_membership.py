@@ -16,10 +16,11 @@ from monarch.config.settings import MountSettings, PeerSettings
 from monarch.daemon import run
 from monarch.errors import ConfigError, UsageError
 from monarch.packs.format import FORMAT
+from monarch.peers.hello import MemberKey
 from monarch.peers.members import Endpoint
 from monarch.peers.membership import membership
 from monarch.peers.network import addresses_of, listening_address, own_names
-from monarch.peers.secret import VARIABLE, ports_of, read_secret, token_of
+from monarch.peers.secret import VARIABLE, ports_of, read_secret
 
 SECRET = "a secret of the job, long enough"
 
@@ -39,7 +40,8 @@ def test_a_list_with_addresses_names_this_node(engine: Path) -> None:
     assert found is not None
     assert (found.own, found.address, len(found.members)) == (1, "127.0.77.2", 3)
     assert found.ports == found.own_ports == list(range(21800, 21808))
-    assert found.token == token_of(SECRET.encode())
+    assert found.secret == SECRET.encode()
+    assert SECRET not in repr(found)
 
 
 def test_a_port_in_the_list_is_the_only_one_of_its_member(engine: Path) -> None:
@@ -93,10 +95,12 @@ def test_a_secret_that_other_users_can_read_is_refused(tmp_path: Path) -> None:
         read_secret(tmp_path / "link", {})
 
 
-def test_the_token_and_the_ports_follow_from_the_secret_alone() -> None:
+def test_tokens_and_ports_follow_from_the_secret_and_each_member_has_a_token_of_its_own() -> None:
     one, other = SECRET.encode(), b"another secret of another job"
-    assert token_of(one) != token_of(other)
-    assert SECRET not in token_of(one)
+    keys = [MemberKey(*each) for each in (("a", "0", one), ("b", "0", one), ("a", "0", other))]
+    assert len({key.token() for key in keys}) == 3
+    assert keys[0].token() == MemberKey("a", "1", one).token()
+    assert all(SECRET not in key.token() + repr(key) for key in keys)
     assert ports_of(one, 0) == ports_of(one, 0) != ports_of(other, 0)
     assert all(20_000 <= port < 30_000 for port in ports_of(one, 0))
     assert ports_of(one, 65_533) == [65_533, 65_534, 65_535]

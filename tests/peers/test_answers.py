@@ -1,0 +1,115 @@
+"""The answers of the daemon without an engine: other requests, and errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import trio
+
+from monarch.peers.answers import Answers
+from monarch.peers.engine import SOCKET
+from tests.peers.test_engine import KEY, LARGE, ODD, SET, SMALL, Files
+
+
+@pytest.mark.promise(273)
+def test_requests_of_any_form_to_the_daemon_end_their_connection_only(tmp_path: Path) -> None:
+    right = f"GET /{SET}/d/{SMALL} HTTP/1.1\r\n\r\n".encode()
+    odd = [
+        b"",
+        b"\r\n\r\n",
+        right[:-2],
+        b"POST" + right[3:],
+        right.replace(b"/d/", b"/../"),
+        right.replace(b"/d/3", b"/d/" + b"9" * 5000),
+        right.replace(b"/d/3", b"/d/\xd9\xa3"),
+        bytes(range(256)) * 4 + b"\r\n\r\n",
+        b"x" * 1_000_000,
+    ]
+
+    async def check(files: Files, path: Path) -> None:
+        files.may_arrive.set()
+        for request in odd:
+            assert await ask_daemon(path, request) == b"", request[:80]
+        assert (await ask_daemon(path, right)).startswith(b"HTTP/1.1 200 ")
+
+    with_answers(tmp_path, check)
+
+
+def to_daemon(name: str) -> bytes:
+    return f"GET {name} HTTP/1.1\r\n\r\n".encode()
+
+
+async def ask_daemon(path: Path, request: bytes) -> bytes:
+    """The answer of the daemon; empty if it hangs up."""
+    stream = await trio.open_unix_socket(path)
+    async with stream:
+        with suppress(trio.BrokenResourceError):
+            await stream.send_all(request)
+            await stream.send_eof()
+        with suppress(trio.BrokenResourceError):
+            return b"".join([bytes(part) async for part in stream])
+    return b""
+
+
+def with_answers(directory: Path, check: Callable[[Files, Path], Awaitable[None]]) -> None:
+    """Runs ``check`` beside the answers of a daemon without an engine, at the socket ``path``."""
+
+    async def main() -> None:
+        files, path = Files(directory), directory / "peers" / SOCKET
+        answers = Answers(path, files, KEY, patience_s=20.0, most_held=8_000_000)
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(answers.run)
+                while not path.exists():
+                    await trio.sleep(0.01)
+                await check(files, path)
+                nursery.cancel_scope.cancel()
+        assert not path.exists()
+
+    trio.run(main)
+
+
+def test_an_unknown_error_in_one_answer_ends_its_connection_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check(files: Files, path: Path) -> None:
+        files.may_arrive.set()
+        assert await ask_daemon(path, to_daemon(f"/{SET}/d/{ODD}")) == b""
+        assert "a bug, please report it" in caplog.text
+        files.fails, files.error = True, LookupError("a bug")
+        answer = await ask_daemon(path, to_daemon(f"/{SET}/d/{LARGE}"))
+        assert answer.startswith(b"HTTP/1.1 404 ")
+        files.fails = False
+        answer = await ask_daemon(path, to_daemon(f"/{SET}/d/{SMALL}"))
+        assert answer.endswith(files.source[SMALL])
+
+    with_answers(tmp_path, check)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_answers_continue_after_a_time_without_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    accept, failed = trio.SocketListener.accept, 0
+
+    async def scarce(listener: trio.SocketListener) -> trio.SocketStream:
+        nonlocal failed
+        if failed < 3:
+            failed += 1
+            raise OSError(number, os.strerror(number))
+        return await accept(listener)
+
+    monkeypatch.setattr(trio.SocketListener, "accept", scarce)
+
+    async def check(files: Files, path: Path) -> None:
+        files.may_arrive.set()
+        answer = await ask_daemon(path, to_daemon(f"/{SET}/d/{SMALL}"))
+        assert answer.endswith(files.source[SMALL])
+        assert failed == 3
+
+    with_answers(tmp_path, check)

@@ -1,0 +1,53 @@
+"""What a mount reports on the other nodes of a large job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import cast
+
+from monarch.daemon.health_checks import PeersCheck
+from monarch.daemon.peers import Sharing
+from monarch.peers.answers import Answers
+from monarch.peers.breaker import Breaker
+from monarch.peers.client import PeerClient
+from monarch.peers.engine import Engine, Site
+from monarch.peers.hello import MemberKey
+from monarch.peers.members import Endpoint
+from monarch.peers.source import Peers, Received
+
+OUT, ANSWERING = 400, 3
+
+
+def test_all_nodes_that_are_left_out_are_counted_and_some_are_named() -> None:
+    clients: list[PeerClient | None] = [None]
+    for number in range(ANSWERING + OUT):
+        endpoint = Endpoint(f"n{number:03}")
+        key = MemberKey(str(endpoint), "ab" * 16, b"secret")
+        client = PeerClient(endpoint, [1], key, Breaker(0.05))
+        if number >= ANSWERING:
+            client.trouble = "unreachable"
+            for _ in range(3):
+                client.breaker.failed(0.0)
+        clients.append(client)
+    peers = SimpleNamespace(
+        clients=clients,
+        received=[Received() for _ in clients],
+        failures=Counter(),
+        not_kept=0,
+        share=0.1,
+    )
+    sharing = Sharing(
+        cast("Peers", peers),
+        cast("Answers", SimpleNamespace(fetched_files=0, fetched_bytes=0)),
+        cast("Engine", SimpleNamespace(port=1, starts=1)),
+        Site([], MemberKey("own", "ab" * 16, b"secret"), "127.0.0.1", [1]),
+        "own",
+    )
+    report = sharing.report()
+    assert report.out == OUT
+    assert len(report.peers) == 256
+    (problem,) = PeersCheck(lambda: report).problems()
+    assert problem.kind == "peers-out"
+    assert problem.what.startswith(f"{OUT} of {ANSWERING + OUT} other nodes do not share")
+    assert problem.what.endswith("(unreachable), ...")
