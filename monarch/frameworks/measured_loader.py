@@ -15,11 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from monarch.analysis.plan import WINDOWS, Plan, RunReport, encode
+from monarch.errors import MonarchError
 from monarch.frameworks.job_limits import JobLimits
 
 # Batches that are kept for the run on batches in memory.
@@ -236,7 +238,9 @@ def _end_with(alive: int, limits: JobLimits) -> None:
     except OSError:
         # The script has closed the descriptor.
         return
-    limits.limit(1.0, 0)
+    # The mount may have gone; the limits end with this process in any case.
+    with suppress(MonarchError):
+        limits.limit(1.0, 0)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
