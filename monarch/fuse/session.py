@@ -88,7 +88,8 @@ class MountCaches:
         try:
             pyfuse3.invalidate_inode(pyfuse3.InodeT(ino), attr_only=True)
         except OSError as error:
-            if error.errno != errno.ENOENT:
+            # ENOSYS: the kernel has not begun the session yet, so it has no attributes.
+            if error.errno not in (errno.ENOENT, errno.ENOSYS):
                 self._limiter.warning(
                     error.errno,
                     "the kernel refused a change of inode %d: %s; it may show the old size and"
