@@ -106,7 +106,9 @@ def test_the_empty_mount_point_of_the_tier_is_not_taken_for_the_tier(
     assert "no journal is in" in missing.detail and str(written.state) in missing.advice
     # A tier that the mount does not name any more is missed, too.
     assert "no journal is in" in refused(monarch, written, tmp_path / "other")
-    assert names_in(tier) == [] and names_in(slow.root / "run") == ["old"]
+    # A call that hung in the source may have staged a file when it ended.
+    published = [name for name in names_in(slow.root / "run") if not name.endswith(".part")]
+    assert names_in(tier) == [] and published == ["old"]
     tier.rmdir()
     (tmp_path / "disk").rename(tier)
     again = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
