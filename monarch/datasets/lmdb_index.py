@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,10 +80,12 @@ def write_index(path: AnyPath, index: Index) -> int:
 def may_replace(path: AnyPath) -> bool:
     """Whether ``path`` is missing, or is an index. Raises OSError."""
     try:
-        with Path(path).open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
+        # O_NONBLOCK: the open of a fifo must not wait for a process that writes to it.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return True
+    with closing_fd(fd):
+        return stat.S_ISREG(os.fstat(fd).st_mode) and os.read(fd, len(MAGIC)) == MAGIC
 
 
 def read_index(path: AnyPath) -> Index:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,14 @@ def test_no_other_file_is_replaced(directory: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is not an index"):
             run("index", directory, "-o", other)
         assert other.read_bytes() == before
+
+
+def test_the_output_may_not_be_a_fifo_and_is_not_waited_for(
+    directory: Path, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UsageError, match="is not an index"):
+        run("index", directory, "-o", tmp_path / "fifo")
 
 
 def test_info_shows_the_file_and_whether_an_index_is_of_it(
