@@ -10,6 +10,7 @@ import trio
 from monarch.daemon.subsystems import Parts, Tiers
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
+from monarch.packmount.source import PackSource
 from monarch.peers.answers import Answers, Content, Copy, short_digest
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient
@@ -146,12 +147,18 @@ class Sharing:
         )
 
 
+def set_name_of(snapshot: Snapshot, pack: PackSource | None) -> str:
+    """The name of the data set, 32 hexadecimal digits. Nodes share copies only if it is the same.
+    The records of a snapshot of a pack do not depend on the bytes of the files, but its id does."""
+    return snapshot.content_digest() if pack is None else snapshot.id
+
+
 def build_sharing(
     parts: Parts, membership: Membership, tiers: Tiers, names: Namespace, readers: Readers
 ) -> Sharing:
     """Connects the mount with the other nodes of its job."""
     settings, snapshot, hierarchy = parts.settings, parts.snapshot, tiers.hierarchy
-    set_name, patience_s = snapshot.content_digest(), settings.peers.patience
+    set_name, patience_s = set_name_of(snapshot, parts.pack), settings.peers.patience
     keys = [MemberKey(str(each), set_name, membership.secret) for each in membership.members]
     own_key = keys[membership.own]
     clients = [

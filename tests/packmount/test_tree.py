@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from monarch.daemon.peers import set_name_of
 from monarch.namespace.build import build, write
 from monarch.namespace.snapshot import Snapshot
 from monarch.packmount import tree as tree_module
@@ -16,7 +17,7 @@ from monarch.packmount.tree import PackTree, snapshot_id
 from monarch.packs.pack import Pack
 from monarch.posix.buckets import BUCKETS
 from monarch.types import ROOT_INO, Ino
-from tests.packs.trees import make_tree, pack
+from tests.packs.trees import make_tree, pack, two_packs
 
 
 def snapshot_of(directory: Path, target: Path) -> Snapshot:
@@ -78,6 +79,20 @@ def test_the_same_pack_has_the_same_snapshot_id_and_another_pack_another(tmp_pat
         with Pack.open(os.fsencode(tmp_path / name)) as opened:
             ids.add(snapshot_id(opened.info))
     assert len(ids) == 2
+
+
+@pytest.mark.promise(233)
+def test_nodes_share_no_copies_of_packs_that_differ_only_in_bytes(tmp_path: Path) -> None:
+    packs = two_packs(tmp_path)
+    sources = [PackSource(os.fsencode(each)) for each in packs]
+    snapshots = [snapshot_of(each, tmp_path / f"{each.name}.lmdb") for each in packs]
+    names = [set_name_of(*each) for each in zip(snapshots, sources, strict=True)]
+    assert names[0] != names[1]
+    assert set_name_of(snapshots[0], sources[0]) == names[0]
+    # The records are the same.
+    assert len({each.content_digest() for each in snapshots}) == 1
+    for opened in (*snapshots, *sources):
+        opened.close()
 
 
 @pytest.mark.promise(231)

@@ -53,6 +53,22 @@ def pack(
     return build(source, to, parameters, jobs=jobs, progress=lambda done, total, words: None)
 
 
+def two_packs(directory: Path) -> list[Path]:
+    """Two packs of the same names, sizes and times, in which all bytes differ: ``pack0`` and
+    ``pack1`` in ``directory``, of the trees ``tree0`` and ``tree1``."""
+    packs = []
+    for number in (0, 1):
+        tree = directory / f"tree{number}"
+        tree.mkdir()
+        for file in range(8):
+            (tree / f"{file}").write_bytes(bytes([16 * number + file]) * 3000)
+            os.utime(tree / f"{file}", ns=(0, 10**18))
+        os.utime(tree, ns=(0, 10**18))
+        packs.append(directory / f"pack{number}")
+        pack(tree, packs[-1])
+    return packs
+
+
 def contents(root: Path) -> dict[str, bytes]:
     """All files beneath ``root`` and their bytes."""
     return {
