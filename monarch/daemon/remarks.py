@@ -63,7 +63,7 @@ def remarks(
             lines.append(
                 f"tier {name}: {counted(each.forgotten, 'copy', 'copies')} of an earlier mount will"
                 f" be removed and made anew: the state directory {state} has no record of them (it"
-                " is new, or was mounted with other tiers meanwhile)"
+                " is new, was mounted with other tiers meanwhile, or with another pack)"
             )
         kind = kind_of(tier.path.resolve(), table)
         if is_remote(kind):

@@ -137,7 +137,9 @@ def open_tiers(parts: Parts) -> Tiers:
         settings.tiers,
         parts.state,
         generation=snapshot.id,
-        inodes=snapshot.records,
+        # Another pack may have other bytes under the same number, size and time. The snapshot of
+        # the same pack always has the same id, so its copies need no adoption.
+        inodes=snapshot.records if pack is None else lambda: iter(()),
         columns=snapshot.columns,
         renewed=renewed_by_drain(settings, snapshot.id),
         mountpoint=os.fspath(settings.mountpoint),

@@ -17,7 +17,7 @@ from tests.equipment.slowfs import SlowSource, unavailable
 from tests.equipment.waiting import wait_until
 from tests.mount.command import needs_fuse, needs_root
 from tests.mount.observe import account, accounts_agree, error_of, settled
-from tests.packs.trees import contents, make_tree, pack, shown
+from tests.packs.trees import contents, make_tree, pack, shown, two_packs
 
 pytestmark = [needs_fuse, needs_root]
 
@@ -156,6 +156,22 @@ def test_files_of_a_damaged_chunk_are_errors_and_all_others_are_served(
         assert (mounted.path / name).read_bytes() == (original / name).read_bytes()
     kinds = [it["kind"] for it in account(mounted)["health"]["problems"]]
     assert "pack-damaged" not in kinds
+
+
+@pytest.mark.promise(233)
+@pytest.mark.modes("relay")
+def test_no_copy_of_another_pack_is_served(monarch: MonarchCommand, tmp_path: Path) -> None:
+    first, second = two_packs(tmp_path)
+    mounted = monarch.mount(first)
+    assert contents(mounted.path) == contents(tmp_path / "tree0")
+    settled(mounted)
+    mounted.umount()
+    # Another pack in its place, with files of the same numbers, sizes and times.
+    first.rename(tmp_path / "earlier")
+    second.rename(first)
+    mounted = monarch.mount(first)
+    assert contents(mounted.path) == contents(tmp_path / "tree1")
+    mounted.umount()
 
 
 @pytest.mark.modes("relay")
