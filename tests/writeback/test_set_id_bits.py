@@ -340,7 +340,7 @@ async def test_a_program_that_its_owner_removed_gets_no_bits_under_its_new_name(
     shared: Model, clock: Clock, change: str, kind: str, end: str
 ) -> None:
     """Root writes the program, and gives it the new name on the mount, while the owner removes it
-    at the source. A mount after a kill does not know who has removed it."""
+    at the source. A mount after a kill cannot know which process removed it."""
     shared.by, shared.owner = ROOT, 1001
     owned(shared, "a", 0o4755)
     shared.tree[b"a"].mode = 0o4755
