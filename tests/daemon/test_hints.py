@@ -116,12 +116,19 @@ async def test_the_orders_of_a_user_share_what_is_known_of_directories(rig: Rig)
 
 
 async def test_a_limit_measures_the_session_of_its_process(rig: Rig) -> None:
-    assert rig.refused(encode_count(HITS)) == errno.EINVAL
-    assert rig.send(encode_limit(0.5, 1 << 20)) == 0
-    job = rig.measured.of(os.getsid(0))
-    assert job is not None and (job.share, job.source_limit, job.uid) == (0.5, 1 << 20, ALICE)
-    job.hits = 3
-    assert rig.send(encode_count(HITS)) == 3
+    # The session of the tests has no number if it was begun outside their PID namespace.
+    with subprocess.Popen(["sleep", "infinity"], start_new_session=True) as process:
+        try:
+            pid = process.pid
+            assert rig.refused(encode_count(HITS), pid=pid) == errno.EINVAL
+            assert rig.send(encode_limit(0.5, 1 << 20), pid=pid) == 0
+            job = rig.measured.of(pid)
+            assert job is not None
+            assert (job.share, job.source_limit, job.uid) == (0.5, 1 << 20, ALICE)
+            job.hits = 3
+            assert rig.send(encode_count(HITS), pid=pid) == 3
+        finally:
+            process.kill()
     assert rig.woken == 0 and len(rig.announcements) == 0
 
 

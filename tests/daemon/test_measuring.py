@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from monarch.errors import Refused
 from monarch.foresight.messages import HITS, MISSES, SOURCE_KIB, Count, Limit
 from monarch.transfer.source_calls import Caller
 from monarch.vfs.measured import MeasuredJobs
+from tests.equipment.processes import is_running
+from tests.equipment.waiting import wait_until
 
 ALICE, BOB = 1001, 1002
 HALF = Limit(500_000, 1 << 20)
@@ -67,7 +70,7 @@ async def test_the_session_of_a_process_is_limited_and_counted() -> None:
         # The limits change, the counts do not.
         assert rig.send(Limit(1_000_000, 0), mine.pid) == 0
         assert (job.share, job.source_limit, job.misses) == (1.0, 0, 7)
-        assert rig.jobs.of(os.getsid(0)) is None
+        assert [job.session for job in rig.jobs.report()] == [mine.pid]
 
 
 @pytest.mark.promise(293)
@@ -92,19 +95,50 @@ async def test_limits_end_within_a_second_of_their_process(
             nursery.cancel_scope.cancel()
 
 
+# Starts a child in the session of its parent. The session of the tests themselves has no number if
+# it was begun outside their PID namespace.
+_FORK = (
+    "import os, signal, sys\nchild = os.fork()\nif child:\n    sys.stdin.read()\n    os._exit(0)\n"
+)
+
+
+@contextmanager
+def session(child: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The leader of a new session, and the number of its child, which runs ``child``."""
+    code = f"{_FORK}print(os.getpid(), flush=True)\n{child}"
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as leader:
+        assert leader.stdout is not None
+        started = int(leader.stdout.readline())
+        try:
+            yield leader, started
+        finally:
+            os.kill(started, signal.SIGKILL)
+            leader.kill()
+
+
 async def test_the_limits_of_a_session_end_with_the_last_process_that_asked(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     rig = Rig()
-    command = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as rank:
-        rig.send(HALF, rank.pid)
-        rig.send(HALF, os.getpid())
+    with session("signal.pause()") as (leader, rank):
+        rig.send(HALF, rank)
+        rig.send(HALF, leader.pid)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(rig.measuring.run)
-            rank.communicate()
+            os.kill(rank, signal.SIGKILL)
+            wait_until(lambda: not is_running(rank), "the rank has ended")
             await trio.sleep(2)
-            assert rig.jobs.of(os.getsid(0)) is not None
+            assert rig.jobs.of(leader.pid) is not None
+            os.kill(leader.pid, signal.SIGKILL)
+            wait_until(lambda: not is_running(leader.pid), "the leader has ended")
+            await trio.sleep(2)
+            assert rig.jobs.report() == []
             nursery.cancel_scope.cancel()
 
 
@@ -113,26 +147,24 @@ async def test_the_limits_of_a_session_end_when_the_process_that_asked_has_left_
 ) -> None:
     rig = Rig()
     leave = (
-        "import os, sys; print(os.getsid(0), flush=True); sys.stdin.readline(); os.setsid();"
-        "print(os.getsid(0), flush=True); sys.stdin.read()"
+        "signal.sigwait({signal.SIGUSR1}); os.setsid(); print('left', flush=True); signal.pause()"
     )
-    command = [sys.executable, "-S", "-c", leave]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as mover:
-        assert mover.stdin is not None and mover.stdout is not None
-        before = int(mover.stdout.readline())
-        rig.send(HALF, mover.pid)
-        mover.stdin.write(b"\n")
-        mover.stdin.flush()
-        after = int(mover.stdout.readline())
-        assert after == mover.pid != before
-        rig.send(HALF, mover.pid)
-        assert rig.notified[-1] == (before, after)
+    block = (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1}); print('blocked', flush=True)"
+    )
+    with session(f"{block}\n{leave}") as (leader, mover):
+        assert leader.stdout is not None
+        assert leader.stdout.readline() == "blocked\n"
+        rig.send(HALF, mover)
+        os.kill(mover, signal.SIGUSR1)
+        assert leader.stdout.readline() == "left\n"
+        rig.send(HALF, mover)
+        assert list(rig.notified[-1]) == [leader.pid, mover]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(rig.measuring.run)
             await trio.sleep(2)
-            assert rig.notified[-1] == (after,)
+            assert list(rig.notified[-1]) == [mover]
             nursery.cancel_scope.cancel()
-        mover.stdin.close()
 
 
 @pytest.mark.promise(294)

@@ -4,6 +4,7 @@ jobs notice."""
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,7 +17,6 @@ from monarch.vfs.measured import MeasuredJob
 from tests.vfs.conftest import FILES
 from tests.vfs.rig import Rig
 
-US = Caller(os.getpid(), os.getuid(), os.getgid())
 NAMES = ("small", "large", "d/other")
 
 
@@ -29,19 +29,32 @@ def calling(caller: Caller) -> Iterator[None]:
         CALLER.reset(token)
 
 
-def begin(rig: Rig, share: float, source_limit: int = 0) -> MeasuredJob:
-    """Measures the session of this process."""
-    job = rig.filesystem.measured.begin(os.getsid(0), US.uid)
+@pytest.fixture(scope="module")
+def us() -> Iterator[Caller]:
+    """A process in a session of its own. The session of the tests has no number if it was begun
+    outside their PID namespace."""
+    with subprocess.Popen(["sleep", "infinity"], start_new_session=True) as process:
+        try:
+            yield Caller(process.pid, os.getuid(), os.getgid())
+        finally:
+            process.kill()
+
+
+def begin(rig: Rig, us: Caller, share: float, source_limit: int = 0) -> MeasuredJob:
+    """Measures the session of ``us``."""
+    job = rig.filesystem.measured.begin(us.pid, us.uid)
     job.limit(share, source_limit)
     return job
 
 
 @pytest.mark.promise(292)
-async def test_hidden_files_are_read_from_the_source_and_keep_their_copies(rig: Rig) -> None:
+async def test_hidden_files_are_read_from_the_source_and_keep_their_copies(
+    rig: Rig, us: Caller
+) -> None:
     inos = [rig.copy(name) for name in NAMES]
     opens = rig.metrics.source_opens[0]
-    job = begin(rig, 0.0)
-    with calling(US):
+    job = begin(rig, us, 0.0)
+    with calling(us):
         for name in NAMES:
             assert await rig.content(name) == FILES[name]
     assert rig.metrics.source_opens[0] == opens + len(NAMES)
@@ -50,27 +63,27 @@ async def test_hidden_files_are_read_from_the_source_and_keep_their_copies(rig: 
     assert not rig.engine.flights
     assert all(rig.residency.tier_of(ino) == 1 for ino in inos)
     # Other jobs, and processes of other users in the same session, read the copies.
-    for other in (Caller(0, 0, 0), Caller(US.pid, US.uid + 1, US.gid)):
+    for other in (Caller(0, 0, 0), Caller(us.pid, us.uid + 1, us.gid)):
         with calling(other):
             assert await rig.content("small") == FILES["small"]
     assert rig.metrics.source_opens[0] == opens + len(NAMES)
     rig.filesystem.measured.end(job.session)
-    with calling(US):
+    with calling(us):
         assert await rig.content("large") == FILES["large"]
     assert rig.metrics.source_opens[0] == opens + len(NAMES)
     assert job.misses == 3
 
 
 @pytest.mark.promise(292)
-async def test_a_share_is_that_of_a_smaller_tier(rig: Rig) -> None:
+async def test_a_share_is_that_of_a_smaller_tier(rig: Rig, us: Caller) -> None:
     for name in NAMES:
         rig.copy(name)
     places = {name: rig.names.stored(rig.ino(name)).source_ino for name in NAMES}
     measured = rig.filesystem.measured
     by_bucket = sorted(NAMES, key=lambda name: measured._bucket(places[name]))
     bound = measured._bucket(places[by_bucket[1]]) / 65536
-    job = begin(rig, bound)
-    with calling(US):
+    job = begin(rig, us, bound)
+    with calling(us):
         for name in NAMES:
             await rig.content(name)
     # The file with the lowest bucket is the first that a tier admits.
@@ -81,11 +94,11 @@ async def test_a_share_is_that_of_a_smaller_tier(rig: Rig) -> None:
 
 @pytest.mark.promise(292)
 async def test_a_limit_of_the_source_delays_only_what_is_read_from_there(
-    rig: Rig, autojump_clock: MockClock
+    rig: Rig, us: Caller, autojump_clock: MockClock
 ) -> None:
     rig.copy("small")
-    job = begin(rig, 1.0, 10_000)
-    with calling(US):
+    job = begin(rig, us, 1.0, 10_000)
+    with calling(us):
         began = trio.current_time()
         await rig.content("small")
         assert trio.current_time() == began
@@ -97,10 +110,10 @@ async def test_a_limit_of_the_source_delays_only_what_is_read_from_there(
 
 @pytest.mark.promise(293)
 async def test_a_call_that_waits_for_a_limit_continues_when_the_limit_ends(
-    rig: Rig, autojump_clock: MockClock
+    rig: Rig, us: Caller, autojump_clock: MockClock
 ) -> None:
-    job = begin(rig, 1.0, 1)
-    with calling(US):
+    job = begin(rig, us, 1.0, 1)
+    with calling(us):
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(rig.content, "large")
@@ -110,9 +123,9 @@ async def test_a_call_that_waits_for_a_limit_continues_when_the_limit_ends(
 
 
 async def test_the_calls_that_wait_for_a_limit_are_bounded(
-    rig: Rig, autojump_clock: MockClock
+    rig: Rig, us: Caller, autojump_clock: MockClock
 ) -> None:
-    job = begin(rig, 1.0, 1)
+    job = begin(rig, us, 1.0, 1)
     async with trio.open_nursery() as nursery:
         for _ in range(256):
             nursery.start_soon(job.read_from_source, 1000)
@@ -125,11 +138,11 @@ async def test_the_calls_that_wait_for_a_limit_are_bounded(
 
 
 async def test_an_open_of_another_job_does_not_wait_for_a_limit(
-    rig: Rig, autojump_clock: MockClock
+    rig: Rig, us: Caller, autojump_clock: MockClock
 ) -> None:
-    job = begin(rig, 1.0, 1)
+    job = begin(rig, us, 1.0, 1)
     async with trio.open_nursery() as nursery:
-        with calling(US):
+        with calling(us):
             nursery.start_soon(rig.content, "small")
         await trio.sleep(1)
         began = trio.current_time()
