@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -287,14 +288,21 @@ def test_a_capped_disk_reads_at_its_cap_inside_the_group_only(tmp_path: Path) ->
     assert not (tmp_path / "disk.img").exists()
 
 
+def test_control_c_ends_the_programs_that_tests_start() -> None:
+    status = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True).stdout
+    ignored = re.search(r"^SigIgn:\s+([0-9a-f]+)$", status, re.MULTILINE)
+    assert ignored is not None
+    assert not int(ignored[1], 16) >> (signal.SIGINT - 1) & 1
+
+
 def test_a_run_in_the_background_under_nohup_starts_programs_that_control_c_ends() -> None:
-    case = "tests/namespace/test_build.py::test_control_c_leaves_nothing"
+    case = f"{__file__}::test_control_c_ends_the_programs_that_tests_start"
     run = f"{sys.executable} -m pytest -n 0 -q -p no:cacheprovider {case}"
     # Without job control, as in a script, a command before the & has SIGINT ignored.
     done = subprocess.run(
-        ["bash", "-c", f"nohup {run} & wait $!"], capture_output=True, text=True, timeout=120
+        ["bash", "-c", f"nohup {run} & wait $!"], capture_output=True, text=True, timeout=100
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 
 
