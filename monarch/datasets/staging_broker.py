@@ -279,19 +279,21 @@ class Broker:
 
 
 def main() -> None:
-    """The arguments: the directory of the package, the descriptors of the listening socket and of
-    the lock, which stays open, the directory and the name of the area, the seconds to linger."""
-    listener_fd, directory, name, linger_s = int(sys.argv[2]), *sys.argv[4:6], float(sys.argv[6])
+    """The arguments: the directory of the package; the descriptors of the listening socket, of the
+    lock, which stays open, and of the directory of the area; the path of that directory, the name
+    of the area, and the seconds to linger."""
+    listener_fd, directory_fd = int(sys.argv[2]), int(sys.argv[4])
+    name, linger_s = sys.argv[6], float(sys.argv[7])
     if os.fork():
         os._exit(0)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    members = open_private(os.path.join(directory, f"{name}.jobs"), os.O_RDWR | os.O_CREAT)
+    members = open_private(f"{name}.jobs", os.O_RDWR | os.O_CREAT, dir_fd=directory_fd)
     listener = socket.socket(fileno=listener_fd)
     Broker(listener, linger_s, lambda: living_members(members)).serve()
     # A job that connects meanwhile finds the connection closed, and starts another broker.
     for each in (name, f"{name}.jobs", f"{name}.lock"):
         with suppress(FileNotFoundError):
-            os.unlink(os.path.join(directory, each))
+            os.unlink(each, dir_fd=directory_fd)

@@ -24,7 +24,7 @@ from monarch.datasets.staging_messages import (
     decode_answer,
     receive,
 )
-from monarch.datasets.staging_socket import connect
+from monarch.datasets.staging_socket import connect, private_directory
 from monarch.datasets.staging_table import Kind
 from monarch.errors import MonarchError
 
@@ -63,7 +63,7 @@ class Link:
         self.answer = answer
         self._terms = Terms(1, 1, 1.0, 0)
         self._connection: socket.socket | None = None
-        self._membership = Membership(place.directory, place.name)
+        self._membership = Membership(place.name)
         self._kept: dict[int, int] = {}
         # Where the process began, when it entered the area.
         self._begin: int | None = None
@@ -75,9 +75,12 @@ class Link:
             return
         self._terms = terms
         try:
-            self._connection = connect(self.place.directory, self.place.name)
-            # A broker that ends removes the file of the members.
-            self._membership.enter()
+            # A broker waits for the members in its own directory. Another directory, and another
+            # broker, may get the same path meanwhile.
+            with private_directory(self.place.directory) as directory_fd:
+                self._connection = connect(directory_fd, self.place.directory, self.place.name)
+                # A broker that ends removes the file of the members.
+                self._membership.enter(directory_fd)
         except (OSError, MonarchError) as error:
             self.disconnect()
             if self.answer is None:

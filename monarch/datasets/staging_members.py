@@ -10,9 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from pathlib import Path
 
-from monarch.datasets.staging_socket import private_directory
 from monarch.errors import MonarchError
 from monarch.posix.files import status_at
 from monarch.posix.private_directory import open_private
@@ -27,26 +25,24 @@ _MOST_ATTEMPTS = 100
 class Membership:
     """The lock of this process. ``number`` identifies the process at every broker."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, name: str) -> None:
         self.number = int.from_bytes(os.urandom(8), "little") % (1 << _NUMBER_BITS)
-        self._directory = directory
         self._file = f"{name}.jobs"
         self._fd = -1
         self._process = 0
 
-    def enter(self) -> None:
-        """Takes the lock, unless this process has it. Raises OSError and MonarchError."""
-        with private_directory(self._directory) as directory_fd:
-            for _ in range(_MOST_ATTEMPTS):
-                if self._is_current(directory_fd):
-                    return
-                # A broker that ended has removed the file.
-                self.leave()
-                flags = os.O_RDWR | os.O_CREAT
-                self._fd = open_private(self._file, flags, dir_fd=directory_fd)
-                self._process = os.getpid()
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.number)
-        raise MonarchError(f"{self._directory}/{self._file} is removed again and again")
+    def enter(self, directory_fd: int) -> None:
+        """Takes the lock in the directory of the broker, unless this process has it. Raises OSError
+        and MonarchError."""
+        for _ in range(_MOST_ATTEMPTS):
+            if self._is_current(directory_fd):
+                return
+            # A broker that ended has removed the file.
+            self.leave()
+            self._fd = open_private(self._file, os.O_RDWR | os.O_CREAT, dir_fd=directory_fd)
+            self._process = os.getpid()
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.number)
+        raise MonarchError(f"{self._file} in the staging directory is removed again and again")
 
     def leave(self) -> None:
         """Gives the lock up. In a forked process this changes nothing for the first one."""

@@ -40,43 +40,43 @@ def default_directory() -> Path:
     return Path(f"/tmp/monarch-staging-{os.geteuid()}")
 
 
-def connect(directory: Path, name: str) -> socket.socket:
-    """A connection to the broker of the area ``name``, which is started if none runs.
+def connect(directory_fd: int, directory: Path, name: str) -> socket.socket:
+    """A connection to the broker of the area ``name`` in ``directory_fd``. The broker is started
+    if none runs. ``directory`` is the path of the directory, for messages.
 
-    Raises MonarchError if the directory belongs to another user or is open to others, or if there
-    is no connection within 30 seconds, and OSError.
+    Raises MonarchError if the socket belongs to another user, or if there is no connection within
+    30 seconds, and OSError.
     """
     deadline = time.monotonic() + _PATIENCE_S
-    with private_directory(directory) as directory_fd:
-        while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                # It waits if many jobs connect at once.
-                connection.settimeout(_PATIENCE_S)
-                # A long path does not fit into an address.
-                connection.connect(f"/proc/self/fd/{directory_fd}/{name}")
-                if peer_of(connection)[1] == os.geteuid():
-                    return connection
-                raise MonarchError(f"the staging area {name!r} in {directory} is of another user")
-            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
-                # The last one: the queue of connections is full.
-                connection.close()
-            except BaseException:
-                connection.close()
-                raise
-            _start(directory_fd, directory, name)
-            if time.monotonic() > deadline:
-                raise MonarchError(
-                    f"the broker of the staging area {name!r} in {directory} cannot be reached",
-                    hint="end the process that has the lock, or use another name",
-                )
-            time.sleep(_PAUSE_S)
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            # It waits if many jobs connect at once.
+            connection.settimeout(_PATIENCE_S)
+            # A long path does not fit into an address.
+            connection.connect(f"/proc/self/fd/{directory_fd}/{name}")
+            if peer_of(connection)[1] == os.geteuid():
+                return connection
+            raise MonarchError(f"the staging area {name!r} in {directory} is of another user")
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+            # The last one: the queue of connections is full.
+            connection.close()
+        except BaseException:
+            connection.close()
+            raise
+        _start(directory_fd, directory, name)
+        if time.monotonic() > deadline:
+            raise MonarchError(
+                f"the broker of the staging area {name!r} in {directory} cannot be reached",
+                hint="end the process that has the lock, or use another name",
+            )
+        time.sleep(_PAUSE_S)
 
 
 @contextmanager
 def private_directory(directory: Path) -> Iterator[int]:
-    """A descriptor of the directory, which is created if it is missing. Raises MonarchError, and
-    OSError."""
+    """A descriptor of the directory, which is created if it is missing. Raises MonarchError if the
+    directory belongs to another user or is open to others, and OSError."""
     with suppress(FileExistsError):
         os.mkdir(directory, 0o700)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -118,20 +118,22 @@ def _start(directory_fd: int, directory: Path, name: str) -> None:
             listener.bind(f"/proc/self/fd/{directory_fd}/{name}")
             os.chmod(name, 0o600, dir_fd=directory_fd)
             listener.listen(MOST_JOBS)
-            _spawn(listener.fileno(), lock, directory, name)
+            _spawn((listener.fileno(), lock, directory_fd), directory, name)
 
 
-def _spawn(listener: int, lock: int, directory: Path, name: str) -> None:
-    """The broker is no child of this job, and no signal of its terminal reaches it."""
+def _spawn(fds: tuple[int, int, int], directory: Path, name: str) -> None:
+    """The broker is no child of this job, and no signal of its terminal reaches it. It gets the
+    descriptors of the listening socket, the lock and the directory. Lists of processes show the
+    path."""
     package = str(Path(__file__).parents[2])
-    arguments = (package, str(listener), str(lock), str(directory.absolute()), name, str(LINGER_S))
+    arguments = (package, *map(str, fds), str(directory.absolute()), name, str(LINGER_S))
     started = subprocess.run(
         [sys.executable, "-I", "-c", _PROGRAM, *arguments],
         check=False,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        pass_fds=(listener, lock),
+        pass_fds=fds,
         start_new_session=True,
         cwd="/",
     )

@@ -57,7 +57,8 @@ class _Process:
     """A job or a worker. ``position`` is the next batch that the job uses, or the first one of the
     epoch of the worker. ``active`` is the time of the last message to it or from it, ``waiting``
     the time since which it waits for a reply, None if it does not wait. The process has arrived
-    when it has said which batches it keeps."""
+    when it has said which batches it keeps. A job lacks workers if none of them has asked for a
+    batch for a stall timeout, while the job waited for it."""
 
     member: int
     position: int
@@ -65,6 +66,7 @@ class _Process:
     waiting: float | None = None
     may_prepare: bool = True
     has_arrived: bool = False
+    lacks_workers: bool = False
 
 
 class StagingTable:
@@ -169,13 +171,15 @@ class StagingTable:
         """The job has used all batches before ``position`` and waits for that one. ``prepare``: it
         may be asked to prepare one meanwhile."""
         job = self._jobs[number]
-        job.waiting, job.may_prepare = now, prepare
+        job.waiting, job.may_prepare = now, prepare or job.lacks_workers
         return self.move(number, position, now)
 
     def work(self, number: int, first: int, now: float) -> list[Reply]:
         """The worker waits for a batch to prepare, of the epoch that begins with ``first``."""
         worker = self._workers[number]
         worker.position, worker.active, worker.waiting = first, now, now
+        for job in self._jobs.values():
+            job.lacks_workers = False
         self._note_arrival(worker)
         self._release_claims(number)
         return self._settle(now)
@@ -209,15 +213,22 @@ class StagingTable:
         return self._settle(now)
 
     def expire(self, now: float) -> list[Reply]:
-        """The time has come to ``now``: expels processes that hold others up, and reminds."""
+        """The time has come to ``now``: expels processes that hold others up, and reminds. A job
+        that no worker works for may prepare its batches."""
         if self._gathering_until is not None and now >= self._gathering_until:
             self._gathering_until = None
             self._awaited.clear()
         replies = self._settle(now)
         everyone = self._all()
         stalled = {number for number, deadline in self._deadlines() if deadline <= now}
+        lacking = {number for number in stalled if everyone[number].waiting is not None}
         for number in sorted(stalled):
-            replies.append(Reply(number, Kind.EXPELLED, everyone[number].position))
+            process = everyone[number]
+            if number in lacking:
+                process.may_prepare = process.lacks_workers = True
+                replies += self._settle(now)
+                continue
+            replies.append(Reply(number, Kind.EXPELLED, process.position))
             replies += self.leave(number, now)
         for number, process in self._all().items():
             if process.waiting is not None and process.active + self._stall_s * _REMIND <= now:
@@ -305,19 +316,23 @@ class StagingTable:
                 return
 
     def _deadlines(self) -> Iterator[tuple[int, float]]:
-        """The processes that jobs wait for, each with the time at which it is expelled."""
-        for job in self._jobs.values():
+        """The processes that jobs wait for, each with the time at which it is expelled. A job that
+        waits for workers, and has none that prepares a batch, is one of them: it prepares its
+        batches from then on."""
+        for number, job in self._jobs.items():
             if job.waiting is not None:
-                for number, since in self._waited_for(job):
-                    yield number, max(since, job.waiting) + self._stall_s
+                for other, since in self._waited_for(number, job):
+                    yield other, max(since, job.waiting) + self._stall_s
 
-    def _waited_for(self, job: _Process) -> Iterator[tuple[int, float]]:
+    def _waited_for(self, job_number: int, job: _Process) -> Iterator[tuple[int, float]]:
         """Each process, and the time since which it has sent nothing that the job waits for."""
         if job.position in self._claims:
             yield self._claims[job.position]
         elif job.position < self._floor + self._depth:
             # A process that has claimed another batch could prepare this one next.
             yield from self._claims.values()
+            if not self._claims and not job.may_prepare:
+                yield job_number, 0.0
         elif self.has_all:
             for number, other in self._jobs.items():
                 if other.position == self._floor and other.waiting is None:

@@ -9,7 +9,9 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from monarch.datasets import staging_broker, staging_link, staging_socket
 from monarch.datasets.staging import StagingArea, StagingWarning
 from monarch.datasets.staging_batch import store
 from monarch.datasets.staging_broker import Broker
+from monarch.datasets.staging_link import Link, Place
 from monarch.datasets.staging_messages import (
     Answer,
     Ask,
@@ -68,6 +71,15 @@ def asked(connection: socket.socket, kind: Ask, position: int) -> Answer:
     if fd >= 0:
         os.close(fd)
     return decode_answer(message)
+
+
+def open_files() -> set[str]:
+    """The paths of the files that this process has open."""
+    found = set()
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):
+            found.add(os.readlink(entry))
+    return found
 
 
 def send_without_end(connection: socket.socket, message: bytes) -> None:
@@ -272,3 +284,30 @@ def test_the_broker_ends_after_its_jobs_and_leaves_no_names(
         assert sorted(os.listdir(directory)) == ["test", "test.jobs", "test.lock"]
         assert (directory / "test").stat().st_mode & 0o777 == 0o600
     wait_until(lambda: os.listdir(directory) == [], "the broker has ended")
+
+
+@pytest.mark.promise(261)
+def test_a_process_belongs_to_the_directory_of_its_broker_also_if_another_one_has_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the broker of the new directory waits for a process that never comes, and the old
+    broker removes the files of the new one."""
+    directory, moved = tmp_path / "area", tmp_path / "moved"
+    names = ["test", "test.jobs", "test.lock"]
+    spawn = staging_socket._spawn
+
+    def replace_directory(*arguments: Any) -> None:
+        directory.rename(moved)
+        directory.mkdir(mode=0o700)
+        for name in names:
+            (directory / name).touch()
+        spawn(*arguments)
+
+    monkeypatch.setattr(staging_socket, "_spawn", replace_directory)
+    monkeypatch.setattr(staging_socket, "LINGER_S", 0.1)
+    link = Link(Place(directory, "test", 1))
+    link.open(Terms(1, 1, 1.0, 0), Ask.ATTACH, 0)
+    assert str(moved / "test.jobs") in open_files()
+    link.close()
+    wait_until(lambda: os.listdir(moved) == [], "the broker has ended")
+    assert sorted(os.listdir(directory)) == names

@@ -286,6 +286,21 @@ def test_a_worker_that_hangs_with_a_later_batch_is_expelled_too() -> None:
     assert Reply(2, Kind.EXPELLED, 0) in made.expire(101.0)
 
 
+def test_a_job_whose_workers_do_not_come_prepares_its_batches() -> None:
+    made = joined(0)
+    made.attach(1, 1, 0.0)
+    assert made.want(0, 0, 10.0, prepare=False) == []
+    assert made.expire(109.9) == [Reply(0, Kind.WAIT, 0)]
+    assert made.next_deadline() == 110.0
+    assert made.expire(110.0) == [Reply(0, Kind.PRODUCE, 0)]
+    made.publish(0, 0, 0, 110.0)
+    assert made.want(0, 1, 110.0, prepare=False) == [Reply(0, Kind.PRODUCE, 1)]
+    made.publish(0, 1, 1, 110.0)
+    # From now on the worker prepares them.
+    assert made.work(1, 0, 110.0) == [Reply(1, Kind.PRODUCE, 2)]
+    assert made.want(0, 2, 110.0, prepare=False) == []
+
+
 # -- random histories ------------------------------------------------------------------------------
 
 
