@@ -61,6 +61,23 @@ def test_the_extension_is_built() -> None:
     assert built()
 
 
+def test_a_datapath_that_cannot_be_made_closes_no_descriptor() -> None:
+    program = (
+        "import os; from monarch.fuse._datapath import Datapath;"
+        "rest = dict(differs=1, unusable=2, copying=4, entries=1, directories=1, bounds_ns=[]);"
+        "tables = dict(residency=bytearray(2), marks=bytearray(2), acls=[])\n"
+        "for wrong in ({'marks': bytearray(3)}, {'acls': [()]}):\n"
+        "    try:\n"
+        "        Datapath(**rest, **{**tables, **wrong})\n"
+        "    except (TypeError, ValueError):\n"
+        "        print(os.readlink('/proc/self/fd/0'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["/dev/null"] * 2, done.stderr
+
+
 # -- names -----------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@
 enum { FREE = 0, GONE = 1, FIRST_ROOM = 64 };
 
 bool absorbed_prepare(struct absorbed *absorbed) {
-    absorbed->directory = -1;
     return pthread_mutex_init(&absorbed->lock, NULL) == 0;
 }
 

@@ -67,7 +67,8 @@ static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
-    dp->device = dp->channel = dp->wake = dp->nothing = dp->source = dp->direct.wake = -1;
+    dp->device = dp->channel = dp->wake = dp->nothing = dp->source = -1;
+    dp->direct.wake = dp->absorbed.directory = -1;
     dp->pending_free = NO_PENDING;
     dp->source_max = 1;
     dp->overflow_end = &dp->overflow;
