@@ -228,6 +228,20 @@ def test_bash_completes_files_mounts_names_and_settings(tmp_path: Path) -> None:
         assert completed(tmp_path, *words) == expected, words
 
 
+def test_standard_streams_that_are_closed_are_those_of_dev_null(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; sys.argv[1:] = ['--version']; from monarch.cli.main import main;"
+        "code = main(); file = open(os.environ['REPORT'], 'w');"
+        "print(code, *(os.readlink(f'/proc/self/fd/{fd}') for fd in range(3)),"
+        " *map(os.get_inheritable, range(3)), file=file)"
+    )
+    report = tmp_path / "report"
+    closed = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    environment = {**os.environ, "REPORT": str(report)}
+    subprocess.run(["sh", "-c", closed, sys.executable, program], env=environment, timeout=30)
+    assert report.read_text().split() == ["0", *["/dev/null"] * 3, *["True"] * 3]
+
+
 def test_a_reader_that_leaves_early_hears_no_complaint() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -122,6 +122,7 @@ def cli() -> None:
 
 def main() -> int:
     """Runs the command line of this process. Returns its exit code."""
+    _open_standard_streams()
     code = _run()
     try:
         sys.stdout.flush()
@@ -134,6 +135,17 @@ def main() -> int:
                 _print_error(f"standard output: {error.strerror}")
             return code or 1
     return code
+
+
+def _open_standard_streams() -> None:
+    """Opens /dev/null for each standard stream that the caller has closed. Otherwise a file that is
+    opened later has the number of the stream, and a child or a daemon gets another file as it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest free descriptor is that of the stream.
+            fd = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(fd, True)
+            setattr(sys, name, os.fdopen(fd, mode))
 
 
 def _require_no_empty_argument(arguments: Sequence[str]) -> None:
