@@ -25,12 +25,20 @@ WINDOWS = 5
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessId(Report):
+    """A process by its number, and by its start in clock ticks since boot, since the number may be
+    used again. Both are valid in one ``space`` (``process_space``)."""
+
+    number: int
+    started: int
+    space: str
+
+
+@dataclass(frozen=True, slots=True)
 class Plan(Report):
     """``share`` of the files may be read from tiers, and the source gives at most
     ``source_limit`` bytes/s (0: no limit). ``iterations`` batches are measured, after ``warmup``
-    others. ``report`` is the path of the report. ``alive`` is the descriptor of a pipe that ends
-    with the command that analyses, -1 if there is none, and ``alive_ino`` its inode number: where
-    the descriptor was not inherited, another file may have its number."""
+    others. ``report`` is the path of the report. ``analysis`` is the process of the command."""
 
     phase: Phase
     mountpoint: str
@@ -39,8 +47,7 @@ class Plan(Report):
     source_limit: int = 0
     iterations: int = 100
     warmup: int = 5
-    alive: int = -1
-    alive_ino: int = 0
+    analysis: ProcessId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,16 @@ from monarch.analysis.plan import (
     VARIABLE,
     Phase,
     Plan,
+    ProcessId,
     RunReport,
     decode_report,
     encode,
 )
 from monarch.analysis.stalls import Run
 from monarch.cli.output import remark
+from monarch.control.registry import process_started
 from monarch.errors import MonarchError, UsageError
+from monarch.posix.processes import process_space
 from monarch.text import escape_text
 from monarch.types import Progress
 
@@ -54,6 +57,8 @@ class JobRuns:
         self._iterations = iterations
         self._warmup = warmup
         self._source_limit = source_limit
+        own = os.getpid()
+        self._analysis = ProcessId(own, process_started(own) or 0, process_space())
 
     def all(
         self, phases: Sequence[tuple[Phase, float]], rounds: int, advance: Progress
@@ -77,26 +82,19 @@ class JobRuns:
     def _measure(self, phase: Phase, share: float, directory: Path) -> RunReport:
         report, log = directory / "report", directory / "log"
         report.unlink(missing_ok=True)
-        # The job ends itself when the other end is closed, which a kill of this process does.
-        inherited, kept = os.pipe()
-        try:
-            plan = Plan(
-                phase=phase,
-                mountpoint=self._mountpoint,
-                report=os.fspath(report),
-                share=share,
-                source_limit=self._source_limit,
-                iterations=self._iterations,
-                warmup=self._warmup,
-                alive=inherited,
-                alive_ino=os.fstat(inherited).st_ino,
-            )
-            environment = {**os.environ, VARIABLE: encode(plan), PHASE_VARIABLE: phase}
-            with log.open("wb") as output:
-                code = self._run(environment, inherited, output.fileno())
-        finally:
-            os.close(inherited)
-            os.close(kept)
+        plan = Plan(
+            phase=phase,
+            mountpoint=self._mountpoint,
+            report=os.fspath(report),
+            share=share,
+            source_limit=self._source_limit,
+            iterations=self._iterations,
+            warmup=self._warmup,
+            analysis=self._analysis,
+        )
+        environment = {**os.environ, VARIABLE: encode(plan), PHASE_VARIABLE: phase}
+        with log.open("wb") as output:
+            code = self._run(environment, output.fileno())
         if not report.exists():
             for line in _last_lines(log):
                 remark(f"  | {line}")
@@ -108,7 +106,7 @@ class JobRuns:
             )
         return decode_report(report.read_text())
 
-    def _run(self, environment: dict[str, str], inherited: int, output: int) -> int:
+    def _run(self, environment: dict[str, str], output: int) -> int:
         """Runs the command in a session of its own: the limits of a run are those of its session.
         Its processes end with it."""
         try:
@@ -118,7 +116,6 @@ class JobRuns:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=(inherited,),
                 start_new_session=True,
             )
         except OSError as error:

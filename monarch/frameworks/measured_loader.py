@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import os
+import select
 import signal
-import stat
 import sys
 import threading
 import time
@@ -20,9 +20,12 @@ from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monarch.analysis.plan import WINDOWS, Plan, RunReport, encode
+from monarch.analysis.plan import WINDOWS, Plan, ProcessId, RunReport, encode
+from monarch.control.registry import process_started
 from monarch.errors import MonarchError
 from monarch.frameworks.job_limits import JobLimits
+from monarch.posix.files import closing_fd
+from monarch.posix.processes import process_space
 
 # Batches that are kept for the run on batches in memory.
 _KEPT = 8
@@ -103,8 +106,9 @@ class MeasuredLoader:
         if self._limits is None:
             self._limits = JobLimits(self._plan.mountpoint)
             self._limits.limit(self._plan.share, self._plan.source_limit)
-            if _is_inherited(self._plan):
-                args = self._plan.alive, self._limits
+            analysis = self._plan.analysis
+            if analysis is not None and analysis.space == process_space():
+                args = analysis, self._limits
                 threading.Thread(target=_end_with, args=args, daemon=True).start()
         return self._limits
 
@@ -221,26 +225,30 @@ def _write(path: Path, text: str) -> None:
     part.rename(path)
 
 
-def _is_inherited(plan: Plan) -> bool:
-    """Whether this process has the pipe of the command that analyses it."""
+def _end_with(analysis: ProcessId, limits: JobLimits) -> None:
+    """Ends the process group of this process when the command that analyses it has ended."""
     try:
-        found = os.fstat(plan.alive)
+        _wait_for_end(analysis)
     except OSError:
-        return False
-    return stat.S_ISFIFO(found.st_mode) and found.st_ino == plan.alive_ino
-
-
-def _end_with(alive: int, limits: JobLimits) -> None:
-    """Ends this process when the command that analyses it has ended: its pipe ends then."""
-    try:
-        while os.read(alive, 1):
-            pass
-    except OSError:
-        # The script has closed the descriptor.
+        # Linux before 5.3, or a filter of system calls: the job continues until it is measured.
         return
     # The mount may have gone; the limits end with this process in any case.
     with suppress(MonarchError):
         limits.limit(1.0, 0)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.killpg(0, signal.SIGTERM)
     time.sleep(_GRACE_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _wait_for_end(process: ProcessId) -> None:
+    """Raises OSError if that is not possible."""
+    try:
+        opened = closing_fd(os.pidfd_open(process.number))
+    except ProcessLookupError:
+        return
+    with opened as fd:
+        # It is None for a zombie, and if /proc hides the process.
+        if process_started(process.number) in (process.started, None):
+            ended = select.poll()
+            ended.register(fd, select.POLLIN)
+            ended.poll()

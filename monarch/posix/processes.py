@@ -59,6 +59,13 @@ def _is_in(pid: int, session: int) -> bool:
     return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:1] != [b"Z"]
 
 
+def process_space() -> str:
+    """Where a number belongs to the same process as here: in this PID namespace, until the machine
+    is booted again. Raises OSError."""
+    boot = _read_all("/proc/sys/kernel/random/boot_id").decode().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
 def process_of(thread: int) -> int:
     """The number of the process that a thread belongs to; 0 if it cannot be seen. Raises
     ProcessLookupError if the thread has ended."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,10 +17,22 @@ from typing import Any, ClassVar
 import pytest
 
 import monarch
-from monarch.analysis.plan import VARIABLE, WINDOWS, Phase, Plan, RunReport, decode_report, encode
+from monarch.analysis.plan import (
+    VARIABLE,
+    WINDOWS,
+    Phase,
+    Plan,
+    ProcessId,
+    RunReport,
+    decode_report,
+    encode,
+)
+from monarch.control.registry import process_started
 from monarch.frameworks import measured_loader
 from monarch.frameworks.job_limits import JobLimits
 from monarch.frameworks.measured_loader import MeasuredLoader
+from monarch.posix.processes import process_space
+from tests.equipment.waiting import wait_until
 
 BATCHES = [[number, number + 1] for number in range(0, 40, 2)]
 
@@ -264,45 +278,56 @@ def test_a_directory_that_is_no_mount_is_named(tmp_path: Path) -> None:
         limits.close()
 
 
+def process_id(number: int, space: str | None = None) -> ProcessId:
+    return ProcessId(number, process_started(number) or 0, space or process_space())
+
+
 @pytest.mark.promise(293)
-def test_a_process_ends_with_the_command_that_analyses_it(tmp_path: Path) -> None:
-    inherited, kept = os.pipe()
-    planned = plan(tmp_path, "real", alive=inherited, alive_ino=os.fstat(inherited).st_ino)
+def test_a_process_and_its_group_end_with_the_command_that_analyses_it(tmp_path: Path) -> None:
     program = (
         "import monarch, time; from monarch.frameworks import measured_loader as module;"
         "from tests.frameworks.test_watch import FakeLimits; module.JobLimits = FakeLimits;"
         "[(print(batch, flush=True), time.sleep(600)) for batch in monarch.watch([1] * 100)]"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        text=True,
-        pass_fds=(inherited,),
-        env={**os.environ, VARIABLE: encode(planned), "PYTHONPATH": os.getcwd()},
-    ) as job:
-        os.close(inherited)
-        try:
-            assert job.stdout is not None and job.stdout.readline() == "1\n"
-            assert job.poll() is None
-            os.close(kept)
-            assert job.wait(20) < 0
-        finally:
-            job.kill()
+    with subprocess.Popen(["sleep", "600"]) as analysis:
+        planned = plan(tmp_path, "real", analysis=process_id(analysis.pid))
+        # A shell, as in a script with several commands, whose standard input is closed.
+        with subprocess.Popen(
+            ["sh", "-c", 'exec <&-; "$0" -c "$1"; echo later', sys.executable, program],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, VARIABLE: encode(planned), "PYTHONPATH": os.getcwd()},
+        ) as job:
+            try:
+                assert job.stdout is not None and job.stdout.readline() == "1\n"
+                assert job.poll() is None
+                # It has not been waited for, so it is a zombie.
+                analysis.kill()
+                assert job.wait(20) < 0 and job.stdout.read() == ""
+            finally:
+                analysis.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(job.pid, signal.SIGKILL)
 
 
-def test_a_descriptor_that_was_not_inherited_is_left_alone(
-    tmp_path: Path, limits: type[FakeLimits]
+def test_a_process_that_has_ended_or_given_its_number_to_another_is_not_waited_for() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        had = ProcessId(ended.pid, 1, process_space())
+    measured_loader._wait_for_end(had)
+    measured_loader._wait_for_end(ProcessId(os.getpid(), 1, process_space()))
+
+
+def test_only_a_command_in_the_same_process_space_ends_the_job(
+    tmp_path: Path, limits: type[FakeLimits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a task of srun: another file has the number."""
-    other, into = os.pipe()
-    try:
-        os.write(into, b"x")
-        os.close(into)
-        for descriptor in (other, 1 << 20):
-            measure(Loader(BATCHES), plan(tmp_path, "real", alive=descriptor, alive_ino=1))
-        assert os.read(other, 2) == b"x"
-    finally:
-        os.close(other)
+    """In a container or on another node another process may have the number."""
+    awaited: list[ProcessId] = []
+    monkeypatch.setattr(measured_loader, "_end_with", lambda process, _: awaited.append(process))
+    here = process_id(os.getpid())
+    for analysis in (None, process_id(os.getpid(), "elsewhere"), here):
+        measure(Loader(BATCHES), plan(tmp_path, "real", analysis=analysis))
+    wait_until(lambda: awaited == [here], "the job waits for its analysis only")
 
 
 @pytest.mark.frameworks

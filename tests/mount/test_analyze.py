@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from monarch.frameworks.job_limits import JobLimits
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.equipment.processes import is_running
 from tests.equipment.waiting import wait_until
 from tests.mount.command import needs_fuse, needs_root, one_line
 from tests.mount.measured_job import LIMITED, TRAINED
@@ -193,6 +195,36 @@ def test_a_job_is_analysed_from_its_script_to_the_prediction(
     assert rates[0] <= rates[1] and [row["share"] for row in predicted["rows"]][1] == 1.0
     wait_until(lambda: measured(mounted) == [], "the limits have ended")
     assert account(mounted)["residency"]["files"] == len(FILES) + len(LARGE)
+
+
+@pytest.mark.promise(293)
+@pytest.mark.modes("relay")
+def test_the_job_and_its_limits_end_with_a_killed_analysis(
+    monarch: MonarchCommand, mounted: Mounted
+) -> None:
+    command = [sys.executable, "-c", TRAINED, str(mounted.path), "1", "0", "600"]
+    errors = monarch.directory / "errors"
+    with errors.open("wb") as file:
+        analysis = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "monarch", "analyze", "run", "--mount", str(mounted.path)),
+                *("--out", _out(monarch), "--", *command),
+            ],
+            env={**monarch.environment(), "TMPDIR": str(monarch.directory)},
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+        )
+    try:
+        wait_until(lambda: len(measured(mounted)) == 1, "the job is measured")
+        (session,) = (each["session"] for each in measured(mounted))
+        # The job trains on its first batch for ten minutes.
+        assert is_running(session), errors.read_text()
+        analysis.send_signal(signal.SIGKILL)
+        wait_until(lambda: measured(mounted) == [], "the limits have ended")
+        wait_until(lambda: not is_running(session), "the job has ended")
+    finally:
+        analysis.kill()
+        analysis.wait()
 
 
 @pytest.mark.modes("relay")
