@@ -21,9 +21,9 @@ from monarch.analysis.plan import WINDOWS, Phase
 from monarch.analysis.profile import Profile, Result, model_of, result_of
 from monarch.cli.daemon_call import JSON
 from monarch.cli.job_runs import JobRuns
+from monarch.cli.options import counts_of
 from monarch.cli.output import duration, progress_bar, show
 from monarch.cli.output import remark as to_stderr
-from monarch.cli.simulate_options import counts_of
 from monarch.cli.written_files import replace_whole, require_writable
 from monarch.errors import MonarchError, MountPointError, NotMountedError, UsageError
 from monarch.foresight.messages import LEAST_LIMIT

@@ -22,9 +22,9 @@ from monarch.analysis.sensitivity import (
     sensitivity_of,
 )
 from monarch.cli.daemon_call import JSON
+from monarch.cli.options import Capacity, aligned, capacity_of, counts_of, rate
 from monarch.cli.output import progress_bar, remark, say, show
 from monarch.cli.recorded import read
-from monarch.cli.simulate_options import Capacity, aligned, capacity_of, counts_of, rate
 from monarch.config.document import read_document
 from monarch.errors import ConfigError, MonarchError, UsageError
 from monarch.peers.members import expand

@@ -15,11 +15,11 @@ import numpy as np
 from monarch.analysis.formulas import HITS
 from monarch.analysis.replay import POLICIES, Epoch, Order, Rates, replay, shuffled
 from monarch.cli.daemon_call import JSON
+from monarch.cli.options import CAPACITY, EPOCHS, SEED, Capacity, aligned, rate, time_text
 from monarch.cli.output import progress_bar, remark, show
 from monarch.cli.plots import PLOT, Line, draw, require_plot
 from monarch.cli.recorded import Recorded, read, sampled
 from monarch.cli.simulate_nodes import nodes
-from monarch.cli.simulate_options import CAPACITY, EPOCHS, SEED, Capacity, aligned, rate, time_text
 from monarch.errors import UsageError
 from monarch.text import counted, escape_text, format_bytes
 

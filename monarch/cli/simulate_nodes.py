@@ -14,10 +14,10 @@ import numpy as np
 from monarch.analysis.nodes import Expected, NodesEpoch, Rates, expected, simulate_nodes
 from monarch.analysis.replay import Files
 from monarch.cli.daemon_call import JSON
+from monarch.cli.options import CAPACITY, EPOCHS, SEED, Capacity, aligned, rate, time_text
 from monarch.cli.output import progress_bar, show
 from monarch.cli.plots import PLOT, Line, draw, require_plot
 from monarch.cli.recorded import read
-from monarch.cli.simulate_options import CAPACITY, EPOCHS, SEED, Capacity, aligned, rate, time_text
 from monarch.errors import UsageError
 from monarch.peers.members import listed, slurm_members
 from monarch.peers.ownership import MOST_MEMBERS, Member
