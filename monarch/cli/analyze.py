@@ -21,7 +21,7 @@ from monarch.analysis.plan import WINDOWS, Phase
 from monarch.analysis.profile import Profile, Result, model_of, result_of
 from monarch.cli.daemon_call import JSON
 from monarch.cli.job_runs import JobRuns
-from monarch.cli.options import counts_of
+from monarch.cli.options import FILE, bandwidth, counts_of, listed, parse_rate
 from monarch.cli.output import duration, progress_bar, show
 from monarch.cli.output import remark as to_stderr
 from monarch.cli.written_files import replace_whole, require_writable
@@ -41,9 +41,7 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Cores that the report considers for a job that waits for prepared batches.
 _MOST_CORES = 256
 
-_PROFILE = click.argument(
-    "file", metavar="PROFILE", type=click.Path(path_type=Path, dir_okay=False)
-)
+_PROFILE = click.argument("file", metavar="PROFILE", type=FILE)
 
 
 @click.group()
@@ -64,18 +62,6 @@ def _shares(context: click.Context, parameter: click.Parameter, value: str) -> l
         what = "give shares of the files from 0 to 1, at least one below 1"
         raise click.BadParameter(what, context, parameter)
     return sorted(shares - {1.0})
-
-
-def _sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int]:
-    """The callback of an option that is a list of sizes; a rate may end with /s."""
-    try:
-        texts = [] if value is None else value.split(",")
-        sizes = [parse_bytes(text.strip().removesuffix("/s")) for text in texts]
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, parameter) from error
-    if not all(sizes):
-        raise click.BadParameter("a size is 0", context, parameter)
-    return sizes
 
 
 @analyze.command(
@@ -120,11 +106,9 @@ Examples:
     metavar="N",
     help="Rounds of all runs, alternately in one order and the other.",
 )
-@click.option(
+@bandwidth(
     "--source",
-    "limits",
-    callback=_sizes,
-    metavar="RATE",
+    "limit",
     help="Measure as if the source gave at most RATE, like 200MB/s; at least 1MiB/s.",
 )
 @click.option(
@@ -136,7 +120,7 @@ Examples:
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     default="profile.json",
     show_default=True,
     metavar="FILE",
@@ -149,7 +133,7 @@ def run(
     warmup: int,
     shares: list[float],
     repeat: int,
-    limits: list[int],
+    limit: float | None,
     place: Path | None,
     out: Path,
     as_json: bool,
@@ -163,8 +147,8 @@ def run(
     script as soon as it is measured. The exit code is 15 if there is no verdict, since the runs
     differ too much or the tiers do not hold the files.
     """
-    if len(limits) > 1 or any(limit < LEAST_LIMIT for limit in limits):
-        raise UsageError("--source is one rate of at least 1MiB/s")
+    if limit is not None and limit < LEAST_LIMIT:
+        raise UsageError("--source is a rate of at least 1MiB/s")
     mountpoint = _mountpoint(place)
     figures = _figures(mountpoint)
     if figures["open"] == "none" or figures["datapath"] == "python":
@@ -173,7 +157,7 @@ def run(
             f"{where} is mounted so that its daemon does not see the opens of one job",
             hint="mount it again with -o open=open,datapath=auto",
         )
-    source_limit = limits[0] if limits else 0
+    source_limit = int(limit or 0)
     require_writable(out)
     phases: list[tuple[Phase, float]] = [("synthetic", 1.0), ("cached", 1.0)]
     phases += [("real", share) for share in reversed(shares)]
@@ -229,7 +213,9 @@ Examples:
 """
 )
 @_PROFILE
-@click.option("--tier", "tiers", callback=_sizes, metavar="LIST", help="Sizes of the tiers.")
+@click.option(
+    "--tier", "tiers", callback=listed(parse_bytes), metavar="LIST", help="Sizes of the tiers."
+)
 @click.option(
     "--cores",
     callback=counts_of,
@@ -237,7 +223,11 @@ Examples:
     help="Numbers of cores, with at least as many workers of the loader.",
 )
 @click.option(
-    "--source", "sources", callback=_sizes, metavar="LIST", help="Rates of the source, like 1GB/s."
+    "--source",
+    "sources",
+    callback=listed(parse_rate),
+    metavar="LIST",
+    help="Rates of the source, like 1GB/s.",
 )
 @JSON
 def whatif(

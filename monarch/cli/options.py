@@ -1,15 +1,22 @@
-"""Options that the commands of ``monarch simulate``, ``plan`` and ``analyze`` share."""
+"""Options and tables that the commands of ``monarch simulate``, ``plan`` and ``analyze`` share."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
+from typing import TypeVar
 
 import click
 
 from monarch.text import parse_bytes
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+# The type of an option or argument that is the path of a file.
+FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +42,51 @@ def capacity_of(context: click.Context, parameter: click.Parameter, value: str) 
         raise click.BadParameter(f"{error}, or like 35%", context, parameter) from error
 
 
+def parse_rate(text: str) -> int:
+    """The bytes in a second of a text such as 500MB or 2GB/s. Raises ValueError."""
+    return parse_bytes(text.strip().removesuffix("/s"))
+
+
 def rate(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
     """The callback of an option whose value is bytes in a second, such as 500MB or 2GB/s."""
     if value is None:
         return None
     try:
-        parsed = parse_bytes(value.removesuffix("/s"))
+        parsed = parse_rate(value)
     except ValueError as error:
         raise click.BadParameter(str(error), context, parameter) from error
     if parsed <= 0:
         raise click.BadParameter("the rate must be above 0", context, parameter)
     return float(parsed)
+
+
+def bandwidth(*names: str, help: str, default: str | None = None) -> Callable[[Command], Command]:
+    """An option whose value is bytes in a second."""
+    shows = default is not None
+    return click.option(
+        *names, default=default, show_default=shows, callback=rate, metavar="RATE", help=help
+    )
+
+
+def listed(
+    parse: Callable[[str], int],
+) -> Callable[[click.Context, click.Parameter, str | None], list[int]]:
+    """The callback of an option that is a list of sizes or rates above 0. ``parse`` reads one of
+    them, and raises ValueError."""
+
+    def callback(
+        context: click.Context, parameter: click.Parameter, value: str | None
+    ) -> list[int]:
+        texts = [] if value is None else value.split(",")
+        try:
+            found = [parse(text.strip()) for text in texts]
+        except ValueError as error:
+            raise click.BadParameter(str(error), context, parameter) from error
+        if not all(found):
+            raise click.BadParameter("a size is 0", context, parameter)
+        return found
+
+    return callback
 
 
 def counts_of(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int]:

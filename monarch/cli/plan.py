@@ -22,7 +22,15 @@ from monarch.analysis.sensitivity import (
     sensitivity_of,
 )
 from monarch.cli.daemon_call import JSON
-from monarch.cli.options import Capacity, aligned, capacity_of, counts_of, rate
+from monarch.cli.options import (
+    FILE,
+    Capacity,
+    aligned,
+    bandwidth,
+    capacity_of,
+    counts_of,
+    parse_rate,
+)
 from monarch.cli.output import progress_bar, remark, say, show
 from monarch.cli.recorded import read
 from monarch.config.document import read_document
@@ -103,7 +111,7 @@ def plan() -> None:
 @click.argument("job", metavar="JOB")
 @click.option(
     "--profile",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="FILE",
     help="A profile of the job (monarch analyze run).",
 )
@@ -116,7 +124,7 @@ def plan() -> None:
 )
 @click.option(
     "--data",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="FILE",
     help="Without a profile: a snapshot of the data set, or a trace.",
 )
@@ -129,11 +137,9 @@ def plan() -> None:
     help="Without a profile: the files a second that the job uses with this number of cores,"
     " measured in an epoch in which all files were in the tier. Repeat it.",
 )
-@click.option(
+@bandwidth(
     "--source-bandwidth",
     "source",
-    callback=rate,
-    metavar="RATE",
     help="Bytes that the source gives this job in a second, like 500MB. Default with a profile: as"
     " when it was measured.",
 )
@@ -157,7 +163,7 @@ def plan() -> None:
     "-o",
     "--output",
     required=True,
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="FILE",
     help="The JSON file to write.",
 )
@@ -260,12 +266,12 @@ def _rate_text(value: float) -> str:
 
 
 @plan.command()
-@click.argument("nodes", type=click.Path(path_type=Path, dir_okay=False), metavar="NODES")
+@click.argument("nodes", type=FILE, metavar="NODES")
 @click.argument(
     "jobs",
     nargs=-1,
     required=True,
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="JOB...",
 )
 @click.option(
@@ -450,4 +456,4 @@ def _nodes_of(raw: Any) -> tuple[float | None, list[Server]]:
         raise ValueError("no node is named")
     if len({server.name for server in servers}) < len(servers):
         raise ValueError("a node is listed twice")
-    return (float(parse_bytes(str(raw["source"]))) if "source" in raw else None), servers
+    return (float(parse_rate(str(raw["source"]))) if "source" in raw else None), servers

@@ -15,7 +15,16 @@ import numpy as np
 from monarch.analysis.formulas import HITS
 from monarch.analysis.replay import POLICIES, Epoch, Order, Rates, replay, shuffled
 from monarch.cli.daemon_call import JSON
-from monarch.cli.options import CAPACITY, EPOCHS, SEED, Capacity, aligned, rate, time_text
+from monarch.cli.options import (
+    CAPACITY,
+    EPOCHS,
+    FILE,
+    SEED,
+    Capacity,
+    aligned,
+    bandwidth,
+    time_text,
+)
 from monarch.cli.output import progress_bar, remark, show
 from monarch.cli.plots import PLOT, Line, draw, require_plot
 from monarch.cli.recorded import Recorded, read, sampled
@@ -103,7 +112,7 @@ def simulate() -> None:
 
 
 @simulate.command()
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE")
+@click.argument("file", type=FILE, metavar="FILE")
 @CAPACITY
 @click.option(
     "--policies",
@@ -130,19 +139,15 @@ def simulate() -> None:
     help="Simulate a random sample of N files if there are more, with the capacity in proportion."
     " 0: simulate all files.",
 )
-@click.option(
+@bandwidth(
     "--source-bandwidth",
     "source",
-    callback=rate,
-    metavar="RATE",
     help="Bytes that the source gives in a second, like 500MB. With --job-bandwidth, shows the"
     " time of an epoch.",
 )
-@click.option(
+@bandwidth(
     "--job-bandwidth",
     "job",
-    callback=rate,
-    metavar="RATE",
     help="Bytes that the job uses in a second if it never waits, like 2GB.",
 )
 @JSON

@@ -14,7 +14,16 @@ import numpy as np
 from monarch.analysis.nodes import Expected, NodesEpoch, Rates, expected, simulate_nodes
 from monarch.analysis.replay import Files
 from monarch.cli.daemon_call import JSON
-from monarch.cli.options import CAPACITY, EPOCHS, SEED, Capacity, aligned, rate, time_text
+from monarch.cli.options import (
+    CAPACITY,
+    EPOCHS,
+    FILE,
+    SEED,
+    Capacity,
+    aligned,
+    bandwidth,
+    time_text,
+)
 from monarch.cli.output import progress_bar, show
 from monarch.cli.plots import PLOT, Line, draw, require_plot
 from monarch.cli.recorded import read
@@ -124,9 +133,7 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
 
 
 @click.command(short_help="Compute what several nodes read from the source and each other.")
-@click.argument(
-    "snapshot", required=False, type=click.Path(path_type=Path, dir_okay=False), metavar="[FILE]"
-)
+@click.argument("snapshot", required=False, type=FILE, metavar="[FILE]")
 @click.option(
     "--files",
     "count",
@@ -146,37 +153,26 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
     help="Numbers of nodes, to be simulated one after the other; or the names of the nodes, like"
     " n[01-16]; or slurm, for the nodes of the Slurm job of this shell.",
 )
-@click.option(
+@bandwidth(
     "--source-bandwidth",
     "source",
     default="5GB",
-    show_default=True,
-    callback=rate,
-    metavar="RATE",
     help="Bytes that the source gives all nodes together in a second.",
 )
-@click.option(
+@bandwidth(
     "--network",
     default="10GB",
-    show_default=True,
-    callback=rate,
-    metavar="RATE",
     help="Bytes that the network of a node carries in a second, in each direction.",
 )
-@click.option(
+@bandwidth(
     "--tier-bandwidth",
     "tier",
     default="5GB",
-    show_default=True,
-    callback=rate,
-    metavar="RATE",
     help="Bytes that the tier of a node gives in a second.",
 )
-@click.option(
+@bandwidth(
     "--job-bandwidth",
     "job",
-    callback=rate,
-    metavar="RATE",
     help="Bytes that the job on one node uses in a second if it never waits.",
 )
 @click.option(
