@@ -21,7 +21,7 @@ from monarch.analysis.plan import WINDOWS, Phase
 from monarch.analysis.profile import Profile, Result, model_of, result_of
 from monarch.cli.daemon_call import JSON
 from monarch.cli.job_runs import JobRuns
-from monarch.cli.options import FILE, bandwidth, counts_of, listed, parse_rate
+from monarch.cli.options import FILE, aligned, bandwidth, counts_of, listed, parse_rate
 from monarch.cli.output import duration, progress_bar, show
 from monarch.cli.output import remark as to_stderr
 from monarch.cli.written_files import replace_whole, require_writable
@@ -305,17 +305,27 @@ def _or(values: list[int], otherwise: T) -> Sequence[int | T]:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        "      tier  of data  cores      source  batches/s       epoch  fetch stall  prep stall"
+    cells = [
+        ["tier", "of data", "cores", "source", "batches/s", "epoch", "fetch stall", "prep stall"]
     ]
     for row in rows:
-        source = "as now" if row.source is None else f"{format_bytes(row.source)}/s"
-        epoch = "-" if row.epoch_s is None else duration(row.epoch_s)
-        lines.append(
-            f"{format_bytes(row.tier):>10}  {row.share:>7.0%}  {row.cores:>5}  {source:>10}"
-            f"  {row.rate:>9.4g}  {epoch:>10}  {row.fetch_stall:>11.0%}  {row.prep_stall:>10.0%}"
+        cells.append(
+            [
+                format_bytes(row.tier),
+                f"{row.share:.0%}",
+                str(row.cores),
+                "as now" if row.source is None else f"{format_bytes(row.source)}/s",
+                f"{row.rate:.4g}",
+                _epoch(row.epoch_s),
+                f"{row.fetch_stall:.0%}",
+                f"{row.prep_stall:.0%}",
+            ]
         )
-    return lines
+    return aligned(cells)
+
+
+def _epoch(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
 
 
 def _show(profile: Profile, as_json: bool) -> int:
@@ -329,14 +339,23 @@ def _lines(profile: Profile, result: Result) -> Iterator[str]:
     least = result.shares[0]
     yield f"{result.verdict}: {result.why} (with {least.share:.0%} of the files from the tiers)"
     yield ""
-    yield "from tiers  hits  batches/s  loader alone       epoch  fetch stall  prep stall"
+    cells = [
+        ["from tiers", "hits", "batches/s", "loader alone", "epoch", "fetch stall", "prep stall"]
+    ]
     for each in result.shares:
-        epoch = "-" if each.epoch_s is None else duration(each.epoch_s)
-        yield (
-            f"{each.share:>10.0%}  {each.hits:>4.0%}  {each.rate:>9.4g}  {each.load_rate:>12.4g}"
-            f"  {epoch:>10}  {each.fetch_stall:>11.0%}  {each.prep_stall:>10.0%}"
+        cells.append(
+            [
+                f"{each.share:.0%}",
+                f"{each.hits:.0%}",
+                f"{each.rate:.4g}",
+                f"{each.load_rate:.4g}",
+                _epoch(each.epoch_s),
+                f"{each.fetch_stall:.0%}",
+                f"{each.prep_stall:.0%}",
+            ]
         )
-    yield f"  training  {'':>4}  {result.training_rate:>9.4g}"
+    cells.append(["training", "", f"{result.training_rate:.4g}", *[""] * 4])
+    yield from aligned(cells)
     yield ""
     if result.model is not None:
         yield f"model: {result.model}, error {result.model_error or 0.0:.1%}"
