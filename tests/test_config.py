@@ -15,10 +15,10 @@ from monarch.config.defaults import default_tier, readable_name, state_directory
 from monarch.config.settings import (
     LimitSettings,
     MountSettings,
-    Section,
     SnapshotSettings,
     TierSettings,
 )
+from monarch.config.values import Section
 from monarch.errors import ConfigError, MonarchError
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.text import GiB, KiB, MiB

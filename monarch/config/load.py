@@ -20,11 +20,10 @@ from monarch.config.document import MAX_MOUNTS, MAX_VALUES, Loc, Node, dotted, r
 from monarch.config.settings import (
     MountSettings,
     RuleSettings,
-    Section,
     TierSettings,
-    expand,
     parse_tier,
 )
+from monarch.config.values import Section, expand
 from monarch.errors import ConfigError
 from monarch.text import plain_name
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 from itertools import chain, count
 from pathlib import Path
@@ -14,9 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
@@ -24,6 +21,18 @@ from pydantic import (
 )
 
 from monarch.config.path_pattern import check_pattern
+from monarch.config.values import (
+    NAME_PATTERN,
+    AbsolutePath,
+    CommitInterval,
+    Count,
+    Duration,
+    NameCount,
+    PositiveSize,
+    Section,
+    Size,
+    whole_number,
+)
 from monarch.text import GiB, MiB, format_bytes, parse_bytes, parse_seconds, plain_name
 
 # The share of the free space of a tier's file system that copies use if no capacity is given. The
@@ -40,57 +49,6 @@ BUFFER_SHARE = 1 / 8
 # The share of that memory for names made through the mount, and the least number of names.
 NAMES_SHARE = 1 / 8
 LEAST_NAMES = 100_000
-
-# Offsets and counters are signed 64-bit numbers in the kernel and the formats.
-_LARGEST = 2**63 - 1
-
-
-def _size(value: object) -> int:
-    if isinstance(value, str):
-        return parse_bytes(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise ValueError("is not a size; write it like 500MB, 800GiB or 2T")
-
-
-def _duration(value: object) -> float:
-    if isinstance(value, str):
-        return parse_seconds(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    raise ValueError("is not a duration; write it like 250ms, 30s, 10m or 7d")
-
-
-def _count(value: object) -> object:
-    # pydantic would accept a bool as a number, and YAML reads words such as `yes` as a bool.
-    if isinstance(value, bool):
-        raise ValueError("must be a whole number")
-    return value
-
-
-def expand(text: str) -> Path:
-    """A path as written in a file: ``~`` and ``$NAME`` expanded. ValueError for an unset name."""
-    expanded = os.path.expandvars(os.path.expanduser(text))
-    unset = re.search(r"\$(\w+|\{[^}]*\})", expanded)
-    if unset is not None and unset[0] in text:
-        raise ValueError(f"{unset[0]} is not set in the environment; set it or write the path out")
-    if text.startswith("~") and expanded.startswith("~"):
-        raise ValueError(f"{text.split('/', 1)[0]} has no home directory; write the path out")
-    return Path(expanded)
-
-
-def _path(value: object) -> Path:
-    if isinstance(value, str):
-        if not value.strip():
-            raise ValueError("is empty; give a path")
-        value = expand(value)
-    if not isinstance(value, Path):
-        raise ValueError("must be a path")
-    if "\0" in str(value):
-        raise ValueError("contains a NUL byte, which no path may")
-    if not value.is_absolute():
-        raise ValueError(f"{str(value)!r} is relative; write an absolute path")
-    return value
 
 
 def _freshness(value: str) -> str:
@@ -111,24 +69,8 @@ def _address(value: str) -> str:
     return value
 
 
-Size = Annotated[int, BeforeValidator(_size), Field(ge=0, le=_LARGEST)]
-# A longer time is a mistake.
-Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=366 * 86400)]
-CommitInterval = Annotated[float, BeforeValidator(_duration), Field(ge=0, le=300)]
-PositiveSize = Annotated[int, BeforeValidator(_size), Field(ge=1, le=_LARGEST)]
-# Each is a thread; a larger number is a mistake.
-Count = Annotated[int, BeforeValidator(_count), Field(ge=1, le=4096)]
-NameCount = Annotated[int, BeforeValidator(_count), Field(ge=1, le=2**40)]
-AbsolutePath = Annotated[Path, BeforeValidator(_path)]
 _MOST_MEMBERS_TEXT = 1 << 20
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-
-
 # --- Settings -------------------------------------------------------------------------------------
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 def _tier_name(fields: dict[str, Any]) -> str:
@@ -139,7 +81,7 @@ def _tier_name(fields: dict[str, Any]) -> str:
 class TierSettings(Section):
     path: AbsolutePath
     """Directory of the tier, created if missing. Required. One daemon uses it."""
-    name: str = Field(default_factory=_tier_name, pattern=_NAME)
+    name: str = Field(default_factory=_tier_name, pattern=NAME_PATTERN)
     """Name in messages and metrics. Default: the last component of the path."""
     capacity: PositiveSize | None = None
     """Bytes that copies may use, like 800GiB. null: half of the free space there."""
@@ -369,12 +311,12 @@ class PeerSettings(Section):
     address: str | None = None
     """IP address of this node at which other nodes read its copies, such as that of a fast network.
     null: that of its name in the list."""
-    port: Annotated[int, BeforeValidator(_count), Field(ge=0, le=65535)] = 0
+    port: Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=65535)] = 0
     """Port for that; the next free one of eight is used. 0: a port that follows from the secret."""
     secret_file: AbsolutePath | None = None
     """File with the secret of the job, 16 bytes or more, which only its owner may read. null: the
     environment variable MONARCH_PEERS_SECRET has it."""
-    replicate: Annotated[int, BeforeValidator(_count), Field(ge=1, le=64)] = 1
+    replicate: Annotated[int, BeforeValidator(whole_number), Field(ge=1, le=64)] = 1
     """Nodes that keep each file: with 2 the loss of a node costs no read of the source, and the
     tiers of all nodes together hold half as many files."""
     engine: AbsolutePath | None = None
@@ -402,7 +344,7 @@ class PeerSettings(Section):
 
 
 class MountSettings(Section):
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=NAME_PATTERN)
     """Name of the mount: its key under `mounts`."""
     source: AbsolutePath
     """Directory to be mounted. Required."""

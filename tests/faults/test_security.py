@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from monarch.config.settings import MountSettings, Section
+from monarch.config.settings import MountSettings
+from monarch.config.values import Section
 from monarch.posix.private_directory import open_directory
 from tests.conftest import MonarchCommand, Mounted, Tree
 from tests.equipment.mounts import mount_table
