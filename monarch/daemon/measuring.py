@@ -94,4 +94,4 @@ class Measuring:
 
 def _counted(job: MeasuredJob, what: int) -> int:
     counts = {HITS: job.hits, MISSES: job.misses}
-    return min(counts.get(what, job.source_bytes // KiB), MOST_COUNTED)
+    return min(counts.get(what, job.source.nbytes // KiB), MOST_COUNTED)

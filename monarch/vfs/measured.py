@@ -10,43 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import trio
-
 from monarch.posix.buckets import BUCKETS
 from monarch.telemetry.report import MeasuredReport
-from monarch.transfer.pace import TokenBucket
 from monarch.types import Attributes
-
-# What a job may read at once although its source is limited, in seconds of the limit.
-_BURST_S = 0.05
-# The calls of a job that may wait for its limit: the requests of other jobs need tasks, too.
-_MOST_WAITING = 256
+from monarch.vfs.source_limit import SourceLimit
 
 
 @dataclass(eq=False)
 class MeasuredJob:
-    """Belongs to the event loop. ``share`` of the files may be read from tiers; the source gives at
-    most ``source_limit`` bytes/s, 0: no limit. ``hits`` counts its opens that tiers have served,
-    ``misses`` the others, and ``source_bytes`` the bytes that it read from the source."""
+    """Belongs to the event loop. ``share`` of the files may be read from tiers. ``hits`` counts its
+    opens that tiers have served, ``misses`` the others. ``source`` limits what it reads from
+    there."""
 
     session: int
     uid: int
     share: float = 1.0
-    source_limit: int = 0
     hits: int = 0
     misses: int = 0
-    source_bytes: int = 0
-    _bucket: TokenBucket = field(default_factory=lambda: TokenBucket(0, 0))
-    _waiting: int = 0
-    # Is set when the limit ends or changes: calls that wait for it continue.
-    _changed: trio.Event = field(default_factory=trio.Event)
+    source: SourceLimit = field(default_factory=SourceLimit)
 
     def limit(self, share: float, source_limit: int) -> None:
-        """Changes the limits. Calls that wait for the former one continue."""
-        self.share, self.source_limit = share, source_limit
-        self._bucket = TokenBucket(source_limit, int(source_limit * _BURST_S))
-        self._changed.set()
-        self._changed = trio.Event()
+        """Changes the limits; ``source_limit`` in bytes/s, 0: no limit. Calls that wait for the
+        former one continue."""
+        self.share = share
+        self.source.change(source_limit)
 
     def hides(self, bucket: int) -> bool:
         """Whether a file with this bucket is read from the source although a tier has it."""
@@ -61,16 +48,8 @@ class MeasuredJob:
 
     async def read_from_source(self, count: int) -> None:
         """Counts bytes that were read from the source, and waits as long as the limit demands."""
-        self.source_bytes += count
-        wait_s = self._bucket.take(count, trio.current_time())
-        if not wait_s or self._waiting >= _MOST_WAITING:
-            return
-        self._waiting += 1
-        try:
-            with trio.move_on_after(wait_s):
-                await self._changed.wait()
-        finally:
-            self._waiting -= 1
+        self.source.count(count)
+        await self.source.wait()
 
 
 class MeasuredJobs:
@@ -118,7 +97,7 @@ class MeasuredJobs:
     def report(self) -> list[MeasuredReport]:
         return [
             MeasuredReport(
-                job.session, job.share, job.source_limit, job.hits, job.misses, job.source_bytes
+                job.session, job.share, job.source.rate, job.hits, job.misses, job.source.nbytes
             )
             for job in self._jobs.values()
         ]

@@ -124,7 +124,7 @@ async def test_a_limit_measures_the_session_of_its_process(rig: Rig) -> None:
             assert rig.send(encode_limit(0.5, 1 << 20), pid=pid) == 0
             job = rig.measured.of(pid)
             assert job is not None
-            assert (job.share, job.source_limit, job.uid) == (0.5, 1 << 20, ALICE)
+            assert (job.share, job.source.rate, job.uid) == (0.5, 1 << 20, ALICE)
             job.hits = 3
             assert rig.send(encode_count(HITS), pid=pid) == 3
         finally:

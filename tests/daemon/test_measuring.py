@@ -61,15 +61,15 @@ async def test_the_session_of_a_process_is_limited_and_counted() -> None:
         assert rig.refused(Count(HITS), mine.pid) == errno.EINVAL
         assert rig.send(HALF, mine.pid) == 0
         job = rig.jobs.of(mine.pid)
-        assert job is not None and (job.share, job.source_limit) == (0.5, 1 << 20)
+        assert job is not None and (job.share, job.source.rate) == (0.5, 1 << 20)
         assert rig.notified == [(mine.pid,)]
-        job.hits, job.misses, job.source_bytes = 5, 7, 2500
+        job.hits, job.misses, job.source.nbytes = 5, 7, 2500
         assert [rig.send(Count(each), mine.pid) for each in (HITS, MISSES, SOURCE_KIB)] == [5, 7, 2]
         job.hits = 1 << 40
         assert rig.send(Count(HITS), mine.pid) == (1 << 31) - 1
         # The limits change, the counts do not.
         assert rig.send(Limit(1_000_000, 0), mine.pid) == 0
-        assert (job.share, job.source_limit, job.misses) == (1.0, 0, 7)
+        assert (job.share, job.source.rate, job.misses) == (1.0, 0, 7)
         assert [job.session for job in rig.jobs.report()] == [mine.pid]
 
 

@@ -59,7 +59,7 @@ async def test_hidden_files_are_read_from_the_source_and_keep_their_copies(
             assert await rig.content(name) == FILES[name]
     assert rig.metrics.source_opens[0] == opens + len(NAMES)
     assert (job.hits, job.misses) == (0, 3)
-    assert job.source_bytes == sum(len(FILES[name]) for name in NAMES)
+    assert job.source.nbytes == sum(len(FILES[name]) for name in NAMES)
     assert not rig.engine.flights
     assert all(rig.residency.tier_of(ino) == 1 for ino in inos)
     # Other jobs, and processes of other users in the same session, read the copies.
@@ -105,7 +105,7 @@ async def test_a_limit_of_the_source_delays_only_what_is_read_from_there(
         # 100,000 bytes, of which 500 pass at once.
         await rig.content("large")
         assert trio.current_time() - began == pytest.approx(9.95, abs=0.01)
-    assert (job.hits, job.misses, job.source_bytes) == (1, 1, 100_000)
+    assert (job.hits, job.misses, job.source.nbytes) == (1, 1, 100_000)
 
 
 @pytest.mark.promise(293)
@@ -134,7 +134,7 @@ async def test_the_calls_that_wait_for_a_limit_are_bounded(
         await job.read_from_source(1000)
         assert trio.current_time() == began
         rig.filesystem.measured.end(job.session)
-    assert job.source_bytes == 257_000
+    assert job.source.nbytes == 257_000
 
 
 async def test_an_open_of_another_job_does_not_wait_for_a_limit(
