@@ -89,6 +89,17 @@ PURE = (
     *("monarch.datasets.staging_table", "monarch.datasets.staging_kept"),
     *("monarch.peers.members", "monarch.peers.ownership", "monarch.peers.breaker"),
 )
+# What a pure module may import of the package besides pure modules: vocabulary, settings and
+# reports, for their values.
+VALUES = frozenset(
+    (
+        *("types", "errors", "text", "config.settings", "config.path_pattern", "posix.buckets"),
+        *("posix.credentials", "telemetry.passes", "telemetry.report", "packs.tree"),
+        *("telemetry.foresight_report", "writeback.numbers"),
+    )
+)
+# Functions that a pure module could call without an import.
+IMPURE_CALLS = frozenset(("__import__", "eval", "exec", "input", "open", "print"))
 IMPURE = frozenset(
     (
         "asyncio",
@@ -166,6 +177,7 @@ def broken_rules(sources: Mapping[str, str]) -> list[str]:
     for module in sorted(sources):
         broken += _layer_rules(module, imports[module])
         broken += _confinement_rules(module, imports[module])
+        broken += _purity_rules(module, trees[module], imports[module])
         broken += _extension_rules(module, trees[module], written[module])
         broken += _word_rules(module, trees[module])
         if _unit(module) != "cli":
@@ -203,15 +215,32 @@ def _layer_rules(module: str, imports: list[Import]) -> Iterator[str]:
 
 
 def _confinement_rules(module: str, imports: list[Import]) -> Iterator[str]:
-    pure = any(module == name or module.startswith(f"{name}.") for name in PURE)
     for found in imports:
         top = found.target.split(".")[0]
         if top in CONFINED and not any(
             f"{module}.".startswith(f"monarch.{room}.") for room in CONFINED[top]
         ):
             yield f"{module}:{found.line}: {top} belongs to {' and '.join(CONFINED[top])}"
-        if pure and top in IMPURE:
+
+
+def _is_pure(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in PURE)
+
+
+def _purity_rules(module: str, tree: ast.Module, imports: list[Import]) -> Iterator[str]:
+    """A pure module imports no clock, file or loop, nor another module that might use one for it,
+    and opens no file without an import."""
+    if not _is_pure(module):
+        return
+    for found in imports:
+        top, _, below = found.target.partition(".")
+        if top in IMPURE:
             yield f"{module}:{found.line}: {top} in a pure module"
+        if top == "monarch" and not _is_pure(found.target) and below not in VALUES:
+            yield f"{module}:{found.line}: {found.target}, which is not pure, in a pure module"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in IMPURE_CALLS:
+            yield f"{module}:{node.lineno}: {node.id} in a pure module"
 
 
 def _extension_rules(module: str, tree: ast.Module, written: list[Import]) -> Iterator[str]:
@@ -324,6 +353,16 @@ def test_every_module_says_what_it_is_responsible_for() -> None:
         ("monarch.cli.mount", "from yaml import safe_load", "yaml belongs to config.document"),
         ("monarch.placement.ledger", "import time", "time in a pure module"),
         ("monarch.transfer.pace", "from trio import sleep", "trio in a pure module"),
+        ("monarch.analysis.replay", "import time", "time in a pure module"),
+        ("monarch.analysis.allocation", "from pathlib import Path", "pathlib in a pure module"),
+        ("monarch.analysis.nodes", "import trio", "trio in a pure module"),
+        ("monarch.analysis.nodes", "open('/etc/hosts')", "open in a pure module"),
+        ("monarch.analysis.nodes", "from io import open", "io in a pure module"),
+        (
+            "monarch.analysis.stalls",
+            "from monarch.control.messages import f",
+            "monarch.control.messages, which is not pure",
+        ),
         ("monarch.frameworks.interval", "import time", "time in a pure module"),
         ("monarch.frameworks.torch", "import monarch.daemon.mount", "frameworks imports daemon"),
         ("monarch.order", "import torch", "torch belongs to frameworks"),
