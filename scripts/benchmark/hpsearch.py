@@ -101,13 +101,13 @@ class Bench:
 
     def _epoch(self, processes: Sequence[subprocess.Popen[str]], area: Path | None) -> Measured:
         for process in processes:
-            _line(process)
+            line_of(process)
         begin = time.perf_counter()
         for process in processes:
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        reports = [json.loads(_line(process)) for process in processes]
+        reports = [json.loads(line_of(process)) for process in processes]
         wall_s = time.perf_counter() - begin
         cpu_s = sum(report["cpu_s"] for report in reports)
         if area is not None:
@@ -172,7 +172,8 @@ def run(
     return title, conditions, results
 
 
-def _line(process: subprocess.Popen[str]) -> str:
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line that a job writes. Raises BenchError if it has ended."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:

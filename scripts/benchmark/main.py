@@ -22,7 +22,7 @@ from rich.console import Console
 from scripts.benchmark.matrix import Matrix
 from scripts.benchmark.options import parsed
 from scripts.benchmark.rows import BenchError, Result
-from scripts.benchmark.table import plot, report, table
+from scripts.benchmark.table import plot, published_table, report, table
 from scripts.datasets.target import DatasetError
 from scripts.tools.mount import MonarchFailed
 from tests.equipment.mounts import mounts_below
@@ -58,7 +58,8 @@ def _show(
         document = report(options.subject, conditions, results)
         options.json.write_text(json.dumps(document, indent=2) + "\n")
     if shown is None:
-        console.print(table(title, results))
+        is_published = any(result.row.published for result in results)
+        console.print((published_table if is_published else table)(title, results))
         if options.plot:
             plot(title, results, options.plot)
         return

@@ -17,11 +17,14 @@ SUBJECTS = (
     "hpsearch",
     "month",
     "packs",
+    "seeds",
     "snapshot",
     "write",
 )
 # The parts of the subject packs.
 PARTS_OF_PACKS = ("lmdb", "trees", "many")
+# The papers of the subject seeds.
+PAPERS = ("monarch", "coordl", "prep", "diesel", "lmdbio", "checkfreq", "synergy")
 
 _EXAMPLES = """\
 examples:
@@ -39,6 +42,8 @@ examples:
   scripts/bench packs --only trees --quick
   scripts/bench packs --only trees --json trees.json --plot trees.png
   scripts/bench packs --only many --modes relay,auto
+  scripts/bench seeds --quick
+  scripts/bench seeds --only coordl --json coordl.json
   scripts/bench snapshot --files 1000000
   scripts/bench write --quick --modes relay,auto
   scripts/bench write --only small --quick --rounds 1 --modes auto
@@ -99,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     month = "a month of fsynced lines and checkpoints"
     _month(subject("month", month, 2_600_000, 20_000, 1, "--lines"))
     _packs(subject("packs", "packs and data sets in large files over a slow source", 20_000, 0, 3))
+    _seeds(subject("seeds", "the main figures of the papers that Monarch builds on", 1600, 320, 3))
     _snapshot(subject("snapshot", "the cost of the names of a large tree", 1_000_000, 50_000, 5))
     _write(subject("write", "checkpoints and small files on a slow source", 2000, 200, 3))
     return parser
@@ -212,6 +218,11 @@ def _packs(subject: argparse.ArgumentParser) -> None:
     )
     # Each part has a number of files of its own.
     subject.set_defaults(sizes=(0, 0))
+    _slow_reads(subject)
+
+
+def _seeds(subject: argparse.ArgumentParser) -> None:
+    subject.add_argument("--only", choices=PAPERS, help="only the figures of this paper (all)")
     _slow_reads(subject)
 
 

@@ -50,8 +50,6 @@ FILES = {10: (20_000, 3000), 110: (20_000, 800)}
 BARS = {10: 3.0, 110: 0.98}
 # Files that are read by their names after an epoch.
 NAMED = 200
-# Counters of the source that are no calls.
-_NO_CALLS = ("read_bytes", "write_bytes", "hanging", "loads")
 # Directories of the tree, the pack, and the formats of the peers, at the source.
 _TREE, _PACK = "tree", "pack"
 
@@ -169,15 +167,14 @@ class Bench:
         )
         if place.names:  # the previous contender may have read the same files
             time.sleep(ATTRIBUTES_EXPIRE_S)
-        before = self._source.counters()
+        calls, before = self._source.calls(), self._source.counters()["read_bytes"]
         epoch = in_a_process(epoch_of, contender.read, place)
         if (epoch.files, epoch.bytes) != (len(self.names), self.bytes):
             raise BenchError(f"{contender.name}: {epoch.files} files, {epoch.bytes} bytes")
         if mounted is not None:
             mounted.settle(0)
-        after = self._source.counters()
-        calls = sum(after[name] - before[name] for name in after if name not in _NO_CALLS)
-        read_bytes = after["read_bytes"] - before["read_bytes"]
+        calls = self._source.calls() - calls
+        read_bytes = self._source.counters()["read_bytes"] - before
         return Measured(epoch, calls, read_bytes, self._read_by_name(place))
 
     def _read_by_name(self, place: Place) -> float:

@@ -9,8 +9,8 @@ MB = 1_000_000
 
 
 def variation(values: Sequence[float]) -> float:
-    """The coefficient of variation; 0 for fewer than two values."""
-    if len(values) < 2:
+    """The coefficient of variation; 0 for fewer than two values, or if all are the same."""
+    if len(set(values)) < 2:
         return 0.0
     return statistics.stdev(values) / abs(statistics.mean(values))
 

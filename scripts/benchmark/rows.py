@@ -33,6 +33,7 @@ class Row(Generic[Lab]):
     smallest one where ``more_is_better``; without ``against`` it is a bar for the value itself.
     ``contender``: the measured system, where a table has several. A ``derived`` row compares two.
     A round takes ``slices`` short measurements of each side in turns, and the median of each side.
+    ``published`` is the figure of a paper, and ``how`` says whether the row is simulated or run.
     """
 
     name: str
@@ -45,6 +46,8 @@ class Row(Generic[Lab]):
     contender: str = ""
     derived: bool = False
     slices: int = 1
+    published: str = ""
+    how: str = ""
 
     def good(self, judged: float) -> bool:
         assert self.bar is not None

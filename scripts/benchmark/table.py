@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich import box
 from rich.table import Table
@@ -50,6 +51,30 @@ def table(title: str, results: Sequence[Result[Lab]]) -> Table:
     return made
 
 
+def published_table(title: str, results: Sequence[Result[Lab]]) -> Table:
+    """The rows beside the figures of the papers that they repeat."""
+    made = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("paper", "what", "published", "median", "min - max, CV", "how", "bar", "verdict"):
+        justify: Literal["left", "right"] = "right" if name in ("median", "bar") else "left"
+        made.add_column(name, justify=justify)
+    paper = ""
+    for result in results:
+        row, sign = result.row, "≥" if result.row.more_is_better else "≤"
+        made.add_row(
+            "" if row.contender == paper else row.contender,
+            row.name,
+            row.published,
+            with_unit(statistics.median(result.values), row.unit),
+            spread(result.values),
+            row.how,
+            "" if row.bar is None else f"{sign} {row.bar:g}",
+            result.verdict,
+            style=STYLES.get(result.verdict),
+        )
+        paper = row.contender
+    return made
+
+
 def report(subject: str, conditions: dict[str, object], results: Sequence[Result[Lab]]) -> object:
     """All that is needed to judge or repeat the numbers, for JSON."""
     return {
@@ -68,6 +93,8 @@ def report(subject: str, conditions: dict[str, object], results: Sequence[Result
                 "who": result.row.contender,
                 "derived": result.row.derived,
                 "unit": result.row.unit,
+                "published": result.row.published,
+                "how": result.row.how,
                 "values": result.values,
                 "against_name": result.row.against_name,
                 "against": result.against,

@@ -21,6 +21,8 @@ from tests.equipment.mounts import is_mounted
 _CODE = Path(__file__).with_name("slowfs.c")
 _STATS = ".slowfs-stats"
 _WAIT_S = 10.0
+# Counters that do not count calls.
+_NO_CALLS = ("read_bytes", "write_bytes", "hanging", "loads")
 
 
 def unavailable() -> str | None:
@@ -140,6 +142,11 @@ class SlowSource:
         finally:
             os.close(fd)
         return {name: int(count) for name, count in (line.split() for line in lines)}
+
+    def calls(self) -> int:
+        """All calls since the start."""
+        counters = self.counters()
+        return sum(count for name, count in counters.items() if name not in _NO_CALLS)
 
     def kill(self) -> None:
         """The source dies: its mount answers ENOTCONN until ``restart`` or the block's end."""
