@@ -111,6 +111,20 @@ def test_a_larger_weight_only_takes_items_from_others() -> None:
     assert differ.sum() <= 1
 
 
+@pytest.mark.parametrize("weight", [1.0, 2.5])
+def test_the_first_members_of_many_items_are_those_of_each_order(
+    weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Ownership([Member("n0", weight), *(Member(f"n{number}") for number in range(1, 9))])
+    # Several blocks, and a last one that is not full.
+    monkeypatch.setattr("monarch.peers.ownership._SCORES", 64)
+    orders = [whole.order(item)[:3] for item in range(1, 41)]
+    items = np.arange(1, 41)
+    assert whole.first(items, 3).tolist() == orders
+    assert whole.first(items, 1)[:, 0].tolist() == whole.owners(items).tolist()
+    assert whole.first(items, 20).shape == (40, 9)
+
+
 @pytest.mark.promise(287)
 def test_the_owners_are_those_of_every_machine_and_version() -> None:
     """Nodes of one job may run on different processors: these values must never change."""
