@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import threading
 import time
 import uuid
@@ -21,9 +22,19 @@ PATIENCE = "peers.patience=10"
 _RESTED_S = 2.5
 
 
+# Each process that runs tests has addresses of its own, all of them of the loopback interface.
+_NETWORK = f"127.{1 + os.getpid() // 254 % 254}.{1 + os.getpid() % 254}"
+
+
 def host(number: int) -> str:
     """The address of a node, whose numbers are 1, 2, ..."""
-    return f"127.0.77.{number}"
+    return f"{_NETWORK}.{number}"
+
+
+def free_port() -> int:
+    """A port at which no program listens at the address of the first node."""
+    with socket.create_server((host(1), 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 class Lab:
@@ -51,7 +62,7 @@ class Lab:
         command = MonarchCommand(own, uuid.uuid4().hex, "relay")
         self.commands.append(command)
         common = [
-            f"peers.members=127.0.77.[1-{self._members}]",
+            f"peers.members={_NETWORK}.[1-{self._members}]",
             f"peers.address={host(number)}",
             f"peers.secret_file={secret or self.secret}",
             PATIENCE,
@@ -79,6 +90,9 @@ class Lab:
             start = number * len(names) // 5
             try:
                 epoch(self.nodes[number], content, names[start:] + names[:start])
+                # The daemon finds the session of a reader, with which it counts the opens, only
+                # while the thread is there.
+                account(self.nodes[number])
             except BaseException as error:
                 failed.append(error)
 

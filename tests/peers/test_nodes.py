@@ -13,7 +13,7 @@ from tests.conftest import Tree, contents
 from tests.equipment.processes import is_running
 from tests.equipment.waiting import wait_until
 from tests.mount.observe import as_a_disk_does, copies, resident
-from tests.peers.lab import Lab, host, lab
+from tests.peers.lab import Lab, free_port, host, lab
 
 CONTENT = {f"d{n % 4}/f{n:03}": contents(f"f{n}", 500 + 41 * n) for n in range(60)}
 
@@ -121,7 +121,7 @@ def test_nodes_with_another_snapshot_or_another_secret_share_nothing(
 ) -> None:
     tree(CONTENT)
     with lab(tmp_path, tmp_path / "source", 3) as made:
-        port = "peers.port=21770"
+        port = f"peers.port={free_port()}"
         made.mount(1, port)
         made.mount(2, port, secret=made.write_secret("other"))
         tree({"added": b"a file that the first node does not know"})
