@@ -155,12 +155,17 @@ def open_mount(parts: subsystems.Parts) -> Mount:
 
 
 def _sharing(
-    parts: subsystems.Parts, tiers: subsystems.Tiers, filesystem: FileSystem, status: Status
+    parts: subsystems.Parts,
+    tiers: subsystems.Tiers,
+    filesystem: FileSystem,
+    datapath: Datapath | None,
+    status: Status,
 ) -> Sharing | None:
     """The connection with the other nodes of the job; None if there are none."""
     if parts.membership is None:
         return None
-    made = build_sharing(parts, parts.membership, tiers, filesystem.names, filesystem.readers)
+    names, readers = filesystem.names, filesystem.readers
+    made = build_sharing(parts, parts.membership, tiers, names, readers, datapath)
     status.peers = made.report
     return made
 
@@ -254,7 +259,7 @@ class Mount:
 
     def __post_init__(self) -> None:
         self._settings = self.parts.settings
-        self.sharing = _sharing(self.parts, self.tiers, self.filesystem, self.status)
+        self.sharing = _sharing(self.parts, self.tiers, self.filesystem, self.datapath, self.status)
         if (pack := self.parts.pack) is not None:
             stored = self.filesystem.names.stored
             self.filesystem.xattrs.of_source = lambda ino: pack.user_xattrs(stored(ino).source_ino)

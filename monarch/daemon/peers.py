@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import trio
 
 from monarch.daemon.subsystems import Parts, Tiers
+from monarch.fuse.datapath import Datapath
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.packmount.source import PackSource
@@ -35,6 +36,8 @@ _SHARE = 4
 _EARLY = 0.4
 # A node that waits for a fetch reads the source itself after so many times its patience.
 _COMING = 100
+# How often the requests of the datapath are counted, in seconds.
+_COUNT_S = 0.25
 # The start of the engine delays the mount at most so long, in seconds.
 _READY_S = 10.0
 # Other nodes in a report, those in trouble first.
@@ -105,7 +108,17 @@ class Sharing:
         return not is_shared or self._answers.is_asked(ino) or self._peers.owns(ino)
 
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
-        return {"peers": self._answers.run, "peers engine": self._engine.run}
+        return {
+            "peers": self._answers.run,
+            "peers engine": self._engine.run,
+            "peers counts": self._count,
+        }
+
+    async def _count(self) -> None:
+        """Counts what the datapath fetches, until cancelled."""
+        while True:
+            await trio.sleep(_COUNT_S)
+            self._peers.catch_up()
 
     async def started(self) -> None:
         """Waits until the engine answers, or could not be started, for a short time."""
@@ -117,6 +130,7 @@ class Sharing:
 
     def report(self) -> PeersReport:
         peers, engine = self._peers, self._engine
+        peers.catch_up()
         others = [
             PeerReport(
                 name=client.name,
@@ -154,7 +168,12 @@ def set_name_of(snapshot: Snapshot, pack: PackSource | None) -> str:
 
 
 def build_sharing(
-    parts: Parts, membership: Membership, tiers: Tiers, names: Namespace, readers: Readers
+    parts: Parts,
+    membership: Membership,
+    tiers: Tiers,
+    names: Namespace,
+    readers: Readers,
+    datapath: Datapath | None,
 ) -> Sharing:
     """Connects the mount with the other nodes of its job."""
     settings, snapshot, hierarchy = parts.settings, parts.snapshot, tiers.hierarchy
@@ -199,4 +218,6 @@ def build_sharing(
     tiers.controller.draw(snapshot.curve())
     if isinstance(parts.source, PeerSource):
         parts.source.peers = peers
+        if datapath is not None:
+            peers.fetch_by(datapath)
     return sharing

@@ -436,6 +436,32 @@ class Datapath:
         """Ends ``keep``; files that are open are read to their end."""
         self._native.unkeep(ino)
 
+    # -- files that other nodes have (peers/connections.py) ---------------------------------------
+
+    def set_peers(
+        self,
+        givers: object,
+        digests: object,
+        requests: Sequence[tuple[bytes, bytes] | None],
+    ) -> None:
+        self._native.set_peers(givers, digests, tuple(requests))
+
+    def keep_connection(self, member: int, fd: int, limit_us: int) -> bool:
+        return bool(self._native.keep_connection(member, fd, limit_us))
+
+    def take_connection(self, member: int) -> tuple[int, int] | None:
+        found: tuple[int, int] | None = self._native.take_connection(member)
+        return found
+
+    def drop_connections(self, member: int) -> None:
+        self._native.drop_connections(member)
+
+    def received(self, member: int, limit_us: int) -> tuple[int, int, int, list[int]]:
+        files, nbytes, slow, latencies_us = self._native.received(member, limit_us)
+        return files, nbytes, slow, latencies_us
+
+    # -- what it has served without an event -----------------------------------------------------
+
     def was_given(self, ino: Ino) -> bool:
         """Whether bytes of ``ino`` were read without an open."""
         return bool(self._native.was_given(ino))

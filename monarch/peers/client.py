@@ -10,16 +10,14 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from monarch.peers.breaker import Breaker
+from monarch.peers.connections import Connection, Connections, OwnConnections
 from monarch.peers.hello import PROOFS_BYTES, MemberKey, hello_request, new_challenge
 from monarch.peers.members import Endpoint
 from monarch.peers.network import addresses_of
@@ -38,8 +36,6 @@ _HELLO_S = 1.0
 # Once for each member, unless it moves.
 _RESOLVE_S = 1.0
 _MOST_HEAD = 4096
-_MOST_IDLE = 16
-_TIMEVAL = struct.Struct("@ll")
 _DIGITS = frozenset(b"0123456789")
 _DIGEST = re.compile(rb"[0-9a-f]{16}")
 
@@ -82,9 +78,7 @@ class PeerClient:
         self._before = f"GET /{key.set_name}/".encode()
         fields = f"Host: monarch\r\n{TOKEN_HEADER}: {key.token()}\r\n\r\n"
         self._after = f" HTTP/1.1\r\n{fields}".encode()
-        self._idle: deque[socket.socket] = deque()
-        # The limit of the waits that is set for each connection, in seconds.
-        self._limits: dict[socket.socket, float] = {}
+        self.connections: Connections = OwnConnections()
         self._finding = threading.Lock()
         # The address at which it answered last.
         self._address: tuple[str, int] | None = None
@@ -92,10 +86,13 @@ class PeerClient:
         self.trouble: Kind | None = None
         self.was_asked = False
 
+    @property
+    def request(self) -> tuple[bytes, bytes]:
+        """What a request has before and after the name of the file."""
+        return self._before, self._after
+
     def close(self) -> None:
-        while self._idle:
-            with suppress(IndexError):
-                self._idle.pop().close()
+        self.connections.drop()
 
     def get(self, name: str, size: int) -> Answer:
         """The answer to a request for ``name``, whose bytes are ``size`` if they come. Raises
@@ -105,8 +102,7 @@ class PeerClient:
         try:
             answer = self._get(name, size)
         except PeerFailed as error:
-            self.trouble = error.kind
-            self.breaker.failed(time.monotonic())
+            self._noted(error)
             raise
         self.trouble = None
         if answer.status != COMING:
@@ -116,14 +112,31 @@ class PeerClient:
 
     def damaged(self) -> PeerFailed:
         """Records that the bytes of an answer were wrong; returns the error to raise."""
-        self.trouble = "damaged"
-        self.breaker.failed(time.monotonic())
-        return PeerFailed("damaged")
+        return self._noted(PeerFailed("damaged"))
+
+    def used(self, latencies_s: Sequence[float], slow: int) -> None:
+        """Records requests of the datapath: answers after these latencies, and answers that did not
+        come in time."""
+        for latency_s in latencies_s:
+            self.was_asked, self.trouble = True, None
+            self.breaker.answered(latency_s)
+        for _ in range(slow):
+            self._noted(PeerFailed("slow"))
+
+    def _noted(self, error: PeerFailed) -> PeerFailed:
+        """Records a failure."""
+        self.was_asked, self.trouble = True, error.kind
+        now = time.monotonic()
+        self.breaker.failed(now)
+        if self.breaker.is_out(now):
+            # So the datapath asks it no more.
+            self.connections.drop()
+        return error
 
     def _get(self, name: str, size: int) -> Answer:
         request = self._before + name.encode() + self._after
-        with suppress(IndexError):
-            kept = self._idle.pop()
+        kept = self.connections.take()
+        if kept is not None:
             # The member may have closed it meanwhile, and then answers nothing.
             answer = self._answer(kept, request, size)
             if answer is not None:
@@ -133,7 +146,7 @@ class PeerClient:
             raise PeerFailed("broken")
         return answer
 
-    def _answer(self, connection: socket.socket, request: bytes, size: int) -> Answer | None:
+    def _answer(self, connection: Connection, request: bytes, size: int) -> Answer | None:
         """Sends a request; the connection is kept for the next one if it may be used again. None if
         it was closed before the answer. Raises PeerFailed."""
         is_kept = False
@@ -146,23 +159,19 @@ class PeerClient:
                 raise PeerFailed("broken")
             return answer
         finally:
-            if is_kept and len(self._idle) < _MOST_IDLE:
-                self._idle.append(connection)
-            else:
-                self._drop(connection)
+            if not is_kept or not self.connections.keep(connection):
+                connection.close()
 
     def _exchange(
-        self, connection: socket.socket, request: bytes, size: int, limit_s: float
+        self, connection: Connection, request: bytes, size: int, limit_s: float
     ) -> tuple[Answer | None, bool]:
         """Sends a request. The answer, None if the connection was closed before, and whether the
         connection may be used again. Raises PeerFailed."""
         try:
-            if self._limits.get(connection) != limit_s:
-                _limit(connection, limit_s)
-                self._limits[connection] = limit_s
-            connection.sendall(request)
-            head, rest = _head(connection, time.monotonic() + limit_s)
-            return _answer(connection, head, rest, size) if head else (None, False)
+            connection.limit(limit_s)
+            connection.socket.sendall(request)
+            head, rest = _head(connection.socket, time.monotonic() + limit_s)
+            return _answer(connection.socket, head, rest, size) if head else (None, False)
         except (BrokenPipeError, ConnectionResetError):
             return None, False
         except (BlockingIOError, TimeoutError):
@@ -170,11 +179,7 @@ class PeerClient:
         except OSError:
             raise PeerFailed("broken") from None
 
-    def _drop(self, connection: socket.socket) -> None:
-        self._limits.pop(connection, None)
-        connection.close()
-
-    def _connected(self) -> socket.socket:
+    def _connected(self) -> Connection:
         """A new connection to the member. Raises PeerFailed."""
         address = self._address
         try:
@@ -199,7 +204,7 @@ class PeerClient:
         except OSError:
             raise PeerFailed("unreachable") from None
 
-    def _find(self) -> socket.socket:
+    def _find(self) -> Connection:
         """A connection to the member at the port at which it answers for this set. Other programs,
         and other mounts of the job, may have some of the ports. Raises PeerFailed, OSError."""
         kind: Kind = "unreachable"
@@ -220,10 +225,10 @@ class PeerClient:
             return connection
         raise PeerFailed(kind)
 
-    def _proven(self, address: tuple[str, int]) -> socket.socket:
+    def _proven(self, address: tuple[str, int]) -> Connection:
         """A new connection to this address, at which the member has proved that it is one. Raises
         PeerFailed, OSError."""
-        connection = _connect(address)
+        connection = Connection(_connect(address))
         is_proven = False
         try:
             challenge = new_challenge()
@@ -242,7 +247,7 @@ class PeerClient:
             return connection
         finally:
             if not is_proven:
-                self._drop(connection)
+                connection.close()
 
 
 def _takes_long(error: PeerFailed | OSError) -> bool:
@@ -263,17 +268,10 @@ def _resolved(host: str) -> str:
 def _connect(address: tuple[str, int]) -> socket.socket:
     """Raises OSError, TimeoutError after ``CONNECT_S``."""
     connection = socket.create_connection(address, timeout=CONNECT_S)
-    # From now on the kernel limits the waits: ``_limit``.
+    # From now on the kernel limits the waits: ``Connection.limit``.
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
-
-
-def _limit(connection: socket.socket, seconds: float) -> None:
-    """Sets the limit of each wait in the kernel."""
-    value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
 def _head(connection: socket.socket, until_s: float) -> tuple[bytes, bytes]:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from monarch.namespace.snapshot import Snapshot
 from monarch.peers.answers import digest_of
 from monarch.peers.client import COMING, NOT_KEPT, Answer, PeerClient, PeerFailed
+from monarch.peers.connections import DatapathConnections, PeerFetcher, microseconds
 from monarch.peers.ownership import Ownership
 from monarch.posix.buckets import BUCKETS, buckets
 from monarch.telemetry.log import Limiter
@@ -42,6 +44,9 @@ _AT_ONCE = 1 << 16
 # Scores of members that are computed at the mount at most: some 3 s. With more of them each file
 # counts with the part of its bytes that a node owns on average.
 _MOST_SCORES = 1 << 29
+# Why the datapath got no bytes of a file: in the place of the member that it has asked. The same
+# numbers are in _peers.h.
+_GIVER_NOT_KEPT, _GIVER_SLOW = 0xFFFE, 0xFFFF
 # Files of other members that this node keeps although these are asked again: some MiB.
 _MOST_TAKEN_OVER = 100_000
 
@@ -84,9 +89,12 @@ class Peers:
         # that it does not keep the file, 0: it has not. Pages that are not written need no memory.
         self._digests = np.zeros(snapshot.entries + 1, np.uint64)
         self._not_kept = np.zeros(snapshot.entries + 1, np.uint8)
-        # One more than the owner of each file, 0: not computed; and the files whose owners are
+        # One more than the member that the datapath asks for a file, 0: none.
+        self._givers = np.zeros(snapshot.entries + 1, np.uint16)
+        self._fetcher: PeerFetcher | None = None
+        # One more than each owner of each file, 0: not computed; and the files whose owners are
         # computed at once.
-        self._owners = np.zeros(snapshot.entries + 1, np.uint16)
+        self._owners = np.zeros((snapshot.entries + 1, self._replicas), np.uint16)
         self._at_once = max(1, _AT_ONCE // len(self.clients))
         # Whether this node owns each file while all members answer; None: too many to compute.
         scores = snapshot.entries * len(self.clients)
@@ -99,6 +107,33 @@ class Peers:
         self.failures: Counter[str] = Counter()
         # Requests to which the owner answered that it does not keep the file.
         self.not_kept = 0
+
+    def fetch_by(self, datapath: PeerFetcher) -> None:
+        """Lets the datapath fetch files whose owner is known, and files that a member has given.
+        Before it is started."""
+        requests = [None if client is None else client.request for client in self.clients]
+        datapath.set_peers(self._givers, self._digests, requests)
+        for index, client in enumerate(self.clients):
+            if client is not None:
+                client.connections = DatapathConnections(datapath, index)
+        self._fetcher = datapath
+
+    def catch_up(self) -> None:
+        """Counts what the datapath has fetched."""
+        if self._fetcher is None:
+            return
+        for index, client in enumerate(self.clients):
+            if client is None:
+                continue
+            limit_us = microseconds(client.breaker.limit_s)
+            files, nbytes, slow, latencies_us = self._fetcher.received(index, limit_us)
+            if files or slow:
+                client.used([latency / 1e6 for latency in latencies_us], slow)
+                with self._counting:
+                    self.received[index].files += files
+                    self.received[index].nbytes += nbytes
+                    self.received[index].failed += slow
+                    self.failures.update({"slow": slow} if slow else {})
 
     @property
     def share(self) -> float:
@@ -154,6 +189,13 @@ class Peers:
         """The bytes of a file from its owner; None if it must be read from the source."""
         if not self.is_shared(ino, identity.size):
             return None
+        if (mark := int(self._givers[ino])) >= _GIVER_NOT_KEPT:
+            # The datapath has asked the member, and this open has waited for it.
+            self._givers[ino] = 0
+            if mark == _GIVER_NOT_KEPT:
+                self._note_not_kept(ino)
+            self.catch_up()
+            return None
         asked = 0
         for index in self._asked_for(ino):
             client = self.clients[index]
@@ -178,6 +220,7 @@ class Peers:
                     return None
                 continue
             if content is not None:
+                self._givers[ino] = index + 1
                 with self._counting:
                     received = self.received[index]
                     received.files += 1
@@ -189,23 +232,31 @@ class Peers:
         """The members that are asked for a file, one after the other, up to this node. An owner
         asks only those before it, so that no two members wait for each other. The other nodes begin
         with different owners."""
-        if self._replicas == 1:
-            return self._order(ino)
-        order = list(self._order(ino))
-        owners, others = order[: self._replicas], order[self._replicas :]
+        order = self._order(ino)
+        owners = list(islice(order, self._replicas))
         if self._own in owners:
             return owners
         turn = (ino + self._own) % len(owners)
-        return [*owners[turn:], *owners[:turn], *others]
+        return chain(owners[turn:], owners[:turn], order)
 
     def _order(self, ino: Ino) -> Iterator[int]:
         """The members in the order in which they own a file."""
-        if not self._owners[ino]:
-            first = ino - ino % self._at_once
-            inos = np.arange(first, min(first + self._at_once, len(self._owners)))
-            self._owners[inos] = self._ownership.owners(inos) + 1
-        yield int(self._owners[ino]) - 1
-        yield from self._ownership.order(ino)[1:]
+        if not self._owners[ino, 0]:
+            self._find_owners(ino)
+        yield from (self._owners[ino] - 1).tolist()
+        # The scores of all members, only if the owners do not answer.
+        yield from self._ownership.order(ino)[self._replicas :]
+
+    def _find_owners(self, ino: Ino) -> None:
+        """Computes the owners of a file and of those beside it, which the datapath then asks."""
+        first = ino - ino % self._at_once
+        inos = np.arange(first, min(first + self._at_once, len(self._owners)))
+        owners = self._ownership.first(inos, self._replicas) + 1
+        # As in ``_asked_for``.
+        turns = (inos + self._own) % self._replicas
+        givers = owners[np.arange(len(inos)), turns]
+        self._givers[inos] = np.where((owners == self._own + 1).any(axis=1), 0, givers)
+        self._owners[inos] = owners
 
     def _take_over(self, ino: Ino) -> None:
         if len(self._taken_over) >= _MOST_TAKEN_OVER:
@@ -233,11 +284,15 @@ class Peers:
                 raise PeerFailed("slow")
             answer = client.get(name, size)
         if answer.status == NOT_KEPT:
-            self._not_kept[ino] = _turn()
-            with self._counting:
-                self.not_kept += 1
+            self._givers[ino] = 0
+            self._note_not_kept(ino)
             return None
         return self._checked(client, ino, answer, known)
+
+    def _note_not_kept(self, ino: Ino) -> None:
+        self._not_kept[ino] = _turn()
+        with self._counting:
+            self.not_kept += 1
 
     def _checked(self, client: PeerClient, ino: Ino, answer: Answer, known: int) -> bytes:
         """The bytes of an answer if they are right. Raises PeerFailed."""
@@ -246,7 +301,7 @@ class Peers:
         if found == (known if answer.digest is None else answer.digest):
             self._digests[ino] = found
             return answer.data
-        self._digests[ino] = 0
+        self._digests[ino] = self._givers[ino] = 0
         self._limiter.warning(
             f"damaged {client.name}",
             "node %s gave other bytes of inode %d than it should: the source is read instead",
@@ -276,7 +331,7 @@ class PeerSource(Source):
 
     @property
     def directory(self) -> int:
-        # The datapath would read each file from the source.
+        # The datapath would read each file from the source, unless another node gives it.
         return -1
 
     def fetch_shared(self, path: bytes, identity: Identity, ino: Ino) -> Fetched:

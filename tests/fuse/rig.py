@@ -17,6 +17,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.packmount.source import open_source
 from monarch.packmount.tree import PackTree
 from monarch.packs.pack import Pack
+from monarch.peers.source import PeerSource
 from monarch.placement.residency import Residency
 from monarch.tiers.contents import copy_name
 from monarch.tiers.ownership import Owner
@@ -273,13 +274,15 @@ def rig(
     fetch_max: int = 0,
     fetched_at_once: int = 4,
     pack: bool = False,
+    peers: Callable[[Datapath, Snapshot], None] | None = None,
     **options: bool,
 ) -> Iterator[Rig]:
     """A datapath over a snapshot of ``source`` and two empty tiers in ``directory``, with the
     objects of written files in ``objects`` beside these.
 
     Files of the source are fetched up to ``fetch_max`` bytes, so many of them at once. With
-    ``pack`` the source is a pack.
+    ``pack`` the source is a pack. With ``peers``, which is called before the start, other nodes
+    give them.
     """
     wanted: Mapping[str, bool] = {
         "passthrough": False,
@@ -294,7 +297,7 @@ def rig(
     file = directory / "snapshot"
     (_build_of_pack if pack else build)(source, file)
     tiers = [Tier(n, f"t{n}", directory / f"tier{n}", owner=Owner("mount")) for n in (1, 2)]
-    opened = open_source(os.fsencode(source))
+    opened = (open_source if peers is None else PeerSource)(os.fsencode(source))
     limits = LimitSettings(inline_max=fetch_max, buffer_max=max(1, fetched_at_once * fetch_max))
     with Snapshot.open(file) as snapshot:
         residency = Residency(snapshot.entries)
@@ -308,6 +311,8 @@ def rig(
             tiers=tiers,
             options=DatapathOptions(**wanted),
         )
+        if peers is not None:
+            peers(datapath, snapshot)
         (directory / "objects").mkdir(exist_ok=True)
         objects = os.open(directory / "objects", os.O_RDONLY)
         datapath.set_objects(objects, tier=1)

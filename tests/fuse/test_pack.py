@@ -90,12 +90,14 @@ def test_the_digest_is_that_of_the_library(tmp_path: Path) -> None:
     code, library = ROOT / "monarch/fuse/native/_xxh3.c", tmp_path / "xxh3.so"
     command = ["gcc", "-O2", "-std=c11", "-shared", "-fPIC", str(code), "-o", str(library)]
     subprocess.run(command, check=True)
-    function = ctypes.CDLL(str(library)).xxh3
-    function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
+    functions = ctypes.CDLL(str(library))
+    for function in (functions.xxh3, functions.xxh3_high):
+        function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
     draw = random.Random(1)
     for size in (*range(1200), 10_000, 65_536, 100_001):
         data = draw.randbytes(size)
-        assert function(data, size) == xxhash.xxh3_64_intdigest(data), size
+        assert functions.xxh3(data, size) == xxhash.xxh3_64_intdigest(data), size
+        assert functions.xxh3_high(data, size) == xxhash.xxh3_128_intdigest(data) >> 64, size
 
 
 @pytest.mark.promise(233)

@@ -3,109 +3,33 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from monarch.peers import client as clients
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient, PeerFailed
+from monarch.peers.connections import Connections
 from monarch.peers.hello import MemberKey
 from monarch.peers.members import Endpoint
 from monarch.text import MiB
-
-Act = Callable[[socket.socket], None]
-
-HOST, SET = "127.0.0.1", "0" * 32
-KEY = MemberKey(HOST, SET, b"the secret of the job")
-TOKEN = KEY.token().encode()
-
-
-class Member:
-    """A server that answers each hello with the proofs of ``key``, or plays ``hello``, and plays
-    one act for each other request."""
-
-    def __init__(
-        self, *acts: Act, key: MemberKey = KEY, hello: Act | None = None, port: int = 0
-    ) -> None:
-        self._listener = socket.create_server((HOST, port))
-        self.port: int = self._listener.getsockname()[1]
-        self._key, self._hello = key, hello
-        self._acts = iter(acts)
-        self.requests: list[bytes] = []
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                with connection, suppress(OSError):
-                    self._talk(connection)
-
-    def _talk(self, connection: socket.socket) -> None:
-        while True:
-            request = b""
-            while not request.endswith(b"\r\n\r\n"):
-                part = connection.recv(4096)
-                if not part:
-                    return
-                request += part
-            self.requests.append(request)
-            act = self._act(request)
-            if act is None:
-                return
-            act(connection)
-
-    def _act(self, request: bytes) -> Act | None:
-        if not request.startswith(b"GET /hello/"):
-            return next(self._acts, None)
-        if self._hello is not None:
-            return self._hello
-        challenge = request.split()[1].decode().rpartition("/")[2]
-        return say(head(128), self._key.proofs(challenge, HOST, self.port))
-
-    def close(self) -> None:
-        # A thread that waits in accept is woken by shutdown, not by close.
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-        self._listener.close()
-
-
-def say(*parts: bytes) -> Act:
-    def act(connection: socket.socket) -> None:
-        for part in parts:
-            connection.sendall(part)
-
-    return act
-
-
-def hang_up(connection: socket.socket) -> None:
-    connection.shutdown(socket.SHUT_RDWR)
-
-
-def without_end(part: bytes) -> Act:
-    """Sends until the client closes the connection."""
-
-    def act(connection: socket.socket) -> None:
-        while True:
-            connection.sendall(part)
-
-    return act
-
-
-def silent(connection: socket.socket) -> None:
-    """Answers nothing until the client closes the connection."""
-    connection.recv(1)
-
-
-def head(size: int, *fields: str, status: str = "200 OK") -> bytes:
-    return "\r\n".join([f"HTTP/1.1 {status}", f"Content-Length: {size}", *fields, "", ""]).encode()
+from tests.peers.member import (
+    HOST,
+    KEY,
+    SET,
+    TOKEN,
+    Act,
+    Member,
+    hang_up,
+    head,
+    say,
+    silent,
+    without_end,
+)
 
 
 @pytest.fixture
@@ -220,6 +144,19 @@ def test_a_kept_connection_that_the_member_has_closed_is_replaced(
     assert client.get("c/01/1", 5).data == b"hello"
     assert client.get("c/01/1", 5).data == b"again"
     client.close()
+
+
+def test_requests_of_the_datapath_count_as_those_of_the_client() -> None:
+    client = client_of(1, limit_s=0.01)
+    client.used([1e-4] * 64, 0)
+    assert (client.was_asked, client.trouble, client.breaker.limit_s) == (True, None, 0.01)
+    dropped: list[bool] = []
+    client.connections = cast(Connections, SimpleNamespace(drop=lambda: dropped.append(True)))
+    client.used([1e-4], 2)
+    assert (client.trouble, dropped) == ("slow", [])
+    client.used([], 1)
+    assert client.breaker.is_failing
+    assert dropped == [True], "so the datapath asks it no more"
 
 
 OTHER_SET = MemberKey(HOST, "1" * 32, b"the secret of the job")

@@ -36,6 +36,7 @@ def test_all_nodes_that_are_left_out_are_counted_and_some_are_named() -> None:
         failures=Counter(),
         not_kept=0,
         share=0.1,
+        catch_up=lambda: None,
     )
     sharing = Sharing(
         cast("Peers", peers),

@@ -16,6 +16,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.peers.answers import digest_of
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import Answer, Kind, PeerClient, PeerFailed
+from monarch.peers.connections import PeerFetcher
 from monarch.peers.ownership import Member, Ownership
 from monarch.peers.source import Peers, PeerSource
 from monarch.posix.buckets import BUCKETS, bucket, buckets
@@ -37,6 +38,7 @@ class FakeMember:
     def __init__(self, *answers: Answer | Kind) -> None:
         self.name = "other"
         self.breaker = Breaker(0.05)
+        self.request = b"before", b"after"
         self.answers = list(answers)
         self.asked: list[str] = []
 
@@ -50,6 +52,9 @@ class FakeMember:
 
     def damaged(self) -> PeerFailed:
         return PeerFailed("damaged")
+
+    def used(self, latencies_s: Sequence[float], slow: int) -> None:
+        self.latencies_s, self.slow = list(latencies_s), slow
 
 
 RIGHT = Answer(200, BYTES, digest_of(BYTES))
@@ -216,6 +221,94 @@ def test_members_that_are_out_are_passed_over() -> None:
     assert peers.fetch(ino, identity(ino)) == BYTES
     assert (other.asked, len(third.asked)) == ([], 1)
     assert peers.owns(first(peers, 1, 0))
+
+
+class FakeFetcher:
+    """A datapath; ``found`` is what each member gave since the last call."""
+
+    def __init__(self) -> None:
+        self.givers = self.digests = np.zeros(0, np.uint64)
+        self.found: dict[int, tuple[int, int, int, list[int]]] = {}
+
+    def set_peers(
+        self,
+        givers: npt.NDArray[np.uint16],
+        digests: npt.NDArray[np.uint64],
+        requests: Sequence[tuple[bytes, bytes] | None],
+    ) -> None:
+        self.givers, self.digests = givers, digests
+        self.requests = list(requests)
+
+    def received(self, member: int, limit_us: int) -> tuple[int, int, int, list[int]]:
+        return self.found.pop(member, (0, 0, 0, []))
+
+
+def fetched_by_datapath(peers: Peers) -> FakeFetcher:
+    fetcher = FakeFetcher()
+    peers.fetch_by(cast(PeerFetcher, fetcher))
+    return fetcher
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_datapath_asks_the_members_that_this_node_would_ask(replicas: int) -> None:
+    members = [FakeMember(Answer(200, BYTES, digest_of(BYTES))) for _ in range(3)]
+    peers = peers_of(None, *members, replicas=replicas)
+    datapath = fetched_by_datapath(peers)
+    assert datapath.requests == [None] + [(b"before", b"after")] * 3
+    assert not datapath.givers.any(), "no owner was computed yet"
+    for ino in map(Ino, range(1, FILES + 1)):
+        owners = peers._ownership.order(ino)[:replicas]
+        peers.owns(ino)
+        giver = int(datapath.givers[ino])
+        assert (giver == 0) == (0 in owners)
+        if giver:
+            before = [len(member.asked) for member in members]
+            assert peers.fetch(ino, identity(ino)) == BYTES
+            assert datapath.givers[ino] == giver
+            assert len(members[giver - 2].asked) == before[giver - 2] + 1
+
+
+def test_the_datapath_asks_the_member_that_gave_a_file_with_its_digest() -> None:
+    gone, next_one = FakeMember("unreachable"), FakeMember(RIGHT, RIGHT, NOT_KEPT)
+    peers = peers_of(None, gone, next_one)
+    datapath = fetched_by_datapath(peers)
+    ino = first(peers, 1, 2)
+    assert peers.fetch(ino, identity(ino)) == BYTES
+    assert (datapath.givers[ino], datapath.digests[ino]) == (3, digest_of(BYTES))
+    assert peers.fetch(ino, identity(ino)) == BYTES
+    gone.breaker.admits = lambda now: False  # type: ignore[method-assign]
+    assert peers.fetch(ino, identity(ino)) is None
+    assert datapath.givers[ino] == 0
+
+
+def test_a_member_whose_bytes_are_damaged_is_not_asked_by_the_datapath() -> None:
+    other = FakeMember(RIGHT, Answer(200, b"the wrong bytes", None))
+    peers = peers_of(None, other)
+    datapath = fetched_by_datapath(peers)
+    ino = first(peers, 1)
+    assert peers.fetch(ino, identity(ino)) == BYTES
+    assert peers.fetch(ino, identity(ino)) is None
+    assert datapath.givers[ino] == datapath.digests[ino] == 0
+
+
+@pytest.mark.promise(273)
+def test_an_open_that_has_waited_for_the_datapath_waits_for_no_other_request() -> None:
+    other = FakeMember(RIGHT)
+    peers = peers_of(None, other)
+    datapath = fetched_by_datapath(peers)
+    slow, unwanted, *_ = (Ino(i) for i in range(1, FILES + 1) if not peers.owns(Ino(i)))
+    datapath.givers[slow], datapath.givers[unwanted] = 0xFFFF, 0xFFFE
+    datapath.found[1] = 7, 7000, 3, [100, 2_000_000]
+    assert peers.fetch(slow, identity(slow)) is None
+    assert peers.fetch(unwanted, identity(unwanted)) is None
+    assert other.asked == []
+    found = peers.received[1]
+    assert (found.files, found.nbytes, found.failed, peers.failures) == (7, 7000, 3, {"slow": 3})
+    assert (other.latencies_s, other.slow) == ([1e-4, 2.0], 3)
+    # The next opens ask again, but not for a file that the member does not keep.
+    assert peers.fetch(slow, identity(slow)) == BYTES
+    assert peers.fetch(unwanted, identity(unwanted)) is None
+    assert (len(other.asked), peers.not_kept) == (1, 1)
 
 
 def test_counts_of_many_threads_add_up() -> None:

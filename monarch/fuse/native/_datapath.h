@@ -31,9 +31,10 @@
  *   _pending.c   the table of waiting requests; requests passed to Python, and their answers
  *   _waiting.c   requests that wait for the source or for another request, and their callers
  *   _events.c    events and counts for Python
- *   _names.c, _opens.c, _fetch.c, _pack.c, _absorbed.c, _missing.c, _direct.c: one subject each,
- * without the others _python.c    the interface to Python, with _python_files.c, _python_direct.c,
- * _python_packs.c and _python_watched.c
+ *   _names.c, _opens.c, _fetch.c, _pack.c, _peers.c, _absorbed.c, _missing.c, _direct.c: one
+ *                subject each, without the others
+ *   _python.c    the interface to Python, with _python_files.c, _python_direct.c, _python_packs.c,
+ *                _python_peers.c and _python_watched.c
  */
 #ifndef MONARCH_DATAPATH_H
 #define MONARCH_DATAPATH_H
@@ -51,6 +52,7 @@
 #include "_names.h"
 #include "_opens.h"
 #include "_pack.h"
+#include "_peers.h"
 #include "_wire.h"
 
 #define KIB 1024
@@ -195,8 +197,10 @@ struct datapath {
     const uint8_t *residency, *marks;
     uint8_t unusable; /* marks of inodes whose copies Python must check first */
     uint8_t copying;  /* the mark of an inode with a copy under way */
-    int source;       /* the source's directory; -1: Python fetches, unless it is a pack */
+    int source;       /* the source's directory; -1: Python fetches, unless it is a pack, or other
+                       * nodes have the file */
     struct pack pack;
+    struct peers peers;
     int as_caller; /* fetch with the rights of the opening process; atomic */
     uint64_t fetch_max;
     int64_t hold_max;

@@ -105,15 +105,15 @@ void opening_settle_content(struct datapath *dp, struct open_inode *entry, uint6
 /* Whether a file has no copy, and may be fetched here: its version, and its path. */
 static bool may_fetch(struct datapath *dp, uint64_t ino, struct identity *identity, char *name,
                       size_t room) {
-    if ((dp->source < 0 && !dp->pack.records) || dp->decide_opens || ino < 1 ||
-        ino > dp->names.entries || LOAD(dp->residency[ino]) ||
-        LOAD(dp->marks[ino]) & (dp->unusable | dp->copying))
+    if (!may_fetch_any(dp) || dp->decide_opens || ino < 1 || ino > dp->names.entries ||
+        LOAD(dp->residency[ino]) || LOAD(dp->marks[ino]) & (dp->unusable | dp->copying))
         return false;
-    enum names_answer known = dp->pack.records ? names_version(&dp->names, ino, identity)
-                                               : names_file(&dp->names, ino, identity, name, room);
+    enum names_answer known = dp->source < 0 ? names_version(&dp->names, ino, identity)
+                                             : names_file(&dp->names, ino, identity, name, room);
     return known == NAMES_YES && identity->size <= dp->fetch_max &&
            LOAD(dp->held) + (int64_t)identity->size <= dp->hold_max &&
-           (!dp->pack.records || pack_may_fetch(&dp->pack, identity));
+           (!dp->pack.records || pack_may_fetch(&dp->pack, identity)) &&
+           (!dp->peers.entries || peers_may_fetch(&dp->peers, ino, identity->size));
 }
 
 /* Fetches a small file without a copy as a whole, for the request that settles its entry. Python
@@ -137,10 +137,13 @@ bool opening_fetch(struct thread *thread, const struct in_header *request, struc
         end_source_call(thread);
         return true;
     }
-    struct fetch_cost cost;
-    *content = dp->pack.records ? pack_fetch(&dp->pack, &identity, &dp->held, &cost)
-                                : fetch(dp->source, name, &identity, &dp->held,
-                                        as_caller ? &caller : NULL, &cost);
+    struct fetch_cost cost = {0};
+    if (dp->pack.records)
+        *content = pack_fetch(&dp->pack, &identity, &dp->held, &cost);
+    else if (dp->peers.entries)
+        *content = peers_fetch(&dp->peers, ino, identity.size, &dp->held);
+    else
+        *content = fetch(dp->source, name, &identity, &dp->held, as_caller ? &caller : NULL, &cost);
     end_source_call(thread);
     caller_free(&caller);
     ADD(dp->source_opens, cost.opens);

@@ -157,6 +157,7 @@ static void datapath_dealloc(Datapath *self) {
         names_free(&dp->names);
         opens_free(&dp->opens);
         pack_free(&dp->pack);
+        peers_free(&dp->peers);
         absorbed_free(&dp->absorbed);
         missing_free(&dp->missing);
         direct_free(&dp->direct);

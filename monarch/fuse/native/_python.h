@@ -27,7 +27,13 @@ int to_attr(PyObject *given, void *attr);
 /* Fetched bytes as a memoryview, which is a user of them; None for NULL. */
 PyObject *view_of(Datapath *self, struct content *content);
 
-/* -- _python_files.c, _python_direct.c, _python_packs.c, _python_watched.c -------------------- */
+/* -- _python_packs.c --------------------------------------------------------------------------- */
+
+/* The contents of an array with elements of ``size`` bytes, which stay as long as the datapath;
+ * NULL with an exception set. */
+void *array_of(Datapath *self, PyObject *given, Py_ssize_t size, bool writable, Py_ssize_t *count);
+
+/* -- _python_files.c, _python_direct.c, _python_packs.c, _python_peers.c, _python_watched.c ---- */
 
 /* Each method there, and how it takes its arguments. */
 #define OTHER_METHODS(X)                                                                           \
@@ -44,7 +50,9 @@ PyObject *view_of(Datapath *self, struct content *content);
         X(answer_ioctl, METH_VARARGS), X(answer_missing, METH_VARARGS),                            \
         X(answer_attributes, METH_VARARGS), X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS), \
         X(set_pack, METH_VARARGS), X(lend, METH_VARARGS), X(take_back, METH_O),                    \
-        X(keep, METH_VARARGS), X(unkeep, METH_O)
+        X(keep, METH_VARARGS), X(unkeep, METH_O), X(set_peers, METH_VARARGS),                      \
+        X(keep_connection, METH_VARARGS), X(take_connection, METH_O), X(drop_connections, METH_O), \
+        X(received, METH_VARARGS)
 
 #define DECLARED(name, how) *datapath_##name(Datapath *self, PyObject *args)
 PyObject OTHER_METHODS(DECLARED);

@@ -6,15 +6,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The contents of an array with elements of ``size`` bytes, which stay as long as the datapath;
- * NULL with an exception set. */
-static const void *array_of(Datapath *self, PyObject *given, Py_ssize_t size, Py_ssize_t *count) {
+void *array_of(Datapath *self, PyObject *given, Py_ssize_t size, bool writable, Py_ssize_t *count) {
     PyObject *view = PyMemoryView_FromObject(given);
     if (!view)
         return NULL;
     Py_buffer *buffer = PyMemoryView_GET_BUFFER(view);
     bool kept = PyBuffer_IsContiguous(buffer, 'C') && buffer->itemsize == size &&
-                PyList_Append(self->blocks, view) == 0;
+                !(writable && buffer->readonly) && PyList_Append(self->blocks, view) == 0;
     Py_DECREF(view);
     if (!kept)
         return PyErr_Occurred() ? NULL : value_error("not such an array");
@@ -31,9 +29,11 @@ PyObject *datapath_set_pack(Datapath *self, PyObject *args) {
     if (dp->started || dp->pack.records || dp->source >= 0)
         return value_error("cannot be set now");
     Py_ssize_t counts[3];
-    const uint32_t *chunk = array_of(self, given[0], sizeof *chunk, &counts[0]);
-    const uint64_t *offset = chunk ? array_of(self, given[1], sizeof *offset, &counts[1]) : NULL;
-    const uint64_t *digest = offset ? array_of(self, given[2], sizeof *digest, &counts[2]) : NULL;
+    const uint32_t *chunk = array_of(self, given[0], sizeof *chunk, false, &counts[0]);
+    const uint64_t *offset =
+        chunk ? array_of(self, given[1], sizeof *offset, false, &counts[1]) : NULL;
+    const uint64_t *digest =
+        offset ? array_of(self, given[2], sizeof *digest, false, &counts[2]) : NULL;
     if (!digest)
         return NULL;
     if (counts[0] != counts[1] || counts[0] != counts[2] || chunks > INT32_MAX)

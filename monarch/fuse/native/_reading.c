@@ -179,8 +179,7 @@ bool reading_resume(struct thread *thread, const struct in_header *request,
 static bool give_fetched(struct thread *thread, const struct in_header *request, uint64_t begin) {
     struct datapath *dp = thread->dp;
     uint64_t ino = request->nodeid;
-    if ((dp->source < 0 && !dp->pack.records) || ino < 1 || ino > dp->names.entries ||
-        LOAD(dp->residency[ino]))
+    if (!may_fetch_any(dp) || ino < 1 || ino > dp->names.entries || LOAD(dp->residency[ino]))
         return false;
     bool fresh;
     struct open_inode *entry = opens_take(&dp->opens, ino, &fresh);

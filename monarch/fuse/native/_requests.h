@@ -11,6 +11,11 @@ static inline bool is_made(const struct datapath *dp, uint64_t ino) {
     return ino > dp->names.entries;
 }
 
+/* Whether small files without a copy may be fetched without Python. */
+static inline bool may_fetch_any(const struct datapath *dp) {
+    return dp->source >= 0 || dp->pack.records || dp->peers.entries;
+}
+
 /* -- _copies.c --------------------------------------------------------------------------------- */
 
 int copies_open(struct datapath *dp, uint8_t tier, uint64_t ino);

@@ -1,4 +1,4 @@
-/* XXH3 with 64 bits, seed 0 and the default secret, after its specification
+/* XXH3 with 64 and with 128 bits, seed 0 and the default secret, after its specification
  * (github.com/Cyan4973/xxHash, doc/xxhash_spec.md). Numbers are little-endian. */
 #include "_xxh3.h"
 
@@ -57,6 +57,18 @@ static uint64_t avalanche(uint64_t hash) {
     return hash ^ hash >> 32;
 }
 
+static uint64_t avalanche_of_xxh64(uint64_t hash) {
+    hash = (hash ^ hash >> 33) * PRIME64_2;
+    hash = (hash ^ hash >> 29) * PRIME64_3;
+    return hash ^ hash >> 32;
+}
+
+/* An input of 1 to 3 bytes, and their number. */
+static uint32_t combined_upto3(const uint8_t *data, size_t size) {
+    return (uint32_t)data[0] << 16 | (uint32_t)data[size >> 1] << 24 | data[size - 1] |
+           (uint32_t)size << 8;
+}
+
 static uint64_t mixed16(const uint8_t *data, const uint8_t *key) {
     return folded(u64(data) ^ u64(key), u64(data + 8) ^ u64(key + 8));
 }
@@ -76,15 +88,9 @@ static uint64_t upto16(const uint8_t *data, size_t size) {
         return hash ^ hash >> 28;
     }
     hash = u64(secret + 56) ^ u64(secret + 64);
-    if (size) {
-        uint32_t combined = (uint32_t)data[0] << 16 | (uint32_t)data[size >> 1] << 24 |
-                            data[size - 1] | (uint32_t)size << 8;
-        hash = combined ^ (uint64_t)(u32(secret) ^ u32(secret + 4));
-    }
-    /* The avalanche of XXH64. */
-    hash = (hash ^ hash >> 33) * PRIME64_2;
-    hash = (hash ^ hash >> 29) * PRIME64_3;
-    return hash ^ hash >> 32;
+    if (size)
+        hash = combined_upto3(data, size) ^ (uint64_t)(u32(secret) ^ u32(secret + 4));
+    return avalanche_of_xxh64(hash);
 }
 
 static uint64_t upto240(const uint8_t *data, size_t size) {
@@ -116,13 +122,11 @@ static void scramble(uint64_t *lanes) {
         lanes[i] = (lanes[i] ^ lanes[i] >> 47 ^ u64(secret + SECRET - STRIPE + 8 * i)) * PRIME32_1;
 }
 
-uint64_t xxh3(const uint8_t *data, size_t size) {
-    if (size <= 16)
-        return upto16(data, size);
-    if (size <= 240)
-        return upto240(data, size);
-    uint64_t lanes[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
-                             PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+/* The lanes after all bytes of an input of more than 240 bytes. */
+static void fill(uint64_t *lanes, const uint8_t *data, size_t size) {
+    static const uint64_t begin[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
+                                          PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+    memcpy(lanes, begin, sizeof begin);
     size_t stripes = (size - 1) / STRIPE;
     for (size_t i = 0; i < stripes; i++) {
         accumulate(lanes, data + STRIPE * i, secret + 8 * (i % BLOCK_STRIPES));
@@ -130,9 +134,79 @@ uint64_t xxh3(const uint8_t *data, size_t size) {
             scramble(lanes);
     }
     accumulate(lanes, data + size - STRIPE, secret + SECRET - STRIPE - 7);
-    uint64_t hash = size * PRIME64_1;
+}
+
+static uint64_t merged(const uint64_t *lanes, const uint8_t *key, uint64_t hash) {
     for (int i = 0; i < LANES; i += 2)
-        hash +=
-            folded(lanes[i] ^ u64(secret + 11 + 8 * i), lanes[i + 1] ^ u64(secret + 19 + 8 * i));
+        hash += folded(lanes[i] ^ u64(key + 8 * i), lanes[i + 1] ^ u64(key + 8 * i + 8));
     return avalanche(hash);
+}
+
+uint64_t xxh3(const uint8_t *data, size_t size) {
+    uint64_t lanes[LANES];
+    if (size <= 16)
+        return upto16(data, size);
+    if (size <= 240)
+        return upto240(data, size);
+    fill(lanes, data, size);
+    return merged(lanes, secret + 11, size * PRIME64_1);
+}
+
+/* -- the upper half of 128 bits ---------------------------------------------------------------- */
+
+static uint64_t high_upto16(const uint8_t *data, size_t size) {
+    if (size > 8) {
+        uint64_t low = u64(data), high = u64(data + size - 8);
+        unsigned __int128 product =
+            (unsigned __int128)(low ^ high ^ u64(secret + 32) ^ u64(secret + 40)) * PRIME64_1;
+        high ^= u64(secret + 48) ^ u64(secret + 56);
+        low = (uint64_t)product + ((uint64_t)(size - 1) << 54);
+        high = (uint64_t)(product >> 64) + high + (high & 0xffffffff) * (PRIME32_2 - 1);
+        product = (unsigned __int128)(low ^ __builtin_bswap64(high)) * PRIME64_2;
+        return avalanche((uint64_t)(product >> 64) + high * PRIME64_2);
+    }
+    if (size >= 4) {
+        uint64_t keyed = u32(data) | (uint64_t)u32(data + size - 4) << 32;
+        keyed ^= u64(secret + 16) ^ u64(secret + 24);
+        unsigned __int128 product = (unsigned __int128)keyed * (PRIME64_1 + (size << 2));
+        return avalanche((uint64_t)(product >> 64) + ((uint64_t)product << 1));
+    }
+    if (size == 0)
+        return avalanche_of_xxh64(u64(secret + 80) ^ u64(secret + 88));
+    uint32_t combined = __builtin_bswap32(combined_upto3(data, size));
+    return avalanche_of_xxh64((uint64_t)(combined << 13 | combined >> 19) ^
+                              (uint64_t)(u32(secret + 8) ^ u32(secret + 12)));
+}
+
+/* Adds two times 16 bytes to the two sums. */
+static void mix32(uint64_t *sums, const uint8_t *first, const uint8_t *second, const uint8_t *key) {
+    sums[0] = (sums[0] + mixed16(first, key)) ^ (u64(second) + u64(second + 8));
+    sums[1] = (sums[1] + mixed16(second, key + 16)) ^ (u64(first) + u64(first + 8));
+}
+
+static uint64_t high_upto240(const uint8_t *data, size_t size) {
+    uint64_t sums[2] = {size * PRIME64_1, 0};
+    if (size <= 128) {
+        for (size_t i = (size - 1) / 32 + 1; i-- > 0;)
+            mix32(sums, data + 16 * i, data + size - 16 * (i + 1), secret + 32 * i);
+    } else {
+        for (size_t at = 0; at < 128; at += 32)
+            mix32(sums, data + at, data + at + 16, secret + at);
+        sums[0] = avalanche(sums[0]);
+        sums[1] = avalanche(sums[1]);
+        for (size_t at = 128; at + 32 <= size; at += 32)
+            mix32(sums, data + at, data + at + 16, secret + at - 128 + 3);
+        mix32(sums, data + size - 16, data + size - 32, secret + 136 - 17 - 16);
+    }
+    return 0 - avalanche(sums[0] * PRIME64_1 + sums[1] * PRIME64_4 + size * PRIME64_2);
+}
+
+uint64_t xxh3_high(const uint8_t *data, size_t size) {
+    uint64_t lanes[LANES];
+    if (size <= 16)
+        return high_upto16(data, size);
+    if (size <= 240)
+        return high_upto240(data, size);
+    fill(lanes, data, size);
+    return merged(lanes, secret + SECRET - STRIPE - 11, ~(size * PRIME64_2));
 }

@@ -1,0 +1,253 @@
+"""What the datapath fetches from other nodes: the right bytes, or Python decides."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from monarch.fuse.datapath import Datapath
+from monarch.namespace.snapshot import Snapshot
+from monarch.peers.answers import digest_of
+from monarch.peers.connections import Connection
+from monarch.tiers.contents import copy_name
+from monarch.types import Ino
+from tests.conftest import contents
+from tests.fuse import wire
+from tests.fuse.rig import Rig, rig
+from tests.fuse.wire import Op
+from tests.peers.member import HOST, Act, Member, hang_up, head, say, silent, without_end
+
+SIZE = 5000
+NAMES = ("one", "two")
+NOT_KEPT, SLOW = 0xFFFE, 0xFFFF
+# A loaded machine must not make a member look slow.
+LONG_US, SHORT_US = 20_000_000, 50_000
+FETCHED = 0xFE
+
+
+class Job:
+    """A datapath with one other member, whose number is 1. It has given each file before."""
+
+    def __init__(self, made: Rig, member: Member, arrays: list[np.ndarray]) -> None:
+        self.rig = made
+        self.member = member
+        self.givers, self.digests = arrays
+        for name in NAMES:
+            self.givers[made.ino(name)] = 2
+            self.digests[made.ino(name)] = digest_of(contents(name, SIZE))
+
+    def connect(self, limit_us: int = LONG_US) -> None:
+        """Gives the datapath one more connection."""
+        made = Connection(socket.create_connection((HOST, self.member.port)))
+        made.limit(limit_us / 1e6)
+        assert self.rig.datapath.keep_connection(1, made.socket.detach(), limit_us)
+
+    def read(self, name: str) -> bytes:
+        """Opens, reads and releases a file that the datapath opens itself."""
+        ino, made = self.rig.ino(name), self.rig
+        if made.datapath.state().no_open:
+            return made.read(ino, 0, 0, SIZE).body
+        handle, _, _ = made.open(ino)
+        found = made.read(ino, handle, 0, SIZE).body
+        made.release(ino, handle)
+        return found
+
+    def is_passed_on(self, name: str) -> bool:
+        """Whether Python must open, or read, a file."""
+        ino, made = self.rig.ino(name), self.rig
+        if made.datapath.state().no_open:
+            unique = made.send_read(ino, 0, 0, 1)
+        else:
+            unique = made.send_open(ino)
+        found = made.passed()
+        made.reply(found, error=5)
+        assert made.answer(unique).error == 5
+        return (found.opcode, found.node) in ((Op.OPEN, ino), (Op.READ, ino))
+
+    def take_events(self) -> list[tuple[Ino, bytes | None]]:
+        found = [
+            (ino, None if data is None else bytes(data))
+            for ino, what, data, _ in self.rig.datapath.served()
+            if what == FETCHED
+        ]
+        for ino, _ in found:
+            self.rig.datapath.taken(ino)
+        return found
+
+
+@contextmanager
+def job_of(directory: Path, *acts: Act, no_open: bool = False) -> Iterator[Job]:
+    """A job whose member plays ``acts``."""
+    (directory / "tree").mkdir()
+    for name in NAMES:
+        (directory / "tree" / name).write_bytes(contents(name, SIZE))
+    arrays: list[np.ndarray] = []
+
+    def peers(datapath: Datapath, snapshot: Snapshot) -> None:
+        arrays.append(np.zeros(snapshot.entries + 1, np.uint16))
+        arrays.append(np.zeros(snapshot.entries + 1, np.uint64))
+        datapath.set_peers(*arrays, [None, (b"GET /set/", b" HTTP/1.1\r\nToken: t\r\n\r\n")])
+
+    with ExitStack() as cleanup:
+        member = Member(*acts)
+        cleanup.callback(member.close)
+        made = cleanup.enter_context(
+            rig(directory / "tree", directory, fetch_max=SIZE, peers=peers, no_open=no_open)
+        )
+        made.init(wire.INIT_NO_OPEN_SUPPORT if no_open else 0)
+        try:
+            yield Job(made, member, arrays)
+        finally:
+            made.datapath.drop_connections(1)
+
+
+def gives(name: str, *fields: str) -> Act:
+    return say(head(SIZE, *fields), contents(name, SIZE))
+
+
+@pytest.mark.promise(271)
+@pytest.mark.parametrize("no_open", [False, True], ids=["open", "no_open"])
+def test_files_of_another_node_are_fetched_without_python_over_one_connection(
+    tmp_path: Path, no_open: bool
+) -> None:
+    digest = f"{digest_of(contents('two', SIZE)):016x}"
+    acts = gives("one"), gives("two", f"x-monarch-digest: {digest}"), gives("two")
+    with job_of(tmp_path, *acts, no_open=no_open) as job:
+        made, two = job.rig, job.rig.ino("two")
+        job.digests[two] = 0
+        job.connect()
+        for name in ("one", "two", "two"):
+            assert job.read(name) == contents(name, SIZE)
+            assert job.take_events() == [(made.ino(name), contents(name, SIZE))]
+        assert int(job.digests[two]) == int(digest, 16)
+        end = " HTTP/1.1\r\nToken: t\r\n\r\n"
+        paths = f"c/{copy_name(made.ino('one'))}", f"d/{two}", f"c/{copy_name(two)}"
+        assert job.member.requests == [f"GET /set/{path}{end}".encode() for path in paths]
+        files, nbytes, slow, latencies = made.datapath.received(1, LONG_US)
+        assert (files, nbytes, slow, len(latencies)) == (3, 3 * SIZE, 0, 3)
+        assert made.datapath.received(1, LONG_US) == (0, 0, 0, [])
+        assert made.datapath.source_traffic().opens == made.datapath.open_files() == 0
+
+
+@pytest.mark.promise(270, 273)
+@pytest.mark.parametrize(
+    ("act", "mark"),
+    [
+        pytest.param(say(head(SIZE), contents("two", SIZE)), 0, id="other bytes"),
+        pytest.param(say(head(SIZE - 1), contents("one", SIZE - 1)), 0, id="another size"),
+        pytest.param(say(head(10**18), b"x"), 0, id="a great size"),
+        pytest.param(
+            say(head(SIZE, "X-Monarch-Digest: 00000000000000ff"), contents("one", SIZE)),
+            0,
+            id="another digest",
+        ),
+        pytest.param(say(b"HTTP/1.1 200 OK\r\n\r\n", contents("one", SIZE)), 0, id="no length"),
+        pytest.param(say(b"HTTP/1.1 200 OK\r\nContent-Length: 5e3\r\n\r\n"), 0, id="length"),
+        pytest.param(say(b"\r\n\r\n"), 0, id="an empty head"),
+        pytest.param(say(b"HTTP/1.1 \r\n\r\n"), 0, id="no status"),
+        pytest.param(say(b"HTTP/1.1 200 OK\r\nA\0: b\r\n\r\n"), 0, id="a zero"),
+        pytest.param(say(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), 0, id="another program"),
+        pytest.param(without_end(b"x" * 1000), 0, id="a head without an end"),
+        pytest.param(say(head(0, status="202 Accepted")), 0, id="being fetched"),
+        pytest.param(say(head(9, status="403 Forbidden")), 0, id="refused"),
+        pytest.param(say(head(3, status="404 Not Found"), b"no!"), NOT_KEPT, id="not kept"),
+        pytest.param(silent, SLOW, id="no answer"),
+        pytest.param(say(b"HTTP/1.1 200 OK\r\n"), SLOW, id="half a head"),
+        pytest.param(say(head(SIZE), b"x" * 99), SLOW, id="half the bytes"),
+    ],
+)
+def test_all_but_the_right_bytes_in_time_is_left_to_python(
+    tmp_path: Path, act: Act, mark: int
+) -> None:
+    with job_of(tmp_path, act) as job:
+        job.connect(SHORT_US if mark == SLOW else LONG_US)
+        assert job.is_passed_on("one")
+        assert job.givers[job.rig.ino("one")] == mark
+        files, _, slow, latencies = job.rig.datapath.received(1, LONG_US)
+        assert (files, slow, latencies) == (0, mark == SLOW, [])
+        # The member is not asked again before Python says so.
+        assert job.is_passed_on("one")
+        assert len(job.member.requests) == 1
+        assert job.rig.datapath.state().open_files == 0
+
+
+def breaks_off(connection: socket.socket) -> None:
+    connection.sendall(head(SIZE) + b"x" * 99)
+    hang_up(connection)
+
+
+def test_a_connection_that_the_member_has_closed_is_passed_over(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def gives_and_ends(connection: socket.socket) -> None:
+        connection.sendall(head(SIZE) + contents("one", SIZE))
+        hang_up(connection)
+        ended.set()
+
+    with job_of(tmp_path, gives_and_ends, gives("one"), breaks_off) as job:
+        ino = job.rig.ino("one")
+        job.connect()
+        assert job.read("one") == contents("one", SIZE)
+        job.take_events()
+        assert ended.wait(20)
+        assert job.is_passed_on("one"), "there is no other connection"
+        assert job.givers[ino] == 2, "with one it is asked again"
+        job.connect()
+        assert job.read("one") == contents("one", SIZE)
+        job.take_events()
+        assert job.is_passed_on("one"), "it broke off in the bytes"
+        assert job.givers[ino] == 0
+
+
+def test_python_takes_connections_back_and_drops_them(tmp_path: Path) -> None:
+    with job_of(tmp_path, gives("one")) as job:
+        datapath = job.rig.datapath
+        job.connect(SHORT_US)
+        found = datapath.take_connection(1)
+        assert found is not None
+        assert found[1] == SHORT_US
+        assert datapath.take_connection(1) is None
+        assert job.is_passed_on("one")
+        taken = socket.socket(fileno=found[0])
+        taken.sendall(b"GET /x HTTP/1.1\r\n\r\n")
+        assert taken.recv(4) == b"HTTP"
+        assert datapath.keep_connection(1, taken.detach(), LONG_US)
+        datapath.drop_connections(1)
+        assert job.is_passed_on("one")
+        assert not datapath.keep_connection(7, 0, LONG_US)
+        assert datapath.take_connection(7) is None
+        datapath.drop_connections(7)
+        assert datapath.received(7, 1) == (0, 0, 0, [])
+
+
+def changed(job: Job, ino: Ino) -> None:
+    job.rig.residency.mark_differing(ino)
+
+
+def without_giver(job: Job, ino: Ino) -> None:
+    job.givers[ino] = 0
+
+
+def of_no_member(job: Job, ino: Ino) -> None:
+    job.givers[ino] = 3
+
+
+def of_this_node(job: Job, ino: Ino) -> None:
+    job.givers[ino] = 1
+
+
+@pytest.mark.parametrize("why", [changed, without_giver, of_no_member, of_this_node])
+def test_only_files_of_the_snapshot_that_a_member_has_are_requested(
+    tmp_path: Path, why: Callable[[Job, Ino], None]
+) -> None:
+    with job_of(tmp_path, gives("one")) as job:
+        job.connect()
+        why(job, job.rig.ino("one"))
+        assert job.is_passed_on("one")
+        assert job.member.requests == []
