@@ -23,7 +23,8 @@ def peers_fields(report: StatusReport) -> Iterator[tuple[str, str]]:
     yield "from other nodes", _received(peers)
     fetched = counted(peers.fetched_files, "file", "files")
     size = format_bytes(peers.fetched_bytes)
-    yield "for other nodes", f"{fetched}, {size} read from the source"
+    sent = "an unknown size" if peers.sent_bytes is None else format_bytes(peers.sent_bytes)
+    yield "for other nodes", f"{sent} sent; {fetched}, {size} read from the source"
     yield from (("node", _node(peer)) for peer in peers.peers[:_SHOWN])
 
 

@@ -36,7 +36,7 @@ _SHARE = 4
 _EARLY = 0.4
 # A node that waits for a fetch reads the source itself after so many times its patience.
 _COMING = 100
-# How often the requests of the datapath are counted, in seconds.
+# How often the requests of the datapath and the bytes of the engine are counted, in seconds.
 _COUNT_S = 0.25
 # The start of the engine delays the mount at most so long, in seconds.
 _READY_S = 10.0
@@ -115,10 +115,11 @@ class Sharing:
         }
 
     async def _count(self) -> None:
-        """Counts what the datapath fetches, until cancelled."""
+        """Counts what the datapath fetches and the engine sends, until cancelled."""
         while True:
             await trio.sleep(_COUNT_S)
             self._peers.catch_up()
+            self._engine.sent_bytes()
 
     async def started(self) -> None:
         """Waits until the engine answers, or could not be started, for a short time."""
@@ -156,6 +157,7 @@ class Sharing:
             not_kept=peers.not_kept,
             fetched_files=self._answers.fetched_files,
             fetched_bytes=self._answers.fetched_bytes,
+            sent_bytes=engine.sent_bytes(),
             failures=dict(peers.failures),
             peers=sorted(others, key=lambda each: (not each.out, -each.failed))[:_MOST_REPORTED],
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 import shutil
 import socket
@@ -60,6 +61,8 @@ _MOST_ANSWER = 4096
 # How long it may take to end after each signal, in seconds.
 _END_S = 2.0
 _MOST_WORDS = 500
+_WRITTEN = re.compile(r"^wchar: (\d+)$", re.MULTILINE)
+_OWN_COUNTS = "/proc/self/io"
 # The kernel refuses to make a file of the engine longer, so no client can fill the disk with its
 # log.
 _MOST_LOG = 1 * MiB
@@ -126,6 +129,17 @@ class Engine:
         # Set when it answers for the first time, or could not be started.
         self.settled = trio.Event()
         self._process: subprocess.Popen[bytes] | None = None
+        # What the processes before this one have sent, and what this one had at the last call of
+        # ``sent_bytes``; None: the kernel does not say.
+        self._sent_before = 0
+        self._sent: int | None = 0
+
+    def sent_bytes(self) -> int | None:
+        """The bytes that the engine has sent, with the heads of its answers and its requests to the
+        daemon; of a process that has ended up to the last call. None if they are not known."""
+        if self._process is not None:
+            self._sent = _written_by(self._process.pid, self._sent)
+        return None if self._sent is None else self._sent_before + self._sent
 
     async def run(self) -> None:
         """Keeps the engine running until cancelled."""
@@ -232,6 +246,7 @@ class Engine:
         process, self._process, self.port = self._process, None, None
         if process is None:
             return
+        self._sent_before, self._sent = self._sent_before + (self._sent or 0), 0
         for end in (process.terminate, process.kill):
             end()
             with trio.move_on_after(_END_S, shield=True):
@@ -317,6 +332,19 @@ http {{
   }}
 }}
 """
+
+
+def _written_by(pid: int, before: int | None) -> int | None:
+    """The bytes that a process has written to files and sockets (proc(5), ``io``); ``before`` if it
+    has ended. None if the kernel does not count them, or not for this user."""
+    try:
+        counts = Path(f"/proc/{pid}/io").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return before if Path(_OWN_COUNTS).exists() else None
+    except OSError:
+        return None
+    found = _WRITTEN.search(counts)
+    return None if found is None else int(found[1])
 
 
 def is_free(address: str, port: int) -> bool:

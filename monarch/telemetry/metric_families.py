@@ -155,8 +155,8 @@ def _opens(metrics: Metrics, status: StatusReport) -> Iterator[Sample]:
         yield ("unknown",), status.opens
 
 
-def _of_peers(help: str, value: Callable[[PeersReport], float]) -> _Nameless:
-    """One sample; none if the mount has no other nodes."""
+def _of_peers(help: str, value: Callable[[PeersReport], float | None]) -> _Nameless:
+    """One sample; none if the mount has no other nodes, or the value is not known."""
     return _one(help, lambda status: None if status.peers is None else value(status.peers))
 
 
@@ -359,6 +359,10 @@ _TABLE: Mapping[str, _Nameless] = {
     ),
     "monarch_peer_fetched_files_total": _of_peers(
         "Files that this node read from the source for other nodes.", lambda p: p.fetched_files
+    ),
+    "monarch_peer_sent_bytes_total": _of_peers(
+        "Bytes that the engine of this node has sent for other nodes, with the heads of HTTP.",
+        lambda p: p.sent_bytes,
     ),
     "monarch_peers_out": _of_peers(
         "Other nodes that are not asked for a while, since they did not answer.",

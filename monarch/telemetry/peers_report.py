@@ -28,7 +28,8 @@ class PeersReport:
     that are left out first. ``set`` identifies the snapshot. ``files`` and ``bytes`` came from
     other nodes; ``failures`` by kind are requests that did not bring bytes; ``not_kept`` requests
     were for files that their owner does not keep. ``fetched_*`` were read from the source for other
-    nodes."""
+    nodes. ``sent_bytes`` were sent by the engine, with the heads of its answers; None: not
+    known."""
 
     members: int
     own: str
@@ -42,5 +43,6 @@ class PeersReport:
     not_kept: int
     fetched_files: int
     fetched_bytes: int
+    sent_bytes: int | None
     failures: dict[str, int] = field(default_factory=dict)
     peers: list[PeerReport] = field(default_factory=list)

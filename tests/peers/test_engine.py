@@ -340,13 +340,20 @@ def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
     async def check(node: Node) -> None:
         process = node.engine._process
         assert process is not None
-        node.files.put(FIRST, b"bytes", 1)
+        content, size = os.urandom(200_000), 200_000
+        node.files.put(FIRST, content, 1)
         client = node.client()
-        assert (await trio.to_thread.run_sync(client.get, f"d/{FIRST}", 5)).data == b"bytes"
+        assert (await trio.to_thread.run_sync(client.get, f"d/{FIRST}", size)).data == content
+        # The kernel counts the bytes when the call has ended that sent them.
+        while (sent := node.engine.sent_bytes()) is None or sent < size:
+            await trio.sleep(0.01)
+        assert sent < 2 * size
         os.kill(process.pid, signal.SIGKILL)
         while node.engine.starts < 2 or node.engine.port is None:
             await trio.sleep(0.01)
-        assert (await trio.to_thread.run_sync(client.get, f"d/{FIRST}", 5)).data == b"bytes"
+        assert (await trio.to_thread.run_sync(client.get, f"d/{FIRST}", size)).data == content
+        while (node.engine.sent_bytes() or 0) < sent + size:
+            await trio.sleep(0.01)
         client.close()
 
     with_node(tmp_path, check)

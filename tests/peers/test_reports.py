@@ -41,13 +41,14 @@ def test_all_nodes_that_are_left_out_are_counted_and_some_are_named() -> None:
     sharing = Sharing(
         cast("Peers", peers),
         cast("Answers", SimpleNamespace(fetched_files=0, fetched_bytes=0)),
-        cast("Engine", SimpleNamespace(port=1, starts=1)),
+        cast("Engine", SimpleNamespace(port=1, starts=1, sent_bytes=lambda: None)),
         Site([], MemberKey("own", "ab" * 16, b"secret"), "127.0.0.1", [1]),
         "own",
     )
     report = sharing.report()
     assert report.out == OUT
     assert len(report.peers) == 256
+    assert report.sent_bytes is None
     (problem,) = PeersCheck(lambda: report).problems()
     assert problem.kind == "peers-out"
     assert problem.what.startswith(f"{OUT} of {ANSWERING + OUT} other nodes do not share")
