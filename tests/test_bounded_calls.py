@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 from monarch.posix.bounded_calls import wait_for_threads
 
@@ -54,3 +56,33 @@ mount._start(None, None, None)
         [sys.executable, "-c", work], check=True, timeout=60, capture_output=True, text=True
     )
     assert done.stdout == "1\n"
+
+
+def test_a_mount_has_no_threads_of_a_library_to_wait_for(tmp_path: Path) -> None:
+    """Such threads do not end: each mount waited for them in vain, for a second."""
+    work = """
+import os, sys
+from monarch.cli import main
+
+def counted():
+    print("numpy" in sys.modules, len(os.listdir("/proc/self/task")), flush=True)
+    print(os.environ["OPENBLAS_NUM_THREADS"], flush=True)
+    os._exit(0)
+
+os.fork = counted
+sys.argv[:1] = ["monarch", "mount"]
+main.main()
+"""
+    source, mountpoint = tmp_path / "source", tmp_path / "mnt"
+    source.mkdir()
+    mountpoint.mkdir()
+    options = "--tier", f"{tmp_path}/tier:1MiB", "--state", str(tmp_path / "state")
+    done = subprocess.run(
+        [sys.executable, "-c", work, str(source), str(mountpoint), *options],
+        check=True,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "2"},
+    )
+    assert done.stdout == "True 1\n2\n"

@@ -7,8 +7,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +26,7 @@ from monarch.posix.bounded_calls import wait_for_threads
 from monarch.text import escape_text
 from monarch.types import Progress
 
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 # Threads of calls that ended are gone within milliseconds; one whose call hangs is not awaited.
 _THREADS_END_S = 1.0
 
@@ -138,7 +139,8 @@ def mount(
     real = {"mountpoint": Path(real_path(settings.mountpoint))}
     settings = settings.model_copy(update=real)
     # The daemon is imported here, so that mistakes above are reported without delay.
-    from monarch.daemon import run as daemon
+    with _one_blas_thread():
+        from monarch.daemon import run as daemon
 
     was_to_absorb = bool(settings.absorbs)
     settings = daemon.prepare(settings)
@@ -213,6 +215,20 @@ def _settings_of_file(
     if name not in mounts:
         raise ConfigError([f"{file}:1: no mount {name!r}; there are {', '.join(sorted(mounts))}"])
     return load.with_options(mounts[name], options, peers=peers)
+
+
+@contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """Lets NumPy's OpenBLAS, if it is imported here, start no threads. It would start one for each
+    processor: the daemon has no use for them, and must not be forked beside them."""
+    before = os.environ.get(_BLAS_THREADS)
+    os.environ[_BLAS_THREADS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_BLAS_THREADS]
+        if before is not None:
+            os.environ[_BLAS_THREADS] = before
 
 
 Serve = Callable[[Progress, Callable[[list[str]], None]], None]
