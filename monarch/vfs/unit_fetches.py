@@ -2,7 +2,8 @@
 
 A reader waits only for the unit with the bytes that it needs. The other units of its range
 (units.py) are fetched meanwhile, several at once. If the fetch of a unit fails, each reader asks
-the source for its own bytes alone, so it gets no error of other bytes.
+the source for its own bytes alone, so it gets no error of other bytes. If the fetch is late, each
+granule that a reader needs is fetched alone, once: the source may hang at other bytes of the unit.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import errno
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import trio
 
 from monarch.errors import SourceError
 from monarch.placement.parts import Parts
@@ -23,6 +26,8 @@ from monarch.vfs.units import OpenPart, Unit
 
 # The units of one range that are fetched ahead at the same time.
 _AT_ONCE = 8
+# The time after which the fetch of a unit is late, in seconds.
+_LATE_S = 1.0
 
 
 @dataclass(eq=False, repr=False)
@@ -56,6 +61,11 @@ class UnitFetches:
     ) -> bytes | None:
         """Bytes of a unit that is being fetched or stored; None if it was given up. Raises
         SourceError."""
+        if unit.stop - unit.start > 1:
+            with trio.move_on_after(_LATE_S):
+                await unit.done.wait()
+            if not unit.done.is_set():
+                return await self._join_apart(binding, part, unit, offset, end)
         await unit.done.wait()
         if unit.error is None:
             return None if unit.data is None else _part_of(unit, offset, end)
@@ -63,6 +73,24 @@ class UnitFetches:
         if unit.error.errno == errno.ETIMEDOUT or size == part.size_of(unit):
             raise SourceError(str(unit.error), errno=unit.error.errno)
         return await self._fetched(binding, part, offset, size)
+
+    async def _join_apart(
+        self, binding: Binding, part: OpenPart, unit: Unit, offset: int, end: int
+    ) -> bytes | None:
+        """As ``join``, of the first granule only, which is fetched alone. It is not stored: the
+        unit will be."""
+        granule = offset // GRANULE
+        apart = unit.apart.get(granule)
+        if apart is not None:
+            return await self.join(binding, part, apart, offset, end)
+        apart = unit.apart[granule] = Unit(granule, granule + 1)
+        try:
+            await self._read_unit(binding, part, apart)
+        finally:
+            apart.done.set()
+            if apart.data is None:
+                del unit.apart[granule]
+        return await self.join(binding, part, apart, offset, end)
 
     async def read(self, binding: Binding, part: OpenPart, offset: int, end: int) -> bytes | None:
         """Bytes from a missing granule on; None if the source has another version. No other bytes
@@ -77,9 +105,13 @@ class UnitFetches:
         unit, *others = part.begin(granule, stop, room=room if binding.file is not None else 0)
         self._held += sum(part.size_of(each) for each in (unit, *others))
         part.storing += 1 + len(others)
-        if others and binding.file is not None:
-            self._fetch_ahead(part, others, binding.file)
-        await self._fetch(binding, part, unit)
+        if unit.stop > stop and binding.file is not None:
+            # The reader does not need all of it, and must not wait for it for long.
+            self._fetch_ahead(part, [unit], binding.file)
+        else:
+            if others and binding.file is not None:
+                self._fetch_ahead(part, others, binding.file)
+            await self._fetch(binding, part, unit)
         return await self.join(binding, part, unit, offset, end)
 
     def ended(self, part: OpenPart, unit: Unit) -> None:
@@ -116,11 +148,15 @@ class UnitFetches:
         """Reads a unit from the source. It has its bytes then, or an error, or neither if the
         source has another version."""
         try:
+            await self._read_unit(binding, part, unit)
+        finally:
+            self._end_fetch(part, unit)
+
+    async def _read_unit(self, binding: Binding, part: OpenPart, unit: Unit) -> None:
+        try:
             unit.data = await self._fetched(binding, part, unit.start * GRANULE, part.size_of(unit))
         except SourceError as error:
             unit.error = error
-        finally:
-            self._end_fetch(part, unit)
 
     def _end_fetch(self, part: OpenPart, unit: Unit) -> None:
         unit.done.set()

@@ -5,7 +5,7 @@ is taken for sequential: its range has twice the size of the one before, up to 3
 before the next granule that is not missing, is not admitted, or is being fetched, so each byte is
 fetched once. A range of more than 1 MiB has several units: the first is what the reader needs, and
 the others are fetched ahead of it. So bytes that the source does not deliver delay no reader of
-bytes that are farther away.
+bytes that are farther away, and those that are nearer for a short time only (unit_fetches.py).
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ _GRANULES_OF_BLOCK = BLOCK // GRANULE
 @dataclass(slots=True, eq=False)
 class Unit:
     """The granules from ``start`` to before ``stop``, which are being fetched or stored. When it is
-    ``done``, it has ``data``, or an ``error``, or neither: then the fetch was given up."""
+    ``done``, it has ``data``, or an ``error``, or neither: then the fetch was given up. ``apart``
+    has granules of it that are fetched alone, since the unit is late."""
 
     start: int
     stop: int
     done: trio.Event = field(default_factory=trio.Event)
     data: bytes | None = None
     error: SourceError | None = None
+    apart: dict[int, Unit] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

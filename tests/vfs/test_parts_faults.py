@@ -19,6 +19,7 @@ from monarch.text import MiB
 from monarch.tiers.contents import part_name
 from monarch.tiers.partial import GRANULE, Layout
 from monarch.types import attributes_of
+from monarch.vfs import unit_fetches
 from tests.vfs.part_rig import CONTENT, SIZE, Makes, PartRig
 from tests.vfs.rig import FakeFastPath
 
@@ -78,6 +79,39 @@ async def test_a_range_that_hangs_delays_no_reader_of_other_bytes(make: Makes) -
             await rig.at(ino, offset, min(STEP, SIZE - offset))
         await rig.stored()
         assert rig.source_bytes() == SIZE - 9 * MiB
+        rig.filesystem.release(ino)
+        await rig.stored()
+
+
+@pytest.mark.promise(11)
+async def test_bytes_that_hang_delay_readers_of_the_same_unit_for_a_short_time(
+    make: Makes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make()
+    end = trio.Event()
+    first = PLACE // GRANULE - 4
+    async with rig.running():
+        ino = await rig.open("big")
+        for granule in range(first, first + 3):
+            await rig.at(ino, granule * GRANULE)
+        await rig.stored()
+        assert rig.present(ino) >= {first, first + 1, first + 2}
+        assert rig.source_reads() == 2, "the second read has taken two granules"
+        reads_of(rig, PLACE, 4096, lambda: end)
+        monkeypatch.setattr(unit_fetches, "_LATE_S", 0.0)
+        with trio.fail_after(PATIENCE_S):
+            # The first of four granules, of which the second hangs; then those behind it.
+            for granule in (3, 3, 5, 6, 5):
+                await rig.at(ino, (first + granule) * GRANULE)
+        assert rig.source_bytes() == 6 * GRANULE, "each granule was fetched alone, once"
+        async with trio.open_nursery() as nursery:
+            for page in range(3):
+                nursery.start_soon(rig.at, ino, PLACE + 4096 * page)
+            await trio.testing.wait_all_tasks_blocked()
+            end.set()
+        await rig.stored()
+        assert rig.present(ino) == set(range(first, first + 7)), "the unit is stored"
+        assert rig.source_bytes() == 11 * GRANULE
         rig.filesystem.release(ino)
         await rig.stored()
 
