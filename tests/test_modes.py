@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -389,3 +392,52 @@ def test_files_of_unknown_size_are_opened() -> None:
     choice = choose(settings(), unread, NODE, capacity=SMALL.bytes_total)
     assert choice.open == "open"
     assert "could not be read" in choice.why
+
+
+def measured_rates() -> dict[str, list[float]]:
+    """The numbers of each row of the table in docs/benchmarks.md, "A full run"."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text().split("### A full run")[1]
+    rows: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        found = [re.search(r"\(([\d.,]+)(k?)\)", cell) for cell in cells]
+        rates = [
+            float(each[1].replace(",", "")) * (1000 if each[2] else 1) if each else 0.0
+            for each in found
+        ]
+        rows.setdefault(name, rates)
+    return rows
+
+
+def test_auto_takes_the_faster_mode_of_the_published_table() -> None:
+    """A model of its own: the table's times for a file of 110 KB and for a byte of a large file
+    give the time of any set of files."""
+    rows = measured_rates()
+    # The columns behind the measured native rate.
+    python, relay, passthrough, no_open = range(1, 5)
+    small, large = rows["files warm, 1 reader, files/s"], rows["large file warm, MB/s"]
+    assert small[python] and large[python]
+
+    def epoch_s(opens: int, moves: int, sizes: list[int]) -> float:
+        byte_s = 1 / (large[moves] * 1e6)
+        open_s = 1 / small[opens] - 110_000 * byte_s
+        return sum(open_s + size * byte_s for size in sizes)
+
+    rng, decided = random.Random(5), 0
+    for machine, mode in ((NODE, passthrough), (USER, relay)):
+        for _ in range(300):
+            mean = math.exp(rng.uniform(math.log(1e3), math.log(1e8)))
+            sizes = [int(rng.lognormvariate(math.log(mean), 1)) for _ in range(20)]
+            sizes += [10**8] * rng.randrange(2)
+            # The bytes of files without an open take the path of relay.
+            with_opens, without = epoch_s(mode, mode, sizes), epoch_s(no_open, relay, sizes)
+            if 0.88 < without / with_opens < 0.92:
+                # The table is rounded.
+                continue
+            summary = dataclasses.replace(
+                files(len(sizes), 1), bytes_total=sum(sizes), largest=max(sizes)
+            )
+            choice = choose(settings(), summary, machine, capacity=TiB)
+            assert (choice.open == "none") == (without < 0.9 * with_opens), sizes
+            decided += 1
+    assert decided > 400

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from monarch.placement.frequency import Sketch
+from monarch.placement.frequency import MOST, Sketch
 from monarch.placement.policy import Item, Placement
 from monarch.placement.replacement import Replacement
 from monarch.types import Ino
@@ -89,8 +89,9 @@ class Admission:
         is_pinned: Callable[[Ino], bool],
         count: Callable[[Ino], int],
     ) -> Placement | None:
-        # The open that is being decided is counted after it.
-        opens = count(item.ino) + 1
+        # The open that is being decided is counted after it. A count that has reached its limit
+        # stays there, so that two such files do not replace each other.
+        opens = min(MOST, count(item.ino) + 1)
         if placement is None:
             if opens < _LEAST_OPENS:
                 return None
