@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import trio
 
@@ -98,6 +98,9 @@ class RuledFiles:
 
     def is_recognised(self, ino: Ino) -> bool:
         return self._foreseen.is_recognised(ino)
+
+    def reader_of(self, ino: Ino) -> Hashable:
+        return "pinned" if ino in self._given else self._foreseen.reader_of(ino)
 
     def is_expected_again(self, ino: Ino, job: int) -> bool:
         return self._foreseen.is_expected_again(ino, job)

@@ -380,6 +380,11 @@ class Announcements:
         """Whether the window of an order has the file and it was not opened."""
         return any(ino in order.waiting for order in self._orders.values())
 
+    def order_of(self, ino: Ino) -> OrderKey | None:
+        """The first order whose window has the file, which was not opened; None if there is
+        none."""
+        return next((key for key, order in self._orders.items() if ino in order.waiting), None)
+
     @property
     def ended(self) -> int:
         """How many orders have ended."""

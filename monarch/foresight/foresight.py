@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -29,8 +30,9 @@ from monarch.types import ROOT_INO, Attributes, Ino
 _MOST_JOBS = 64
 _MOST_STREAMS = 4
 _MOST_SUBTREES = 16
-# Files of an announced order that are given out and not opened yet.
-_LEAD = 4096
+# Files of an announced order that are given out and not opened yet. Up to the first number it goes
+# before all that is recognised; up to the second it takes turns with random orders of other jobs.
+_NEAR, _LEAD = 256, 4096
 # A job that has opened no file for so many opens of all jobs has paused.
 _PAUSE = 4096
 # The share of a window that must be beneath one directory: the rest may be other programs.
@@ -96,7 +98,8 @@ class Foresight:
         if ino >= len(self._marks.of):
             # A file that was made through the mount.
             return
-        if self.announced.opened(ino) and self._settings.announced:
+        is_announced = self.announced.opened(ino)
+        if is_announced and self._settings.announced:
             self._wake()
         mark = self._marks.of[ino]
         if mark != READ:
@@ -106,6 +109,7 @@ class Foresight:
         known = self._job(job or self._likely_job(ino))
         self._opens += 1
         known.last = self._opens
+        known.compare(is_announced=is_announced)
         stream = self._stream_of(known, ino)
         if stream is None:
             known.outside.append(ino)
@@ -189,18 +193,34 @@ class Foresight:
 
     def _next(self, most: int) -> list[Ino]:
         """As ``next``, with the files that have copies."""
-        settings = self._settings
-        given = self.announced.next(most, _LEAD) if settings.announced else []
-        streams = [stream for job in reversed(self._jobs.values()) for stream in job.streams]
-        for is_on, ask in ((settings.ahead, Stream.ahead), (settings.fill, Stream.fill)):
-            waiting = streams if is_on else []
-            # In turn: one stream does not keep others waiting.
-            while waiting and len(given) < most:
-                share = max(1, (most - len(given)) // len(waiting))
-                found = [(stream, ask(stream, share)) for stream in waiting]
-                given += [ino for _, inos in found for ino in inos]
-                waiting = [stream for stream, inos in found if inos]
+        settings, jobs = self._settings, list(reversed(self._jobs.values()))
+        leads = (_NEAR, _LEAD) if settings.announced else ()
+        announced = [partial(self.announced.next, lead=lead) for lead in leads]
+        streams = [(job, stream) for job in jobs for stream in job.streams]
+        # A job that has announced its order needs a fill last.
+        fills, own_fills = (
+            [stream.fill for job, stream in streams if settings.fill and job.is_announced == is_own]
+            for is_own in (False, True)
+        )
+        turns: tuple[Sequence[Callable[[int], list[Ino]]], ...] = (
+            announced[:1],
+            [stream.ahead for _, stream in streams if settings.ahead],
+            [*announced[1:], *fills],
+            own_fills,
+        )
+        given: list[Ino] = []
+        for askers in turns:
+            _ask_in_turn(askers, most, given)
         return given
+
+    def reader_of(self, ino: Ino) -> Hashable:
+        """The announced order, or else the job, that a file was returned for by ``next``. Of
+        several one that has it before it; None if it is not known any more."""
+        order = self.announced.order_of(ino)
+        if order is not None:
+            return order
+        found = (number for number, job in self._jobs.items() if job.has(ino))
+        return next(found, None)
 
     def is_foreseen(self, ino: Ino) -> bool:
         """Whether a file that was returned by ``next`` will still be read: not if its job, or its
@@ -334,7 +354,7 @@ class Foresight:
     def _begin_stream(self, job: Job) -> None:
         """Begins a stream in the subtree that has most of the opens outside of all others."""
         outside, job.outside = job.outside, []
-        found = self._subtree_of(outside)
+        found = _subtree_of(self._names, outside)
         if found is None:
             return
         directory, depth = found
@@ -380,16 +400,28 @@ class Foresight:
             del self._subtrees[subtree.directory, subtree.depth]
             self._marks.remove(subtree)
 
-    def _subtree_of(self, inos: Sequence[Ino]) -> tuple[Ino, int] | None:
-        """The deepest directory, and the depth beneath it, that has most of the files."""
-        votes: Counter[tuple[Ino, int]] = Counter()
-        for ino in inos:
-            depth = 0
-            while ino != ROOT_INO:
-                ino, depth = self._names.parent(ino), depth + 1
-                votes[ino, depth] += 1
-        most = [where for where, count in votes.items() if count >= _MAJORITY * len(inos)]
-        return min(most, key=lambda where: where[1], default=None)
+
+def _subtree_of(names: Names, inos: Sequence[Ino]) -> tuple[Ino, int] | None:
+    """The deepest directory, and the depth beneath it, that has most of the files."""
+    votes: Counter[tuple[Ino, int]] = Counter()
+    for ino in inos:
+        depth = 0
+        while ino != ROOT_INO:
+            ino, depth = names.parent(ino), depth + 1
+            votes[ino, depth] += 1
+    most = [where for where, count in votes.items() if count >= _MAJORITY * len(inos)]
+    return min(most, key=lambda where: where[1], default=None)
+
+
+def _ask_in_turn(askers: Sequence[Callable[[int], list[Ino]]], most: int, given: list[Ino]) -> None:
+    """Adds files to ``given``, until it has ``most``. None of ``askers`` keeps the others
+    waiting."""
+    waiting = list(askers)
+    while waiting and len(given) < most:
+        share = max(1, (most - len(given)) // len(waiting))
+        found = [(ask, ask(share)) for ask in waiting]
+        given += [ino for _, inos in found for ino in inos]
+        waiting = [ask for ask, inos in found if inos]
 
 
 def _nothing() -> None:

@@ -14,8 +14,8 @@ reader. ``concurrency.py`` decides how many calls run beside the readers.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,16 +30,18 @@ from monarch.transfer.engine import Engine
 from monarch.transfer.queue import Arrival, Flight
 from monarch.transfer.source_load import ReaderTotals, SourceLoad
 from monarch.transfer.source_reader import Names, SourceReader
+from monarch.transfer.waiting import Waiting
 from monarch.transfer.window import Held
 from monarch.types import Attributes, Ino
 
-# Large files that are copied ahead at the same time, and those that wait for that.
+# Large files that are copied ahead at the same time, and those that wait for that: some times as
+# many as one order foresees.
 _LARGE = 2
-_LARGE_WAITING = 64
+_LARGE_WAITING = 1 << 14
 # Questions that only bring large files, or files that have copies, before other tasks run.
 _TURNS = 64
 # Files that wait for room in the window.
-_WINDOW_WAITING = 4096
+_WINDOW_WAITING = 1 << 14
 # The interval in which a limit is checked again while files wait for it.
 _STEP_S = 0.01
 # The interval in which files leave the window that no reader is expected to open, in seconds. One
@@ -87,6 +89,9 @@ class Foreseen(Protocol):
     def is_recognised(self, ino: Ino) -> bool:
         """Whether a recognised order has the file before it."""
 
+    def reader_of(self, ino: Ino) -> Hashable:
+        """For which of several readers the file was returned by ``next``."""
+
     def is_expected_again(self, ino: Ino, job: int) -> bool:
         """Whether readers other than ``job``, which opens the file, are expected to open it; 0: any
         readers."""
@@ -128,12 +133,13 @@ class FetchAhead:
         limits = self._reader.limits
         self._inline_max = limits.inline_max
         self._concurrency = Concurrency(limits.source_concurrency)
-        # Files that wait for a place: small ones, those of them that wait for the window, and large
-        # ones.
-        self._small: deque[Ino] = deque()
-        self._for_window: deque[Ino] = deque()
-        self._large: deque[Ino] = deque()
         self._window = self._engine.window
+        # Files that wait for a place: small ones, those of them that wait for the window, and large
+        # ones, with the bytes of large files that are copied for each reader.
+        self._small: deque[Ino] = deque()
+        self._for_window = Waiting(self._window.held_for)
+        self._copied: Counter[Hashable] = Counter()
+        self._large = Waiting(self._copied)
         self._window.on_room = self.wake
         # The files of the window that no reader was expected to open at the last sweep. One of them
         # may just have been opened, and its read still comes: ``open: none``.
@@ -145,7 +151,7 @@ class FetchAhead:
         self._readers = self._read_s = 0.0
         self._seen = ReaderTotals(0, 0.0, 0)
         self._seen_s = self._pinned_s = -math.inf
-        self._copying: list[Flight] = []
+        self._copying: list[tuple[Hashable, Flight]] = []
         # Set when a fetch has ended, or more files are foreseen.
         self._woken = trio.Event()
 
@@ -235,12 +241,8 @@ class FetchAhead:
 
         for ino in self._window.sweep(stays):
             self._foreseen.refused(ino)
-        waiting, self._for_window = self._for_window, deque()
-        for ino in waiting:
-            if is_expected(ino):
-                self._for_window.append(ino)
-            else:
-                self._foreseen.refused(ino)
+        for ino in self._for_window.keep(is_expected):
+            self._foreseen.refused(ino)
 
     def _is_current(self, held: Held) -> bool:
         """Whether a reader would still get these bytes."""
@@ -268,8 +270,10 @@ class FetchAhead:
                 continue
             attributes = self._fetchable(ino)
             if attributes is not None:
-                is_small = attributes.size <= self._inline_max
-                (self._small if is_small else self._large).append(ino)
+                if attributes.size <= self._inline_max:
+                    self._small.append(ino)
+                else:
+                    self._large.append(self._foreseen.reader_of(ino), ino)
 
     def _fetchable(self, ino: Ino) -> Attributes | None:
         """The attributes of a file that is to be fetched; None, after the answer, if it is not."""
@@ -296,19 +300,27 @@ class FetchAhead:
             self._chunks.begin_waiting()
         is_gain = self._is_gain(now)
         while is_gain and self._concurrency.may_begin(now) and self._may_read(0):
-            line = self._next_line()
-            if line is None or not self._may_read(self._names.attributes(line[0]).size):
+            ino, take = self._next_small()
+            if take is None or not self._may_read(self._names.attributes(ino).size):
                 break
-            self._begin(line.popleft(), nursery)
+            self._begin(take(), nursery)
         if not is_gain:
             self._begin_pinned(now, nursery)
-        self._copying = [
-            flight for flight in self._copying if self._engine.flight(flight.ino) is flight
-        ]
+        self._copying = [each for each in self._copying if self._is_copied(*each)]
         while self._large and len(self._copying) < _LARGE and self._may_read(0):
-            flight = self._begin(self._large.popleft(), nursery)
+            reader = self._foreseen.reader_of(self._large.first())
+            flight = self._begin(self._large.pop(), nursery)
             if flight is not None:
-                self._copying.append(flight)
+                self._copying.append((reader, flight))
+                self._copied[reader] += flight.promote.size
+
+    def _is_copied(self, reader: Hashable, flight: Flight) -> bool:
+        """Whether a copy of a large file is still under way."""
+        if self._engine.flight(flight.ino) is flight:
+            return True
+        self._copied[reader] -= flight.promote.size
+        self._copied += Counter()
+        return False
 
     def _begin_pinned(self, now: float, nursery: trio.Nursery) -> None:
         """While readers are faster: begins a few pinned files, and refuses all others."""
@@ -344,18 +356,20 @@ class FetchAhead:
         are_faster = are_reading and self._read_s < max(1.0, self._readers) * _FILE_S
         return self._chunks is not None or not are_faster
 
-    def _next_line(self) -> deque[Ino] | None:
-        """The queue whose first file is the next; None if there is none now."""
+    def _next_small(self) -> tuple[Ino, Callable[[], Ino] | None]:
+        """The next small file, and the function that takes it; None if there is none now."""
         waiting = self._for_window
-        if waiting and self._window.has_room(self._names.attributes(waiting[0]).size):
-            return waiting
+        if waiting and self._window.has_room(self._names.attributes(waiting.first()).size):
+            return waiting.first(), waiting.pop
         for _ in range(_TURNS):
             is_full = len(self._large) >= _LARGE_WAITING or len(waiting) >= _WINDOW_WAITING
             if self._small or is_full:
                 break
             if not self._take(max(1, self._concurrency.limit - self._concurrency.running)):
                 break
-        return self._small or None
+        if self._small:
+            return self._small[0], self._small.popleft
+        return Ino(0), None
 
     def _may_read(self, size: int) -> bool:
         return self._engine.may_fetch(size) and self._reader.spend(0) <= 0
@@ -406,11 +420,12 @@ class FetchAhead:
         if size > min(self._inline_max, window.most) or not self._may_hold(ino):
             self._foreseen.refused(ino)
             return
+        reader = self._foreseen.reader_of(ino)
         if not window.has_room(size):
-            self._for_window.append(ino)
+            self._for_window.append(reader, ino)
             return
         arrival = Arrival()
-        held = window.begin(ino, attributes.identity, arrival)
+        held = window.begin(ino, attributes.identity, arrival, reader)
         # An open may have begun just before: see ``_begin``.
         if self.is_open(ino):
             window.drop(held)

@@ -8,8 +8,8 @@ reader has fetched. The bytes count for the buffer between the source and the ti
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from monarch.placement.controller import Controller
@@ -22,7 +22,8 @@ from monarch.types import Identity, Ino
 @dataclass(slots=True, eq=False)
 class Held:
     """A file in the window, for readers as a ``Flight``. ``content`` is None until it is fetched.
-    ``is_read``: a reader has opened it. ``is_kept``: the datapath keeps the bytes for readers."""
+    ``is_read``: a reader has opened it. ``is_kept``: the datapath keeps the bytes for readers.
+    ``reader``: for which of several readers it was fetched."""
 
     ino: Ino
     identity: Identity
@@ -30,6 +31,7 @@ class Held:
     content: bytes | memoryview | None = None
     is_read: bool = False
     is_kept: bool = False
+    reader: Hashable = None
     file: SourceFile | None = None
     copied: int = 0
 
@@ -37,7 +39,8 @@ class Held:
 class Window:
     """At most ``most`` bytes; 0 switches it off. Belongs to the event loop.
 
-    ``dropped_files`` and ``dropped_bytes`` were fetched, and left without a reader.
+    ``dropped_files`` and ``dropped_bytes`` were fetched, and left without a reader. ``held_for``
+    has the bytes of each reader.
     """
 
     def __init__(self, controller: Controller, buffer: Buffer, most: int) -> None:
@@ -45,6 +48,7 @@ class Window:
         self.bytes = 0
         self.served_files = self.served_bytes = 0
         self.dropped_files = self.dropped_bytes = 0
+        self.held_for: Counter[Hashable] = Counter()
         # Called when there is more room.
         self.on_room: Callable[[], None] = _nothing
         # Called for a file whose bytes the datapath keeps, when it leaves.
@@ -76,12 +80,15 @@ class Window:
         kept = self.bytes - self._read_bytes
         return kept + size <= self.most
 
-    def begin(self, ino: Ino, identity: Identity, arrival: Arrival | None) -> Held:
+    def begin(
+        self, ino: Ino, identity: Identity, arrival: Arrival | None, reader: Hashable = None
+    ) -> Held:
         """Adds a file whose fetch begins. Must be followed by ``end``. From now on the datapath
         passes opens of the file to Python."""
         while self._read and self.bytes + identity.size > self.most:
             self.drop(next(iter(self._read.values())))
-        held = self._held[ino] = Held(ino, identity, arrival)
+        held = self._held[ino] = Held(ino, identity, arrival, reader=reader)
+        self.held_for[reader] += identity.size
         self.bytes += identity.size
         self._buffer.used += identity.size
         self._controller.hold(ino)
@@ -157,6 +164,9 @@ class Window:
         del self._held[held.ino]
         if self._read.pop(held.ino, None) is not None:
             self._read_bytes -= held.identity.size
+        self.held_for[held.reader] -= held.identity.size
+        if not self.held_for[held.reader]:
+            del self.held_for[held.reader]
         self.bytes -= held.identity.size
         self._buffer.used -= held.identity.size
         self._unkeep(held)

@@ -137,8 +137,8 @@ def lru_beside_a_scan(of_job: list[int], scanned: list[int], admitted: set[int])
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_scan_beside_a_job_costs_it_the_opens_before_it_is_recognised(seed: int) -> None:
-    """The model knows which process scans: its first three windows of 64 opens cannot be told from
-    a job, and two windows in the second directory."""
+    """The model knows which process scans, and that its first three windows of 64 opens look like
+    those of a job, and two windows in the second directory."""
     rng = random.Random(seed)
     readers = Readers("lru", 400, tree())
     own, scanned = readers.tree.files[1], list(readers.tree.files[0])

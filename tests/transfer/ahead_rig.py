@@ -148,6 +148,9 @@ class Listed:
     def is_recognised(self, ino: Ino) -> bool:
         return False
 
+    def reader_of(self, ino: Ino) -> int:
+        return 0
+
     def is_expected_again(self, ino: Ino, job: int) -> bool:
         return self.is_shared
 
