@@ -39,14 +39,13 @@ class Expected:
 
     ``seq`` is the sequence number of the change. ``known`` is the last known identity of the entry
     at its path; ``as_set``: the same with each time that may have been set there without a mark.
-    ``ours``: staged files that an earlier mount may have renamed to the path without a record. They
-    are not identified by an inode number alone, since the source reuses numbers. ``over``: entries
-    that renames on the mount have replaced. ``is_made``: the file was created on the mount, so its
-    owner and mode at the source are those that the kernel allowed. ``was_there``: the source has
-    had the file under its name, and the drain has not removed it; if there is no such file now, or
-    another, others have removed or replaced it. ``longest``:
-    the file may have been grown in place, up to this many bytes. ``is_file``: ``known`` is the
-    identity of a regular file.
+    ``ours``: staged files that an earlier mount may have renamed to the path without a record, and
+    files that it may have grown in place (``grown_to``). They are not identified by an inode number
+    alone, since the source reuses numbers. ``over``: entries that renames on the mount have
+    replaced. ``is_made``: the file was created on the mount, so its owner and mode at the source
+    are those that the kernel allowed. ``was_there``: the source has had the file under its name,
+    and the drain has not removed it; if there is no such file now, or another, others have removed
+    or replaced it. ``is_file``: ``known`` is the identity of a regular file.
 
     Set-ID bits of a file whose content replaces an older version: ``due`` are those that the drain
     has withheld from the older version, and that come with the content. ``kept`` are those that
@@ -62,7 +61,6 @@ class Expected:
     over: tuple[Identity, ...] = ()
     is_made: bool = False
     was_there: bool = False
-    longest: int = 0
     is_file: bool = False
     due: int = 0
     kept: int = 0
@@ -87,25 +85,37 @@ class Expected:
         return any(
             found.st_ino == each.source_ino
             and (
-                self._is_as_long(found)
+                self._is_grown(found, each)
                 if each.size == ANY_SIZE
                 else (found.st_size == each.size and is_time(found.st_mtime_ns, each.mtime_ns))
             )
             for each in self.ours
         )
 
-    def _is_as_long(self, found: stat_result) -> bool:
+    def _is_grown(self, found: stat_result, mark: Identity) -> bool:
         """Whether an earlier mount may have appended the bytes behind the known ones."""
         known = self.known
-        if known is None or found.st_ino != known.source_ino or not self.longest:
-            return True
-        return known.size <= found.st_size <= max(known.size, self.longest)
+        is_known = known is not None and found.st_ino == known.source_ino
+        if not mark.mtime_ns:
+            # The mark of a staged file by an older version, which knew nothing but its number.
+            return not is_known
+        least = known.size if known is not None and is_known else 0
+        return least <= found.st_size <= max(least, mark.mtime_ns)
 
     def is_same(self, found: stat_result, *, version: bool = False) -> bool:
         """Whether ``found`` may be the expected entry, with ``version`` in its known version. An
         unknown entry may be it, unless it was created on the mount and never drained."""
         is_unknown = self.known is None and not (self.ours or self.over or self.is_made)
         return is_unknown or self.is_it(found, strict=True, version=version)
+
+
+def grown_to(size: int) -> Identity:
+    """The mark of a file to which bytes are being appended at the source, up to ``size`` bytes.
+
+    It is recorded as the mark of a staged file (``journal_records.py``) without a size and with the
+    length in the place of the time: an older version ignores it there.
+    """
+    return Identity(ANY_SIZE, size, 0, 0)
 
 
 def _is_version(found: stat_result, known: Identity) -> bool:

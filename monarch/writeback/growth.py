@@ -17,9 +17,10 @@ from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import data_at
 from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import identity_of
-from monarch.types import ANY_SIZE, Identity
+from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import Entry
+from monarch.writeback.expected import grown_to
 from monarch.writeback.mover import TURN_BYTES, Courtesy
 from monarch.writeback.objects import Objects, of_tier
 from monarch.writeback.op import Op
@@ -159,10 +160,9 @@ class Grower:
         assert known is not None
         if not op.synced:
             self._marks.durable(entry)
-        self._state.note_growth(number, op.size)
         # By this mark the next mount knows that bytes behind the known ones are of this journal.
         entry.place = Place(source_ino=known.source_ino)
-        self._marks.staged({entry: Identity(ANY_SIZE, 0, 0, 0)})
+        self._marks.staged({entry: grown_to(op.size)})
         await self._marks.sync(entry.record)
         while missing := growth.missing(op.size):
             count = min(missing, TURN_BYTES)

@@ -12,7 +12,9 @@ A record is a line: 16 hex digits of the xxh3-64 of the rest, a blank, JSON, a n
                                 and of each entry that was made; ``aside``: all refused changes that
                                 are set aside, if they have changed
     {"staged"}                  [object, source_ino, size, mtime_ns]: this daemon has staged that
-                                file at the source and is about to give it the object's name
+                                file at the source and is about to give it the object's name; or,
+                                [object, source_ino, -1, length]: it appends to the object's file,
+                                up to that length in bytes
     {"known", "made", "over", "ours", "new", "present", "given_up", "settled", "set_id"}
                                 in a rewritten journal: the state that the changes that it does not
                                 contain any more have left at the source (``Known``), each as a

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from monarch.types import Identity
+from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.expected import Expected, is_shared, is_time, shared
 from monarch.writeback.journal import Known, Replay
 from monarch.writeback.op import Op
@@ -131,8 +131,6 @@ class SourceState:
         self._base: dict[int, int] = {}
         # ... except for bytes from this offset on, changed by contents that were left out.
         self._intact: dict[int, int] = {}
-        # The longest content, in bytes, that may have been appended in place without a mark.
-        self._longest: dict[int, int] = {}
         # Entries to which no further change goes: inode numbers of entries that were given up, or
         # that are at the source under another name only, and objects that were given up.
         self._given_up: set[int] = set()
@@ -162,8 +160,6 @@ class SourceState:
         settled = replay.known.settled if replay.known is not None else frozenset()
         for seq, op in replay.ops:
             self.foresee(op)
-            if op.kind == "content":
-                self.note_growth(op.object, op.size)
             if seq in replay.done:
                 if not (op.kind == "take" and op.object in settled):
                     self.note(op, replay.done[seq])
@@ -272,7 +268,6 @@ class SourceState:
             over=self._over.get(number, ()),
             is_made=number in self._new,
             was_there=number in self._known or number in self._to_take,
-            longest=self._longest.get(number, 0),
             is_file=True,
         )
 
@@ -299,7 +294,8 @@ class SourceState:
         """The staged files that may have an object's name, also with each such time."""
         ours = self._ours.get(number, frozenset())
         times = self._set_times.get(number, ())
-        return ours | {replace(each, mtime_ns=time_ns) for each in ours for time_ns in times}
+        timed = [each for each in ours if each.size != ANY_SIZE]
+        return ours | {replace(each, mtime_ns=time_ns) for each in timed for time_ns in times}
 
     def _replaced(self, rename: Op) -> tuple[Identity, ...]:
         """The possible identities at the source of the file that a rename has replaced."""
@@ -403,7 +399,6 @@ class SourceState:
             self._set_times,
             self._base,
             self._intact,
-            self._longest,
         ):
             table.pop(number, None)
         self._present.discard(number)
@@ -447,10 +442,6 @@ class SourceState:
         intact = min(self._intact.get(number, op.intact), op.intact)
         is_known = number in self._known and op.mtime_ns is not None
         return base if is_known and 0 < base <= min(intact, op.size) else None
-
-    def note_growth(self, number: int, size: int) -> None:
-        """Records that a content of ``size`` bytes may be appended in place."""
-        self._longest[number] = max(self._longest.get(number, 0), size)
 
     def note_grown(self, number: int, identity: Identity) -> None:
         """Records that bytes were appended in place: the source's file is ``identity`` now."""

@@ -367,18 +367,8 @@ async def test_a_file_changed_before_its_end_is_drained_whole(
     model.check_all_is_there()
 
 
-@pytest.mark.promise(145)
-@pytest.mark.parametrize("point", ["drain-staged", "drain-synced", "drain-published"])
-async def test_growth_that_is_cut_off_by_a_kill_is_no_conflict(
-    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
-    async with draining(model) as drain:
-        node = model.begin(b"a")
-        model.append(node, b"first")
-        await drain.progress.wait(model.content(node, synced=True))
-    model.append(node, b"second")
-    model.content(node, synced=True)
-    there = (model.source / "a").read_bytes()
+async def drain_killed_at(point: str, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session of the drain that is killed at the failpoint."""
     reached = []
 
     def kill(name: str) -> None:
@@ -392,11 +382,83 @@ async def test_growth_that_is_cut_off_by_a_kill_is_no_conflict(
             async with draining(model, model.kill(), abandon=False) as drain:
                 await drain.progress.wait(model.last_seq)
     assert reached
+
+
+@pytest.mark.promise(145)
+@pytest.mark.parametrize("point", ["drain-staged", "drain-synced", "drain-published"])
+async def test_growth_that_is_cut_off_by_a_kill_is_no_conflict(
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    async with draining(model) as drain:
+        node = model.begin(b"a")
+        model.append(node, b"first")
+        await drain.progress.wait(model.content(node, synced=True))
+    model.append(node, b"second")
+    model.content(node, synced=True)
+    there = (model.source / "a").read_bytes()
+    await drain_killed_at(point, model, monkeypatch)
     assert (model.source / "a").read_bytes().startswith(there)
     async with draining(model, model.kill()) as drain:
         await drain.progress.wait(model.last_seq)
         assert drain.backlog().conflicts == 0
     model.check_all_is_there()
+
+
+@pytest.mark.promise(116, 145)
+@pytest.mark.parametrize("journal", ["kept", "shortened", "of a new snapshot"])
+async def test_growth_that_was_cut_off_is_no_conflict_when_its_content_is_obsolete(
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, journal: str
+) -> None:
+    async with draining(model) as drain:
+        await drain.progress.wait(model.write(b"a", b"first"))
+    node = model.begin(b"a")
+    model.append(node, b"x" * 100)
+    model.content(node)
+    await drain_killed_at("drain-staged", model, monkeypatch)
+    grown = (model.source / "a").read_bytes()
+    assert grown == node.content
+    # The content that was being appended is left out for a shorter one, and that for the last one.
+    model.write(b"a", b"short")
+    model.write(b"a", b"last")
+    await drain_killed_at("drain-staged", model, monkeypatch)
+    assert (model.source / "a").read_bytes() == grown
+    replay = model.look_anew() if journal == "of a new snapshot" else model.kill()
+    if journal == "shortened":
+        before = len(replay.ops)
+        model.journal.shorten()
+        replay = model.kill()
+        assert len(replay.ops) < before
+    async with draining(model, replay) as drain:
+        await drain.progress.wait(model.last_seq)
+        assert drain.backlog().conflicts == 0
+    model.check_all_is_there()
+
+
+@pytest.mark.promise(79, 145)
+@pytest.mark.parametrize("end", ["written", "unlinked", "replaced"])
+async def test_growth_that_was_cut_off_removes_nothing_that_others_have_appended_since(
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    async with draining(model) as drain:
+        await drain.progress.wait(model.write(b"a", b"first"))
+    node = model.begin(b"a")
+    model.append(node, b" second")
+    model.content(node)
+    await drain_killed_at("drain-staged", model, monkeypatch)
+    with (model.source / "a").open("ab") as file:
+        file.write(b" theirs")
+    match end:
+        case "written":
+            model.write(b"a", b"last")
+        case "unlinked":
+            model.unlink(b"a")
+        case "replaced":
+            model.write(b"new", b"other")
+            model.rename(b"new", b"a")
+    async with draining(model, model.kill()) as drain:
+        await drain.progress.wait(model.last_seq)
+        assert drain.backlog().conflicts == 1
+    assert (model.source / "a").read_bytes() == b"first second theirs"
 
 
 @pytest.mark.promise(79, 145)

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,16 @@ import pytest
 from monarch.posix.credentials import Credentials
 from monarch.posix.files import closing_fd, rename_new, status_at, sync_path
 from monarch.tiers.source import Source, identity_of
-from monarch.types import ANY_SIZE, Identity
-from monarch.writeback.expected import Conflict, Expected, SourceLog, is_shared, is_time, shared
+from monarch.types import Identity
+from monarch.writeback.expected import (
+    Conflict,
+    Expected,
+    SourceLog,
+    grown_to,
+    is_shared,
+    is_time,
+    shared,
+)
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, SourceAttributes
 from monarch.writeback.source_contents import Place, StagedContents, kind_of_place
@@ -101,9 +110,15 @@ def test_a_file_that_may_have_grown_is_monarchs_within_its_bounds(
 ) -> None:
     found = status(tmp_path / "a", bytes(size))
     known = Identity(5, 0, 0, found.st_ino)
-    ours = frozenset({Identity(ANY_SIZE, 0, 0, found.st_ino)})
-    assert Expected(known=known, ours=ours, longest=9).is_staged(found) == is_ours
-    assert Expected(known=known, ours=ours).is_staged(found)
+    ours = replace(grown_to(9), source_ino=found.st_ino)
+    assert Expected(known=known, ours=frozenset({ours})).is_staged(found) == is_ours
+    # It may be the file that this one has replaced on the mount.
+    other = replace(known, source_ino=found.st_ino + 1)
+    assert Expected(known=other, ours=frozenset({ours})).is_staged(found) == (size < 10)
+    # A mark without a length is that of a staged file.
+    older = frozenset({replace(ours, mtime_ns=0)})
+    assert not Expected(known=known, ours=older).is_staged(found)
+    assert Expected(known=other, ours=older).is_staged(found)
 
 
 @pytest.mark.parametrize("unit_ns", [1, 100, 1000, 10**6, 10**9, 2 * 10**9])
