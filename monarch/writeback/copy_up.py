@@ -105,7 +105,7 @@ class CopyUp:
                 if staged >= 0:
                     raise
                 path_now = partial(self._names.visible_path, ino)
-                staged, _ = await self._source.stage(path_now, number, by=(by,), is_new=False)
+                staged = await self._source.stage(path_now, number, by=(by,), is_new=False)
                 xattrs = await self._copy(ino, staged, empty=empty)
             if staged >= 0:
                 source_ino = await self._files.sync_staged(ino, staged)
@@ -117,8 +117,7 @@ class CopyUp:
             if staged < 0:
                 self._keep_times(ino, fd)
         except BaseException as error:
-            beside = b"" if staged < 0 else self._names.visible_path(ino)
-            self._unlinked.abandon_object(number, *{fd, staged}, staged_beside=beside)
+            self._unlinked.abandon_object(number, *{fd, staged})
             if isinstance(error, _NoRoomError):
                 raise Refused(errno.ENOSPC) from error
             raise
@@ -184,7 +183,7 @@ class CopyUp:
             if error.errno not in FULL:
                 raise
         path_now = partial(self._names.visible_path, ino)
-        number, fd, _ = await self._files.stage(path_now, by=by, is_new=False)
+        number, fd = await self._files.stage(path_now, by=by, is_new=False)
         return number, fd, fd
 
     async def _copy(self, ino: Ino, fd: int, *, empty: bool) -> dict[bytes, bytes]:

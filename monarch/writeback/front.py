@@ -91,7 +91,9 @@ class WriteFront:
         self.opens = opens = OpenTable(fast, place.tier.number)
         self.objects = objects = TierObjects(place.objects, threads, sync_threads, first)
         self.recorder = recorder = Recorder(names, table, place.journal, drain, objects)
-        self.unlinked = unlinked = UnlinkedFiles(names, table, opens, objects, recorder, staged)
+        self.unlinked = unlinked = UnlinkedFiles(
+            names, table, opens, objects, recorder, staged, drain.queue.source_paths
+        )
         self.drained = drained = DrainedObjects(
             table, place.objects, drain, opens, recorder, unlinked
         )

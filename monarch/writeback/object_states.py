@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from monarch.types import Identity
-from monarch.writeback.history import Numbered
+from monarch.writeback.history import Numbered, moved
+from monarch.writeback.op import Op
 
 
 class ObjectStates:
@@ -30,8 +31,10 @@ class ObjectStates:
         self._unwritten: set[int] = set()
         # The seq of the last change of the file of each object.
         self._last: dict[int, int] = {}
-        # Objects without room in the tier: the path beside which they are staged at the source.
-        self._through: dict[int, bytes] = {}
+        # The staged files at the source of objects without room in the tier: the path on the mount
+        # beside which each lies. Objects whose bytes are there.
+        self._staged: dict[int, bytes] = {}
+        self._through: set[int] = set()
         self.staged_inos: dict[int, int] = {}
         # Objects with bytes that were synced and that the source does not have.
         self._safe_only_here: set[int] = set()
@@ -104,15 +107,29 @@ class ObjectStates:
         """Whether the bytes are in a staged file at the source, or came from one."""
         return number in self._through
 
-    def set_write_through(self, number: int, path: bytes) -> None:
-        """The tier has no room for an object: it is staged at the source, beside ``path``. What the
-        source has under the file's name is older."""
+    def stage(self, number: int, path: bytes) -> None:
+        """The tier has no room for an object: a file is staged at the source, beside ``path``."""
+        self._staged[number] = path
+
+    def unstage(self, number: int) -> bytes | None:
+        """The staged file is not needed any more; the path beside which it lies, None if there is
+        none."""
+        return self._staged.pop(number, None)
+
+    def set_write_through(self, number: int) -> None:
+        """The bytes of an object are in its staged file. What the source has under the file's name
+        is older."""
         self._forget_drained(number)
-        self._through[number] = path
+        self._through.add(number)
 
     def staged_beside(self, number: int) -> bytes | None:
-        """The path beside which the bytes are at the source; None if they are in the tier."""
-        return self._through.get(number)
+        """The path on the mount beside which the staged file lies; None if there is none."""
+        return self._staged.get(number)
+
+    def renamed(self, op: Op) -> None:
+        """An entry was renamed on the mount; if it is a directory, it may have staged files."""
+        if self._staged and not op.object:
+            self._staged = {number: moved(path, op) for number, path in self._staged.items()}
 
     def published(self, number: int, identity: Identity) -> None:
         """The source has the bytes of the last content."""
@@ -161,7 +178,8 @@ class ObjectStates:
         self._unsynced.pop(number, None)
         self._unwritten.discard(number)
         self._last.pop(number, None)
-        self._through.pop(number, None)
+        self._staged.pop(number, None)
+        self._through.discard(number)
         self.staged_inos.pop(number, None)
 
     def take_up(
@@ -193,8 +211,10 @@ class ObjectStates:
                 ):
                     self.drained[number] = had[number] = now
             elif op.kind == "through":
-                self.drained.pop(number, None)
-                self._through[number] = op.path
+                self.stage(number, op.path)
+                self.set_write_through(number)
+            elif op.kind == "rename":
+                self.renamed(op)
         return had
 
     def keep(self, known: Collection[int], removed: Collection[int]) -> None:

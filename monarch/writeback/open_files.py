@@ -93,11 +93,11 @@ class WrittenFiles:
 
     async def stage(
         self, path_now: Callable[[], bytes], *, by: Credentials, is_new: bool
-    ) -> tuple[int, int, bytes]:
-        """The number and the descriptor of a file that is staged at the source, and the path beside
-        which it is. The arguments are those of ``SourceFiles.stage``."""
+    ) -> tuple[int, int]:
+        """The number and the descriptor of a file that is staged at the source. The arguments are
+        those of ``SourceFiles.stage``."""
         number = await self._objects.spares.number()
-        return number, *await self._source.stage(path_now, number, by=(by,), is_new=is_new)
+        return number, await self._source.stage(path_now, number, by=(by,), is_new=is_new)
 
     def opened(self, node: Node, fd: int, *, created: bool, by: Credentials | None) -> None:
         """Take over the descriptor of an object that is now open for one more user; ``by``: the
@@ -310,7 +310,7 @@ class WrittenFiles:
         await self._objects.run(self._opens.fast.unbind, file.ino)
         path_now, by = partial(self._names.visible_path, file.ino), tuple(file.writers) or (ROOT,)
         number, is_new = file.object, not node.source_ino
-        fd, path = await self._source.stage(path_now, number, by=by, is_new=is_new)
+        fd = await self._source.stage(path_now, number, by=by, is_new=is_new)
         try:
             size = await self._source.calls.call(file.ino, _copy_all, file.place.fd, fd)
             source_ino = await self.sync_staged(file.ino, fd)
@@ -318,9 +318,9 @@ class WrittenFiles:
             # The source is full, too. The next try must not lose its staged file to this one.
             self._opens.fast.rebind(file.ino, file.place.fd, tier=self._opens.tier)
             if isinstance(error, SourceError):
-                await self._source.discard(path, file.object, fd)
+                await self._source.discard(file.object, fd)
             else:
-                self._unlinked.abandon_staged(file.object, fd, beside=path)
+                self._unlinked.abandon_staged(file.object, fd)
             raise
         node.set_content(size)
         await self.continue_at_source(node, fd, source_ino)
@@ -334,16 +334,18 @@ class WrittenFiles:
         """The bytes of a file are in its staged file at the source from now on. That is ``fd``, is
         synced and has the inode number ``source_ino``."""
         await self._objects.run(self._opens.fast.unbind, node.ino)
-        path = self._names.visible_path(node.ino)
+        states = self._object_table.states
+        path = states.staged_beside(node.object)
+        assert path is not None
         self._recorder.note(Op(kind="through", path=path, object=node.object))
-        self._object_table.states.set_write_through(node.object, path)
+        states.set_write_through(node.object)
         file = self._opens.files[node.ino]
         before = file.place.fd if file.place.fd != fd else -1
         calls = self._source.calls
         file.place = StagedBytes(fd, node.ino, node.object, self._objects, calls, before)
         node.set_content(node.size, blocks=0)
         self._object_table.own(node)
-        self._object_table.states.staged_inos[node.object] = source_ino
+        states.staged_inos[node.object] = source_ino
         self._recorder.start_removal(node.object)
         log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
 

@@ -89,7 +89,7 @@ class WriteOperations:
             raise Refused(errno.EEXIST)
         self._gate.require_memory(NAME_BYTES)
         await self._gate.require_room()
-        is_here, source_ino, beside = True, 0, b""
+        is_here, source_ino = True, 0
         try:
             number, fd = await self._files.create()
         except Refused as error:
@@ -97,7 +97,7 @@ class WriteOperations:
                 raise
             is_here = False
             path_now = partial(self._names.path_of, parent, name)
-            number, fd, beside = await self._files.stage(path_now, by=by, is_new=True)
+            number, fd = await self._files.stage(path_now, by=by, is_new=True)
         try:
             if not is_here:
                 source_ino = await self._files.sync_staged(parent, fd)
@@ -113,7 +113,7 @@ class WriteOperations:
                 object=number,
             )
         except BaseException:
-            self._unlinked.abandon_object(number, fd, staged_beside=beside)
+            self._unlinked.abandon_object(number, fd)
             raise
         self._note_made("create", node, path, by)
         self._files.opened(node, fd, created=True, by=by)

@@ -194,11 +194,16 @@ class StagedContents:
                 status = os.fstat(fd)
             return status.st_size, None if is_staged else identity_of(status)
 
-    def discard_part(self, path: bytes, number: int) -> None:
-        """Removes the staged file of an object without bytes in the tier. Raises nothing."""
-        with self._directories() as directories, suppress(OSError):
-            fd, _ = directories.of(path, None)
-            os.unlink(self._temporaries.part(number, through=True), dir_fd=fd)
+    def discard_part(self, places: list[bytes], number: int) -> None:
+        """Removes the staged file of an object without bytes in the tier, beside one of ``places``:
+        the earliest first, since its directory may be renamed meanwhile. Raises nothing."""
+        part = self._temporaries.part(number, through=True)
+        with self._directories() as directories:
+            for path in places:
+                with suppress(OSError):
+                    fd, _ = directories.of(path, None)
+                    os.unlink(part, dir_fd=fd)
+                    return
 
     def apply_attributes(self, fd: int, op: Op, place: Place, expected: Expected) -> None:
         """Gives a staged file the attributes of a content. Raises OSError, EAGAIN if others have

@@ -162,10 +162,9 @@ class SourceFiles:
         *,
         by: tuple[Credentials, ...],
         is_new: bool,
-    ) -> tuple[int, bytes]:
-        """The descriptor of a staged file, in the place of an object that has no room, and the path
-        beside which it is. ``path_now`` returns the path of the file on the mount; ``is_new``: the
-        source has no such file.
+    ) -> int:
+        """The descriptor of a staged file, in the place of an object that has no room. ``path_now``
+        returns the path of the file on the mount; ``is_new``: the source has no such file.
 
         The directories above the file get to the source first, with their names and attributes.
         Raises Refused with the answer of the source to these changes.
@@ -176,11 +175,12 @@ class SourceFiles:
             if not can_act_as_others():
                 op = replace(op, by=None, also=())
             part = partial(self._staged.open_part, op, make=True, is_new=is_new)
+            self._states.stage(number, path)
             fd = await self.calls.call(ROOT_INO, part)
             if not self._drain.progress.last_of_directories(path):
-                return fd, path
+                return fd
             # A directory was renamed meanwhile, and the source may have made that change already.
-            await self.discard(path, number, fd)
+            await self.discard(number, fd)
 
     async def _with_directories(self, path_now: Callable[[], bytes]) -> bytes:
         """The path of a file, once the source has the directories above it. Raises Refused."""
@@ -191,10 +191,12 @@ class SourceFiles:
                 raise Refused(error.errno or errno.EIO) from error
         return path
 
-    async def discard(self, path: bytes, number: int, fd: int) -> None:
+    async def discard(self, number: int, fd: int) -> None:
         """Closes and removes a staged file of an object that keeps its bytes."""
+        path = self._states.unstage(number)
+        places = [] if path is None else self._drain.queue.source_paths(path)
         with suppress(SourceError):
-            await self.calls.call(ROOT_INO, _discard, self._staged, path, number, fd)
+            await self.calls.call(ROOT_INO, _discard, self._staged, places, number, fd)
 
     def take_up(self) -> None:
         """Shows the staged files of earlier mounts with the size that they have: a daemon may have
@@ -228,12 +230,11 @@ class SourceFiles:
         return None
 
     def _staged_beside(self, node: Node) -> list[bytes]:
-        """The paths beside which a staged file may be: the source makes renames of the directories
-        above it later than the mount. The path beside which it was made is the first."""
-        made_beside = self._states.staged_beside(node.object)
-        assert made_beside is not None
-        paths = self._drain.queue.source_paths(self._names.visible_path(node.ino))
-        return list(dict.fromkeys((made_beside, *paths)))
+        """The paths beside which a staged file may be, the earliest first: the source makes renames
+        of the directories above it later than the mount."""
+        path = self._states.staged_beside(node.object)
+        assert path is not None
+        return self._drain.queue.source_paths(path)
 
     async def _open_staged(self, node: Node) -> SourceFile | None:
         """A staged file, to read it: the source may lack room for its name. None if it has it."""
@@ -353,7 +354,7 @@ def _open_file(path: bytes, source: Source, source_ino: int) -> SourceFile:
     return file
 
 
-def _discard(staged: StagedContents, path: bytes, number: int, fd: int) -> None:
+def _discard(staged: StagedContents, places: list[bytes], number: int, fd: int) -> None:
     with suppress(OSError):
         os.close(fd)
-    staged.discard_part(path, number)
+    staged.discard_part(places, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
@@ -35,6 +36,8 @@ class UnlinkedFiles:
     _objects: TierObjects
     _recorder: Recorder
     _staged: StagedContents
+    # As ``DrainQueue.source_paths``.
+    _source_paths: Callable[[bytes], list[bytes]]
     # Files with an object and since when, and nodes without one, the longest unlinked first.
     _since: dict[Ino, float] = field(default_factory=dict, init=False)
     _objectless: dict[Ino, None] = field(default_factory=dict, init=False)
@@ -111,25 +114,24 @@ class UnlinkedFiles:
 
     def remove_object(self, number: int) -> None:
         """Remove an object that no file has, and what is staged of it at the source."""
-        if (path := self._object_table.states.staged_beside(number)) is not None:
-            self._discard_staged(path, number)
+        self._discard_staged(number)
         self._object_table.forget(number)
         self._recorder.remove_object(number)
 
-    def _discard_staged(self, path: bytes, number: int) -> None:
-        self._objects.threads.start(self._staged.discard_part, path, number)
+    def _discard_staged(self, number: int) -> None:
+        if (path := self._object_table.states.unstage(number)) is not None:
+            places = self._source_paths(path)
+            self._objects.threads.start(self._staged.discard_part, places, number)
 
-    def abandon_object(self, number: int, *fds: int, staged_beside: bytes = b"") -> None:
-        """Give up an object that was created for a file that was not made, or that was staged at
-        the source, beside a path."""
+    def abandon_object(self, number: int, *fds: int) -> None:
+        """Give up an object that was created for a file that was not made, and what is staged of
+        it at the source."""
         for fd in fds:
             if fd >= 0:
                 self._objects.threads.start(os.close, fd)
-        if staged_beside:
-            self._discard_staged(staged_beside, number)
         self.remove_object(number)
 
-    def abandon_staged(self, number: int, fd: int, *, beside: bytes) -> None:
+    def abandon_staged(self, number: int, fd: int) -> None:
         """Give up the staged file ``fd`` of an object that keeps its bytes."""
         self._objects.threads.start(os.close, fd)
-        self._discard_staged(beside, number)
+        self._discard_staged(number)

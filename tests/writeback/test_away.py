@@ -268,3 +268,39 @@ async def test_a_file_is_read_where_it_is_staged_though_a_directory_above_it_is_
                 await require_read(session, b"final/f")
             await session.drained()
     assert (rig.source / "final/f").read_bytes() == b"new"
+
+
+@pytest.mark.promise(71)
+@pytest.mark.parametrize("rename", ["before", "behind"])
+@pytest.mark.parametrize("mounts", [1, 2])
+async def test_a_staged_file_does_not_stay_in_a_renamed_directory_when_its_file_is_removed(
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    rename: str,
+    mounts: int,
+) -> None:
+    with trio.fail_after(PATIENCE_S):
+        async with rig.mount() as session:
+            await session.mkdir(b"tmp")
+            await session.drained()
+            ino = await session.open(b"tmp/f")
+            await session.files.write(ino, 0, b"new")
+            with monkeypatch.context() as patched:
+                if rename == "behind":
+                    # The source makes the rename only after the removal.
+                    patched.setattr(SourceEntries, "rename", _full)
+                await session.rename(b"tmp", b"final")
+                if rename == "before":
+                    await until((rig.source / "final").exists)
+                session.unlink(b"final/f")
+                if mounts == 1:
+                    session.files.release(ino)
+                    await until(lambda: staged(rig) == [])
+                    assert (rig.source / "tmp").exists() == (rename == "behind")
+                else:
+                    session.kill()
+        if mounts == 2:
+            assert len(staged(rig)) == 1
+            async with rig.mount() as session:
+                await until(lambda: staged(rig) == [])

@@ -85,7 +85,8 @@ def test_an_object_that_is_written_through_is_no_matter_of_the_tier_s_disk(
     states: ObjectStates,
 ) -> None:
     states.record(1, 1, synced=False)
-    states.set_write_through(1, b"d/a")
+    states.stage(1, b"d/a")
+    states.set_write_through(1)
     assert states.is_write_through(1) and states.staged_beside(1) == b"d/a"
     assert (states.unsynced(), states.arrived()) == ({}, [])
     states.resize(1, 0, length=5)
@@ -95,11 +96,25 @@ def test_an_object_that_is_written_through_is_no_matter_of_the_tier_s_disk(
     assert (states.staged_beside(1), states.arrived()) == (None, [])
 
 
+def test_a_staged_file_moves_with_the_directory_that_it_is_in(states: ObjectStates) -> None:
+    ops = [
+        (1, Op(kind="through", path=b"d/a", object=1)),
+        (2, Op(kind="rename", path=b"d", to=b"e", ino=7)),
+        # The file has another name then, and the staged file stays where it is.
+        (3, Op(kind="rename", path=b"e/a", to=b"a", object=1)),
+    ]
+    states.take_up(ops, {})
+    assert states.staged_beside(1) == b"e/a"
+    states.renamed(Op(kind="rename", path=b"e", to=b"f/g", ino=7))
+    assert states.unstage(1) == b"f/g/a"
+    assert states.unstage(1) is None and states.is_write_through(1)
+
+
 @pytest.mark.promise(67)
 def test_the_source_has_an_older_version_of_what_is_written_through(states: ObjectStates) -> None:
     states.resize(1, 5, length=5)
     states.published(1, version())
-    states.set_write_through(1, b"a")
+    states.set_write_through(1)
     assert not states.is_drained(1) and states.arrived() == []
     assert states.drained_bytes == 0
     of_next_mount = ObjectStates()
