@@ -260,6 +260,8 @@ class Mount:
     def __post_init__(self) -> None:
         self._settings = self.parts.settings
         self.sharing = _sharing(self.parts, self.tiers, self.filesystem, self.datapath, self.status)
+        if self.sharing is not None:
+            self.read.promotions.is_kept_elsewhere = self.sharing.is_kept_elsewhere
         if (pack := self.parts.pack) is not None:
             stored = self.filesystem.names.stored
             self.filesystem.xattrs.of_source = lambda ino: pack.user_xattrs(stored(ino).source_ino)

@@ -107,6 +107,10 @@ class Sharing:
         is_shared = self._peers.is_shared(ino, item.size)
         return not is_shared or self._answers.is_asked(ino) or self._peers.owns(ino)
 
+    def is_kept_elsewhere(self, ino: Ino) -> bool:
+        """Whether a small file that the datapath has fetched has another owner."""
+        return not (self._answers.is_asked(ino) or self._peers.owns(ino))
+
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         return {
             "peers": self._answers.run,

@@ -28,6 +28,10 @@ def _never(ino: Ino, job: int) -> bool:
     return False
 
 
+def _nowhere(ino: Ino) -> bool:
+    return False
+
+
 def _drop(attributes: Attributes, content: bytes | memoryview) -> None:
     """Until ``stage`` is set."""
 
@@ -49,6 +53,8 @@ class Promotions:
     def __post_init__(self) -> None:
         # Whether more readers are expected to open a file than the job that opens it.
         self.is_expected_again: Callable[[Ino, int], bool] = _never
+        # Whether another node of the job keeps a file, and this one does not.
+        self.is_kept_elsewhere: Callable[[Ino], bool] = _nowhere
         # Called with a small file that was opened, that no tier admits, and that is expected again.
         self.stage: Callable[[Attributes, bytes | memoryview], None] = _drop
         self.accessed = self._controller.accessed
@@ -85,6 +91,9 @@ class Promotions:
         ``since_ns`` of the monotonic clock or later: makes a copy of it if placement admits it."""
         names = self._names
         if self._residency.is_changed(ino) or names.is_gone(ino) or names.is_rewritten(ino):
+            return
+        if self.is_kept_elsewhere(ino) and not self._residency.is_forced(ino):
+            # It came from there, without a look at the source.
             return
         attributes = names.stored(ino)
         self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)

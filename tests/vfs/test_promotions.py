@@ -99,6 +99,20 @@ async def test_the_events_of_the_datapath_are_counted_in_their_order(rigs: Rigs)
     assert rig.residency.tier_of(fetched) == 1
 
 
+async def test_fetched_bytes_of_a_file_that_another_node_keeps_become_no_copy(rigs: Rigs) -> None:
+    fast = FakeFastPath()
+    rig = rigs(fast=fast)
+    theirs, wanted, own = rig.ino("small"), rig.ino("d/other"), rig.ino("large")
+    rig.read_side.promotions.is_kept_elsewhere = lambda ino: ino != own
+    rig.residency.want(wanted, forced=True)
+    inos = {theirs: "small", wanted: "d/other", own: "large"}
+    fast.events = [(ino, 0, memoryview(FILES[name]), 0) for ino, name in inos.items()]
+    rig.filesystem.readers.catch_up()
+    assert set(rig.engine.flights) == {wanted, own}
+    assert fast.kept == list(inos)
+    assert rig.epochs.epochs()[-1].opens == 3
+
+
 async def test_fetched_bytes_of_an_old_version_become_no_copy(rigs: Rigs) -> None:
     fast = FakeFastPath()
     rig = rigs(fast=fast)
