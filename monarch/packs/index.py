@@ -24,13 +24,16 @@ from monarch.packs.format import (
     LARGE,
     MOST,
     MOST_CHUNK,
+    MOST_PATH,
     MOST_SIZE,
+    MOST_TARGET,
     NONE,
     VERSION,
     Entry,
     path_key,
     require_name,
 )
+from monarch.text import MiB
 
 INDEX_MAGIC: Final = b"MONINDEX"
 
@@ -65,6 +68,10 @@ CHUNK_DTYPE: Final = np.dtype(
     [("file_bytes", "<u8"), ("table_digest", "<u8"), ("first", "<u4"), ("count", "<u4")]
 )
 _NUMBER: Final = np.dtype("<u4")
+
+# The paths of directories without an entry have at most this number of bytes for each byte of the
+# paths of the entries, or the least number.
+_MOST_LOST, _LEAST_LOST_BYTES = 64, 16 * MiB
 
 # The mode of a directory whose own entry is lost with its chunk.
 _LOST_MODE: Final = stat.S_IFDIR | 0o755
@@ -112,16 +119,21 @@ def encode_index(entries: Iterable[Entry], chunks: Sequence[ChunkFile]) -> bytes
 def _complete(entries: Iterable[Entry]) -> list[Entry]:
     """The entries in the order of the index, with a directory above each. Raises PackError."""
     by_path: dict[bytes, Entry] = {}
+    lost = 0
     for entry in entries:
         if entry.path in by_path:
             raise PackError("two entries have the same path")
         by_path[entry.path] = entry
+    most = max(_LEAST_LOST_BYTES, _MOST_LOST * sum(map(len, by_path)))
     for path in list(by_path):
         while path:
             path = path.rpartition(b"/")[0]
             above = by_path.get(path)
             if above is None:
                 by_path[path] = Entry(path, _LOST_MODE)
+                lost += len(path)
+                if lost > most:
+                    raise PackError("too many directories have no entry")
             elif stat.S_ISDIR(above.mode):
                 break
             else:
@@ -360,6 +372,11 @@ class Index:
         is_link = records["mode"] & 0o170000 == stat.S_IFLNK
         if not np.array_equal(is_link, records["target_length"] > 0):
             raise PackError("a symbolic link has no target, or another entry has one")
+        links = records[is_link]
+        if int(links["target_length"].max(initial=0)) > MOST_TARGET or any(
+            b"\0" in self.text(*link) for link in links[["extra_offset", "target_length"]].tolist()
+        ):
+            raise PackError("a symbolic link has an impossible target")
 
     def _require_sound_places(self) -> None:
         records = self.records
@@ -427,6 +444,8 @@ class Index:
         begins = self.records["name_offset"].tolist()
         lengths = self.records["name_length"].tolist()
         parents = self.records["parent"].tolist()
+        # Of each path, with the separator behind it.
+        path_bytes = [0] * len(parents)
         for parent, group in groupby(self.children.tolist(), parents.__getitem__):
             before = b""
             for number in group:
@@ -435,3 +454,6 @@ class Index:
                 if name <= before:
                     raise PackError(f"the names in directory {parent} of the index are not sorted")
                 before = name
+                path_bytes[number] = path_bytes[parent] + len(name) + 1
+                if path_bytes[number] > MOST_PATH + 1:
+                    raise PackError("a path of the index is too long")

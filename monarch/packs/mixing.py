@@ -31,9 +31,7 @@ def chunk_of_each(pack: Pack, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.
     is_large = chunks == LARGE
     chunks[is_large] = pack.info.chunks + pack.offset_of[numbers][is_large].astype(np.int64)
     # Chunks whose table is lost have no files.
-    is_used = np.zeros(int(chunks.max(initial=0)) + 1, bool)
-    is_used[chunks] = True
-    found: npt.NDArray[np.int64] = (np.cumsum(is_used) - 1)[chunks]
+    found: npt.NDArray[np.int64] = np.unique(chunks, return_inverse=True)[1]
     return found
 
 

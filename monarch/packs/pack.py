@@ -31,6 +31,7 @@ from monarch.packs.format import (
     decode_xattrs,
 )
 from monarch.packs.index import Index
+from monarch.packs.tables import require_few_holes
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.text import KiB, MiB, escape_text
@@ -310,7 +311,6 @@ class Pack:
 
 # The bytes that most file systems read ahead at most, and those of an index read at once.
 _AHEAD_BYTES, _MOST_AHEAD = 128 * KiB, 64 * MiB
-
 _REBUILD = "`monarch pack index --rebuild {}` makes the index again from the chunks"
 _VERIFY = "`monarch pack verify {}` lists all damage"
 
@@ -323,6 +323,7 @@ def _read(root: int, name: bytes, *, in_memory: bool) -> bytes | memoryview:
             raise PackError(f"{name.decode()} is not a regular file")
         if not status.st_size:
             return b""
+        require_few_holes(fd, status.st_size)
         # Many reads at once: each would wait for the one before.
         for begin in range(0, min(status.st_size, _MOST_AHEAD), _AHEAD_BYTES):
             with suppress(OSError):

@@ -13,7 +13,15 @@ import pytest
 import xxhash
 
 from monarch.errors import LockedError, MonarchError, PackError
-from monarch.packs.format import PAYLOAD, TREE, Entry, encode_header, encode_table
+from monarch.packs.format import (
+    HEADER_BYTES,
+    PAYLOAD,
+    TREE,
+    Entry,
+    decode_header,
+    encode_header,
+    encode_table,
+)
 from monarch.packs.pack import Pack
 from monarch.packs.rebuild import RebuildReport, rebuild
 from monarch.packs.verify import VerifyReport, verify
@@ -330,3 +338,29 @@ def test_numbers_in_a_header_take_no_memory(tmp_path: Path) -> None:
     huge = header_of([], kind=TREE)._replace(table_bytes=1 << 60, entries=0xFFFFFFFF)
     (top / "chunks/tree.chunk").write_bytes(encode_header(huge))
     assert [each.file for each in rebuilt(top).damage] == [b"chunks/tree.chunk"]
+
+
+@pytest.mark.promise(226)
+@pytest.mark.parametrize("name", ["chunks/tree.chunk", "index"])
+def test_holes_take_no_memory(own: Path, name: str) -> None:
+    """The numbers fit the size of the file, but the file is almost empty."""
+    more = 1 << 40
+    raw = (own / name).read_bytes()
+    if name == "index":
+        heap = int.from_bytes(raw[40:48], "little") + more
+        plain = raw[:40] + heap.to_bytes(8, "little") + raw[48:64]
+        raw = plain + xxhash.xxh3_64_intdigest(plain).to_bytes(8, "little") + raw[72:]
+    else:
+        header = decode_header(raw)
+        header = header._replace(table_bytes=header.table_bytes + more)
+        raw = encode_header(header) + raw[HEADER_BYTES:]
+    (own / name).write_bytes(raw)
+    os.truncate(own / name, len(raw) + more)
+    assert [what for what in damage_of(own, name.encode()) if "holes" in what]
+    rebuilt(own)
+    with Pack.open(os.fsencode(own), in_memory=True) as opened:
+        opened.require_sound()
+
+
+def damage_of(directory: Path, name: bytes) -> list[str]:
+    return [each.what for each in verified(directory).damage if each.file == name]

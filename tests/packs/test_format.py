@@ -276,8 +276,11 @@ def test_entries_that_contradict_each_other_make_no_index(entries: list[Entry]) 
         Entry(b"c", 0o644),
         Entry(b"c", FOLDER | 1 << 20),
         Entry(b"c", stat.S_IFLNK | 0o777),
+        Entry(b"c", stat.S_IFLNK | 0o777, target=b"a\0b"),
+        Entry(b"c", stat.S_IFLNK | 0o777, target=b"t" * 4096),
+        Entry(b"/".join([b"n" * 255] * 257), FOLDER),
     ],
-    ids=range(11),
+    ids=range(14),
 )
 def test_an_index_of_impossible_entries_is_not_sound(entry: Entry) -> None:
     chunks = [*CHUNKS, ChunkFile(1 << 40, 2)]
@@ -285,6 +288,12 @@ def test_an_index_of_impossible_entries_is_not_sound(entry: Entry) -> None:
     index = Index(encode_index([*SMALL, entry], chunks))
     with pytest.raises(PackError):
         index.require_sound()
+
+
+def test_directories_that_are_lost_are_not_made_without_end() -> None:
+    deep = b"/".join([b"d"] * 32_000)
+    with pytest.raises(PackError, match="directories"):
+        encode_index([*SMALL, Entry(deep, FILE)], CHUNKS)
 
 
 def test_an_index_whose_extents_leave_the_range_of_64_bits_is_not_sound() -> None:

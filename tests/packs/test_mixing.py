@@ -11,7 +11,10 @@ import pytest
 
 from monarch.order import chunkwise_order, distinct_labels, epoch_permutation
 from monarch.packs import mixing
-from monarch.packs.pack import Pack
+from monarch.packs.format import LARGE, Entry
+from monarch.packs.index import encode_index
+from monarch.packs.pack import Pack, encode_description, summary_of
+from tests.packs.test_format import FILE
 from tests.packs.trees import pack
 
 # 20,000 files of 100 classes in 400 chunks of 50; batches of 128 files.
@@ -92,3 +95,18 @@ def test_the_label_is_the_first_directory_that_distinguishes(
 ) -> None:
     (tmp_path / "source").mkdir()
     assert _labels(tmp_path, paths) == (directory, dict(zip(paths, expected, strict=True)))
+
+
+def test_numbers_of_large_files_take_no_memory(tmp_path: Path) -> None:
+    entries = [
+        Entry(b"%d" % number, FILE, size=1, chunk=LARGE, offset=number << 40)
+        for number in range(1, 4)
+    ]
+    raw = encode_index(entries, [])
+    info = summary_of(raw, large=3, chunk_bytes=4096, seed=0, order="random")
+    (tmp_path / "index").write_bytes(raw)
+    (tmp_path / "pack.json").write_bytes(encode_description(info))
+    with Pack.open(os.fsencode(tmp_path)) as opened:
+        opened.require_sound()
+        chunks = mixing.chunk_of_each(opened, mixing.numbers_with_bytes(opened))
+    assert chunks.tolist() == [0, 1, 2]
