@@ -157,7 +157,7 @@ def _require_no_empty_argument(arguments: Sequence[str]) -> None:
             named = option if is_option else before
             place = f"{named}: " if named.startswith("-") else ""
             hint = "check for a variable that is not set"
-            raise UsageError(f"{place}the path is empty", hint=hint)
+            raise UsageError(f"{place}the value is empty", hint=hint)
 
 
 def _run() -> int:

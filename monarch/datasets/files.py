@@ -154,7 +154,7 @@ class Dataset:
         read = _read_in_python if _read_many is None else _read_many
         cores = len(os.sched_getaffinity(0))
         least = min(self._threads, cores, 1 + len(names) // _FILES_A_THREAD)
-        found = read(self._fd, names, buffer, least, self._threads)
+        found = read(self._fd, names, buffer, least, min(self._threads, max(1, len(names))))
         places = np.frombuffer(found, np.int64).reshape(len(names), 2).copy()
         bad = np.flatnonzero(places[:, 0] == _FAILED)
         if len(bad):

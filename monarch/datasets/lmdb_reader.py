@@ -93,11 +93,12 @@ class LmdbReader:
         keep it longer than the others. Raises IndexError for an index below 0 or beyond the last
         record, LmdbError if the file was changed since it was opened, and OSError.
         """
-        wanted = np.array([*map(operator.index, indices)], np.int64)
-        if not len(wanted):
+        asked = [*map(operator.index, indices)]
+        if not asked:
             return []
-        if wanted.min() < 0 or wanted.max() >= len(self):
-            raise IndexError(f"an index from {wanted.min()} to {wanted.max()}, of {len(self)}")
+        if min(asked) < 0 or max(asked) >= len(self):
+            raise IndexError(f"an index from {min(asked)} to {max(asked)}, of {len(self)}")
+        wanted = np.array(asked, np.int64)
         offsets, lengths = self._table.offsets[wanted], self._table.lengths[wanted]
         if self._whole_extents:
             for extent in np.unique(offsets // EXTENT_BYTES).tolist():

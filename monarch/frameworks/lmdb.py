@@ -56,12 +56,12 @@ class LmdbDataset(Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples ``indices``, read together."""
-        wanted = np.asarray(indices, np.int64)
-        if self._records is not None:
-            if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
-                raise IndexError(f"a sample of {len(self)}")
-            wanted = self._records[wanted]
-        return [self._decode(value) for value in self.reader.get_many(wanted)]
+        if self._records is None:
+            return [self._decode(value) for value in self.reader.get_many(indices)]
+        if len(indices) and not 0 <= min(indices) <= max(indices) < len(self):
+            raise IndexError(f"a sample of {len(self)}")
+        records = self._records[np.asarray(indices, np.int64)]
+        return [self._decode(value) for value in self.reader.get_many(records)]
 
     def extents(self) -> npt.NDArray[np.int64]:
         """For each sample the number of its extent, for a ``ChunkwiseSampler``."""

@@ -163,6 +163,13 @@ def test_no_descriptor_and_no_thread_is_left(
     wait_until(lambda: set(os.listdir("/proc/self/task")) <= before[1], "threads are left")
 
 
+def test_more_threads_than_a_number_of_the_extension_holds_are_as_many_as_files(
+    reader: str, tmp_path: Path, tree: dict[str, bytes]
+) -> None:
+    with Dataset(tmp_path, threads=1 << 31) as dataset:
+        assert dataset.get_many(tree) == list(tree.values())
+
+
 def test_threads_forked_processes_and_pickled_copies_read(
     reader: str, tmp_path: Path, tree: dict[str, bytes]
 ) -> None:

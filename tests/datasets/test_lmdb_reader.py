@@ -85,7 +85,7 @@ def test_records_come_in_the_order_asked(file: tuple[Path, Records], index: Path
         values[0][0] = 1
 
 
-@pytest.mark.parametrize("wrong", [-1, 1500])
+@pytest.mark.parametrize("wrong", [-1, 1500, 1 << 63])
 def test_an_index_that_is_not_one_of_a_record_is_refused(
     file: tuple[Path, Records], wrong: int
 ) -> None:

@@ -296,9 +296,9 @@ def test_an_empty_path_is_a_mistake_in_every_verb(
         line = one_line(done)
         assert (
             done.returncode,
-            "the path is empty; check for a variable that is not set" in line,
+            "the value is empty; check for a variable that is not set" in line,
         ) == (2, True)
-    assert "--tier: the path is empty" in one_line(monarch(*commands[2], check=False))
+    assert "--tier: the value is empty" in one_line(monarch(*commands[2], check=False))
     assert_nothing_is_left(monarch)
 
 
