@@ -1,7 +1,7 @@
 # Sourced by the launchers: installs what is missing, and takes no time when nothing is.
 #
 #   ensure_apt PACKAGE...      Debian packages; as root or by sudo, else it says what to install.
-#                              The service of nginx is neither started nor enabled
+#                              The services of nginx, Slurm and munge are neither started nor enabled
 #   ensure_venv EXTRA...       a virtual environment with this checkout and the extras of pyproject.toml
 #   ensure_torch               PyTorch, into the same environment
 #   $ROOT, $VENV, $PYTHON      the checkout, its environment (MONARCH_VENV: another one) and its Python
@@ -13,24 +13,29 @@ PYTHON=$VENV/bin/python
 SYSTEM_PACKAGES=(fuse3 libfuse3-dev gcc pkg-config python3-dev python3-venv)
 CLIENT_PACKAGES=(rsync git tar attr)
 PATH=$PATH:/usr/sbin command -v nginx >/dev/null || CLIENT_PACKAGES+=(nginx-light)
+# A Slurm that tests start themselves.
+SLURM_PACKAGES=(slurmctld slurmd slurm-client munge iproute2)
 
 # Debian asks this program whether the installation of a package may start a service.
 SERVICE_POLICY=/usr/sbin/policy-rc.d
 
 # Run as root. The mount starts nginx itself, and its service would take port 80 of this machine.
+# The tests start Slurm and munge in a namespace.
 INSTALL='
 policy=$1
 shift
 if [ ! -e "$policy" ]; then
     trap "rm -f \"\$policy\"" EXIT
     trap "exit 1" HUP INT TERM
-    printf "%s\n" "#!/bin/sh" "case \$1 in nginx|nginx.service) exit 101 ;; esac" >"$policy"
+    printf "%s\n" "#!/bin/sh" "case \${1%.service} in nginx|slurmctld|slurmd|munge) exit 101 ;; esac" >"$policy"
     chmod 755 "$policy"
 fi
 # Configuration, not environment: sudo clears the environment.
 apt="apt-get -q -o Dpkg::Use-Pty=0 -o APT::Install-Recommends=false -y"
 $apt install "$@" || { $apt update && $apt install "$@"; } || exit 1
-case " $* " in *" nginx-light "*) update-rc.d nginx disable ;; esac
+for service in nginx slurmctld slurmd munge; do
+    case " $* " in *" $service "* | *" $service-light "*) update-rc.d "$service" disable ;; esac
+done
 '
 
 say() { printf '%s\n' "$*" >&2; }

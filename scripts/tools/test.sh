@@ -59,7 +59,7 @@ sys.exit(not all(map(u.find_spec, ("tensorflow", "webdataset"))))' && return 0
 
 if [ "$install" ]; then
     step "system packages"
-    ensure_apt "${SYSTEM_PACKAGES[@]}" "${CLIENT_PACKAGES[@]}" sqlite3 e2fsprogs xfsprogs \
+    ensure_apt "${SYSTEM_PACKAGES[@]}" "${CLIENT_PACKAGES[@]}" "${SLURM_PACKAGES[@]}" sqlite3 e2fsprogs xfsprogs \
         glusterfs-server glusterfs-client
     step "Python packages in $VENV"
     # PyTorch first and alone: as a dependency of another package pip would take a build with CUDA.

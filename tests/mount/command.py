@@ -225,7 +225,7 @@ def ordinary_user(case: str, *, device_mode: int = 0o666) -> Iterator[OrdinaryUs
         assert holder.stdout is not None
         if holder.stdout.readline() != "ready\n":
             pytest.skip("a mount namespace cannot be made here")
-        user = OrdinaryUser(directory, holder.pid, _python(), case)
+        user = OrdinaryUser(directory, holder.pid, python_for_others(), case)
         user.mkdir("home")
         yield user
         wait_until(lambda: not user.daemons(), f"processes are left: {user.daemons()}")
@@ -239,7 +239,7 @@ def ordinary_user(case: str, *, device_mode: int = 0o666) -> Iterator[OrdinaryUs
         shutil.rmtree(directory)
 
 
-def _python() -> str:
+def python_for_others() -> str:
     """An interpreter of this version that an ordinary user may run, with our packages."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for candidate in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
