@@ -1,27 +1,38 @@
 #!/bin/bash
 # Slurm epilog: unmounts what prolog.sh mounted, when no other job of this node uses it any more.
-# Settings: see prolog.sh. The tiers keep their copies for the next job unless MONARCH_EVICT=yes.
+# Settings: see prolog.sh. The tiers keep their copies for the next job unless MONARCH_EVICT=yes. The
+# cache of one job (%j) is removed with its copies.
 
-set -u
-CONFIG=${MONARCH_SLURM_CONF:-/etc/monarch/slurm.conf}
-[ -r "$CONFIG" ] || exit 0
-MONARCH_MOUNTS='' MONARCH_PATH='' MONARCH_EVICT=no MONARCH_STRICT=no MONARCH_DRAIN=10m
-MONARCH_RUN=/run/monarch-slurm MONARCH_LOG=/var/log/monarch-slurm.log
-. "$CONFIG"
-export PATH=$MONARCH_PATH:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-umask 077
-exec </dev/null >>"$MONARCH_LOG" 2>&1
+. "$(dirname "$(readlink -f "$0")")/functions.sh"
 
-log() { echo "$(date '+%F %T') epilog job=${SLURM_JOB_ID:-?} nodes=${SLURM_NODELIST:-?} $*"; }
+comment() { # ENTRY...: what was saved on the first node of the job becomes its AdminComment
+    local entry words text=''
+    [ "$(scontrol show hostnames "$SLURM_NODELIST" | head -1)" = "$SLURMD_NODENAME" ] || return 0
+    for entry; do
+        is_mounted "${entry#*:}" || continue
+        words=$(COLUMNS=1000 monarch status "${entry#*:}" 8>&- |
+            sed -nE 's/^ *(saved|from other nodes) +([^;]*).*/\1: \2/p' | paste -sd, -)
+        text+="${text:+; }${entry%%:*} on $SLURMD_NODENAME: $words"
+    done
+    # Not `scontrol update`, which refuses a job that has ended.
+    [ -z "$text" ] ||
+        timeout 20 sacctmgr -i modify job where "jobid=$JOB" set "admincomment=$text" ||
+        log "sacctmgr failed: the job has no AdminComment"
+}
 
-status=0
+status=0 of_job=()
 mkdir -p "$MONARCH_RUN"
 exec 9>"$MONARCH_RUN/lock"
 flock 9
 for entry in $MONARCH_MOUNTS; do
     name=${entry%%:*} mountpoint=${entry#*:}
-    [ -e "$MONARCH_RUN/$name/${SLURM_JOB_ID:-none}" ] || continue
-    rm -f "$MONARCH_RUN/$name/${SLURM_JOB_ID:-none}"
+    mountpoint=${mountpoint//%j/$JOB}
+    if is_of_job "$entry"; then
+        of_job+=("$name:$mountpoint")
+        continue
+    fi
+    [ -e "$MONARCH_RUN/$name/$JOB" ] || continue
+    rm -f "$MONARCH_RUN/$name/$JOB"
     # rmdir fails while another job's mark is there.
     rmdir "$MONARCH_RUN/$name" 2>/dev/null || continue
     if [ "$MONARCH_EVICT" = yes ]; then
@@ -39,6 +50,12 @@ for entry in $MONARCH_MOUNTS; do
         status=1
     fi
 done
+exec 9>&-
+if [ ${#of_job[@]} != 0 ]; then
+    lock_job "$JOB"
+    [ "$MONARCH_COMMENT" != yes ] || comment "${of_job[@]}"
+    end_job "$JOB" "$MONARCH_DRAIN" || status=1
+fi
 
 [ "$MONARCH_STRICT" = yes ] || status=0
 exit $status

@@ -3,61 +3,123 @@
 #
 #   slurm.conf:  Prolog=/etc/monarch/prolog.sh   Epilog=/etc/monarch/epilog.sh   PrologFlags=Alloc
 #
-# /etc/monarch/slurm.conf is read by this shell:
+# functions.sh lies beside it. /etc/monarch/slurm.conf is read by this shell:
 #
-#   MONARCH_MOUNTS="imagenet:/mnt/imagenet"   names in monarch.yaml with their mount points
+#   MONARCH_MOUNTS="imagenet:/mnt/imagenet"   names in monarch.yaml with their mount points; with %j, the
+#                                             number of the job, each job has a mount of its own
 #   MONARCH_CONFIG=/etc/monarch/monarch.yaml
 #   MONARCH_PATH=/opt/monarch/bin             where `monarch` is; Slurm gives a prolog no useful PATH
 #   MONARCH_EVICT=no                          yes: the epilog frees the tiers after the last job
 #   MONARCH_DRAIN=10m                         how long the epilog waits until all written files are at the
 #                                             source; after that the mount stays and drains them
 #   MONARCH_STRICT=no                         yes: a mount that fails drains the node and requeues the job
+#   MONARCH_JOBS=/var/lib/monarch-jobs        has a directory for the cache of each job, on a local disk.
+#                                             In monarch.yaml it is $MONARCH_JOB
+#   MONARCH_KEY=/etc/monarch/key              32 random bytes, the same on all nodes, of root, mode 0600:
+#                                             the secrets of the jobs are made of them
+#   MONARCH_COMMENT=no                        yes: the AdminComment of the job shows what was saved on its
+#                                             first node (`sacct -o AdminComment`; needs slurmdbd)
 #
 # The prolog runs as root under slurmd, so the daemon is in no step's control group: one that a step
 # starts is killed when the step ends. Jobs that share the node share the mount; the epilog of the
 # last one ends it. In a prolog the list of nodes is SLURM_NODELIST (SLURM_JOB_NODELIST is for jobs).
+#
+# A mount with %j is of one job. Its nodes may share their copies (docs/nodes.md): the secret of the
+# job is in $MONARCH_JOB/secret. The epilog removes the mount, its copies and the secret. What a node
+# that failed has kept is removed by the prolog of the next job there.
 
-set -u
-CONFIG=${MONARCH_SLURM_CONF:-/etc/monarch/slurm.conf}
-[ -r "$CONFIG" ] || exit 0
-MONARCH_MOUNTS='' MONARCH_CONFIG=/etc/monarch/monarch.yaml MONARCH_PATH='' MONARCH_STRICT=no
-MONARCH_RUN=/run/monarch-slurm MONARCH_LOG=/var/log/monarch-slurm.log
-. "$CONFIG"
-export PATH=$MONARCH_PATH:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-umask 077
+. "$(dirname "$(readlink -f "$0")")/functions.sh"
 
-# A daemon that kept slurmd's stdout or stderr would hold up the job: all three are redirected.
-exec </dev/null >>"$MONARCH_LOG" 2>&1
-
-log() { echo "$(date '+%F %T') prolog job=${SLURM_JOB_ID:-?} nodes=${SLURM_NODELIST:-?} $*"; }
-
-start() { # NAME: mounts it; returns when the mount answers
-    if [ -d /run/systemd/system ] && systemctl cat "monarch@$1.service" >/dev/null 2>&1; then
-        systemctl start "monarch@$1.service"
+start() { # NAME UNIT: mounts it; returns when the mount answers
+    local run=() name
+    if [ -d /run/systemd/system ] && [ "$1" = "$2" ] &&
+        systemctl cat "monarch@$1.service" >/dev/null 2>&1; then
+        systemctl start "monarch@$1.service" 9>&-
+        return
     elif [ -d /run/systemd/system ]; then
         # Out of slurmd.service, or the daemon ends with the next restart of slurmd.
-        systemd-run --quiet --collect --unit "monarch-slurm-$1" --service-type=forking \
-            --setenv=PATH="$PATH" monarch mount -c "$MONARCH_CONFIG" "$1"
+        run=(systemd-run --quiet --collect --unit "monarch-slurm-$2" --service-type=forking)
+        for name in PATH MONARCH_JOB SLURM_JOB_ID SLURM_NODELIST SLURMD_NODENAME; do
+            run+=("--setenv=$name=${!name:-}")
+        done
     else
-        setsid monarch mount -c "$MONARCH_CONFIG" "$1"
-    fi 9>&- # the daemon must not inherit the lock
+        run=(setsid)
+    fi
+    "${run[@]}" monarch mount -c "$MONARCH_CONFIG" "$1" 8>&- 9>&- # the daemon must not inherit a lock
 }
 
-status=0
+end_earlier_jobs() { # ends the caches of jobs that left this node without an epilog, as after a failure
+    local directory id running=''
+    for directory in "$MONARCH_JOBS"/*; do
+        id=${directory##*/}
+        [ -d "$directory" ] && [ "$id" != "$JOB" ] || continue
+        if [ -z "$running" ]; then
+            # Without an answer no job is known to have ended.
+            running=$(timeout 20 squeue -h -w "${SLURMD_NODENAME:-$(hostname -s)}" -o %A \
+                -t configuring,running,suspended,completing,stopped,signaling,stage_out) || return
+            running=" "${running//$'\n'/ }" "
+        fi
+        case $running in *" $id "*) continue ;; esac
+        log "job $id has ended: its cache is removed"
+        (lock_job "$id" -n && end_job "$id" 10s)
+    done
+}
+
+make_secret() { # writes the secret of this job: a keyed hash of its number, the same on all nodes
+    [ -e "$MONARCH_KEY" ] || return 0
+    if [ -n "$(find "$MONARCH_KEY" -perm /077)" ]; then
+        log "$MONARCH_KEY is not used: other users can read it; chmod 600 $MONARCH_KEY"
+        return 0
+    fi
+    # The key goes through pipes only, and `printf` is part of the shell.
+    { cat "$MONARCH_KEY"; { cat "$MONARCH_KEY"; printf 'job %s' "$JOB"; } | sha256sum; } |
+        sha256sum | cut -c1-64 >"$MONARCH_JOB/secret"
+}
+
+begin_job() { # ENTRY...: the mounts of this job alone
+    local entry name mountpoint
+    end_earlier_jobs
+    # A job that was requeued has the same number.
+    (lock_job "$JOB" && end_job "$JOB" 10s) || return 1
+    lock_job "$JOB"
+    mkdir -p "$MONARCH_JOB"
+    make_secret
+    for entry; do
+        name=${entry%%:*} mountpoint=${entry#*:}
+        mountpoint=${mountpoint//%j/$JOB}
+        # The parents are open to the users, and so is the mount point before the mount.
+        (umask 022 && mkdir -p "$mountpoint")
+        echo "$mountpoint" >>"$MONARCH_JOB/mounts"
+        if ! start "$name" "$name-$JOB" || ! is_mounted "$mountpoint"; then
+            log "monarch mount $name failed: $mountpoint is not mounted"
+            return 1
+        fi
+    done
+}
+
+status=0 of_job=()
 mkdir -p "$MONARCH_RUN"
 exec 9>"$MONARCH_RUN/lock"
 flock 9
 for entry in $MONARCH_MOUNTS; do
+    if is_of_job "$entry"; then
+        of_job+=("$entry")
+        continue
+    fi
     name=${entry%%:*} mountpoint=${entry#*:}
     mkdir -p "$MONARCH_RUN/$name"
     # `status` asks the daemon, not the mount: a dead mount would answer nothing.
-    if monarch status "$mountpoint" >/dev/null 2>&1 9>&- || start "$name"; then
-        touch "$MONARCH_RUN/$name/${SLURM_JOB_ID:-none}"
+    if monarch status "$mountpoint" >/dev/null 2>&1 9>&- || start "$name" "$name"; then
+        touch "$MONARCH_RUN/$name/$JOB"
     else
         log "monarch mount $name failed with $?"
         status=1
     fi
 done
+exec 9>&-
+if [ ${#of_job[@]} != 0 ]; then
+    begin_job "${of_job[@]}" || status=1
+fi
 
 # Any status but 0 drains the node. A job can do without Monarch: it finds the mount point empty
 # and reads the source.
