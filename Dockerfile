@@ -31,7 +31,7 @@ RUN pip wheel --no-cache-dir --wheel-dir /wheels .
 
 FROM python:3.11-slim-bookworm
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends fuse3 libfuse3-3 \
+    && apt-get install -y --no-install-recommends fuse3 libfuse3-3 nginx-light \
     && rm -rf /var/lib/apt/lists/* \
     && echo user_allow_other >> /etc/fuse.conf
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
