@@ -315,6 +315,9 @@ class Drain:
                 break
             if {op.object, op.over_object} & changed or {op.ino, op.over_ino} & changed_inos:
                 break
+            if (changed or changed_inos) and self.state.is_to_replace(op):
+                # It has to find the replaced file, which may be a changed one, by another name.
+                break
             if op.kind == "content" and (
                 entry.is_staging or not (self._order.is_left_out(entry) or entry.is_ready)
             ):

@@ -225,6 +225,11 @@ class SourceState:
         """Whether the source has a file of an object, in any version, under its name."""
         return number in self._known and number not in self._over
 
+    def is_to_replace(self, op: Op) -> bool:
+        """Whether a change is about a file that has replaced another one on the mount, and not yet
+        at the source."""
+        return op.object in self._over or op.over_object in self._over
+
     def may_be_published(self, number: int) -> bool:
         """Whether a staged file of an object may have got a name without a mark."""
         return number in self._ours

@@ -26,7 +26,7 @@ import trio.testing
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.drain import Drain
 from monarch.writeback.expected import Expected, is_shared
-from monarch.writeback.op import above
+from monarch.writeback.op import Op, above
 from tests.equipment.remounts import KINDS, tree_of
 from tests.writeback.remount_histories import how
 from tests.writeback.remounts import Rig
@@ -300,6 +300,33 @@ async def test_two_mounts_of_one_node_name_their_conflicts_differently(
             model.write(b"a", content)
             await drain.progress.wait(model.last_seq)
     assert kept(tmp_path / "source") == [b"one", b"other"]
+
+
+@pytest.mark.promise(79, 116)
+async def test_a_change_of_a_hard_link_is_known_to_the_rename_that_follows_at_once(
+    model: Model, clock: trio.testing.MockClock
+) -> None:
+    replaced = model.tree[b"b"]
+    async with draining(model) as drain:
+        # The bytes of the file that replaces one of two names never come to the source.
+        node = model.create(b"new")
+        node.writers = 1
+        model.store(node, b"half of it")
+        model.content(node)
+        model.rename(b"new", b"b")
+        model.store(node, b"all of it")
+        await until(lambda: not drain.queue)
+        # In one turn of the drain the replaced file gets another time, by its other name, and the
+        # name at which it still is at the source is given up.
+        model.tree[b"c"].mtime_ns = time_ns = 10**18
+        ino, was = replaced.ino, replaced.was
+        model.record(Op(kind="attr", path=b"c", ino=ino, mtime_ns=time_ns, was=was))
+        model.rename(b"b", b"d/new")
+        model.unlink(b"d/new")
+        model.end(node)
+        await drain.progress.wait(model.last_seq)
+        assert drain.backlog().conflicts == 0
+    model.check_all_is_there()
 
 
 @pytest.mark.promise(79)
