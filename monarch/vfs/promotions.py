@@ -93,7 +93,7 @@ class Promotions:
         if self._residency.is_changed(ino) or names.is_gone(ino) or names.is_rewritten(ino):
             return
         if self.is_kept_elsewhere(ino) and not self._residency.is_forced(ino):
-            # It came from there, without a look at the source.
+            # Its bytes came from there. The source was not asked.
             return
         attributes = names.stored(ino)
         self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
