@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from monarch.foresight import recognition, stream
 from monarch.foresight.marks import Marks
 from monarch.foresight.recognition import binomial_tail, poisson_tail
 from monarch.foresight.stream import Stream, Subtree, _Order
+from monarch.order import epoch_permutation
 from monarch.types import ROOT_INO, Ino
 from tests.foresight.streams import with_noise, workers
 
@@ -119,6 +122,21 @@ def test_the_tails_of_the_distributions_are_right() -> None:
     assert (binomial_tail(5, 0, 0.1), binomial_tail(5, 6, 0.1)) == (1.0, 0.0)
     assert poisson_tail(2.0, 3) == pytest.approx(0.3233, abs=1e-4)
     assert poisson_tail(5000.0, 5000) == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_node_reads_a_sample_as_often_as_nopfs_computes() -> None:
+    """Dryden et al., SC 2021: of ImageNet-1k, on 16 nodes and in 90 epochs, a node reads 31,635
+    samples more than ten times."""
+    files, nodes, epochs = 1_281_167, 16, 90
+    more = binomial_tail(epochs, 11, 1 / nodes)
+    assert files * more == pytest.approx(31_634.7, abs=0.1)
+    # The same of orders that Monarch draws: each node reads every 16th sample of them.
+    count = 20_000
+    reads = np.zeros(count, np.int64)
+    for epoch in range(epochs):
+        reads[epoch_permutation(7, epoch, count)[3::nodes]] += 1
+    deviation = math.sqrt(count * more * (1 - more))
+    assert abs(np.count_nonzero(reads > 10) - count * more) < 4 * deviation
 
 
 @pytest.mark.parametrize("m", [16, 64])
