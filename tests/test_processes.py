@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from pathlib import Path, PurePosixPath
 
-from monarch.posix.processes import Sessions
+from monarch.posix.cgroups import group_of, group_runs
+from monarch.posix.processes import Sessions, runs_any_of, user_of
 from tests.equipment.waiting import wait_until
 
 
@@ -46,3 +48,30 @@ def test_a_session_is_over_when_all_its_processes_have_ended() -> None:
     first.communicate()
     assert sessions.is_over(first.pid)
     assert not sessions.is_over(os.getsid(0))
+
+
+def test_the_user_of_a_process_is_known_until_it_ends() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert user_of(process.pid) == os.geteuid() and runs_any_of(os.geteuid())
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        # A zombie opens nothing.
+        assert user_of(process.pid) is None
+    assert user_of(process.pid) is None
+    assert not runs_any_of(987_654_321)
+
+
+def test_a_control_group_runs_while_it_or_one_beneath_has_a_process(tmp_path: Path) -> None:
+    job = PurePosixPath("/slurm/job_7")
+    # Without version 2 it cannot be seen.
+    assert group_runs(job, tmp_path)
+    (tmp_path / "cgroup.controllers").touch()
+    assert group_runs(PurePosixPath("/"), tmp_path)
+    assert not group_runs(job, tmp_path)
+    events = tmp_path / "slurm/job_7/cgroup.events"
+    events.parent.mkdir(parents=True)
+    for populated in (1, 0):
+        events.write_text(f"populated {populated}\nfrozen 0\n")
+        assert group_runs(job, tmp_path) == bool(populated)
+    own = group_of(os.getpid())
+    assert own is None or own.is_absolute()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 
 def memory_bytes(root: Path) -> int:
@@ -61,3 +61,26 @@ def _groups(root: Path, controller: str, *, new: str, old: str) -> Iterator[tupl
                 # Without a limit version 2 has "max", version 1 a number beyond all memory.
                 if text.strip().isdigit():
                     yield directory, int(text)
+
+
+def group_of(pid: int) -> PurePosixPath | None:
+    """The control group of a process, of version 2; None if it is in none, or has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.removeprefix("0::") for line in lines if line.startswith("0::"))
+    return next(map(PurePosixPath, found), None)
+
+
+def group_runs(group: PurePosixPath, mounted: Path = Path("/sys/fs/cgroup")) -> bool:
+    """Whether a control group of version 2, or one beneath it, has a process. True if that cannot
+    be seen."""
+    if not (mounted / "cgroup.controllers").exists():
+        return True
+    directory = mounted / group.relative_to("/")
+    try:
+        return "populated 0" not in (directory / "cgroup.events").read_text().splitlines()
+    except OSError:
+        # The first group of all has no such file.
+        return directory.exists()

@@ -79,6 +79,30 @@ def process_of(thread: int) -> int:
     return int(_field(text, b"Tgid") or 0)
 
 
+def user_of(process: int) -> int | None:
+    """The user with whose rights a process opens files; None if it has ended. The owner of its
+    directory in /proc may be root instead, as it chooses."""
+    status = _read(f"/proc/{process}/status")
+    numbers = _field(status, b"Uid").split()
+    is_over = len(numbers) != 4 or _field(status, b"State").startswith(b"Z")
+    return None if is_over else int(numbers[3])
+
+
+def runs_any_of(user: int) -> bool:
+    """Whether a process runs with the rights of a user."""
+    numbers = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return any(_owner(number) == user for number in numbers) or any(
+        user_of(number) == user for number in numbers
+    )
+
+
+def _owner(process: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{process}").st_uid
+    except OSError:
+        return None
+
+
 def link_of(process: int, descriptor: int) -> str:
     """The path of the file that a process has open as ``descriptor``. Raises OSError:
     FileNotFoundError if it is closed; PermissionError if this process may not see it.
