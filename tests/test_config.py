@@ -12,6 +12,7 @@ import pytest
 
 from monarch.config import load
 from monarch.config.defaults import default_tier, readable_name, state_directory, state_root
+from monarch.config.quotas import QuotaSettings
 from monarch.config.settings import (
     LimitSettings,
     MountSettings,
@@ -255,6 +256,37 @@ MISTAKES = {
     "pinned files without a caller": (
         "<<: {source_identity: caller, rules: [{match: a, pin: true}]}",
         "source_identity: caller and a rule with pin: true exclude each other",
+    ),
+    "quota with an unknown key": ("quotas: [{tear: 30%}]", "unknown key 'tear' in quotas[0]"),
+    "quota for two jobs": (
+        "quotas: [{user: root, cgroup: /a, tier: 30%}]",
+        "quotas[0]: user and cgroup exclude each other",
+    ),
+    "quota for no user of this node": (
+        "quotas: [{user: no-such-user, tier: 30%}]",
+        "quotas[0]: there is no user 'no-such-user' on this node",
+    ),
+    "quota of more than everything": ("quotas: [{tier: 130%}]", "'130%' is no share"),
+    "quota that is no size": ("quotas: [{tier: much}]", "or like 30%"),
+    "quota after one for all": (
+        "quotas: [{tier: 30%}, {user: root, tier: 70%}]",
+        "quotas: [1] has no effect: an earlier one is for all processes",
+    ),
+    "quota for the same user": (
+        "quotas: [{user: root, tier: 30%}, {user: root, tier: 70%}]",
+        "quotas: [1] has no effect: an earlier one is for user root",
+    ),
+    "quotas without opens": (
+        "<<: {open: none, quotas: [{tier: 30%}]}",
+        "quotas exclude open: none",
+    ),
+    "quotas with evictions": (
+        "<<: {placement: {policy: lru}, quotas: [{tier: 30%}]}",
+        "quotas exclude placement.policy: lru",
+    ),
+    "quotas with other nodes": (
+        "<<: {peers: {members: [a, b]}, quotas: [{tier: 30%}]}",
+        "quotas exclude peers.members",
     ),
     "too many tiers": (f"tiers: [{', '.join(f'/t{n}' for n in range(17))}]", "more than 16"),
 }
@@ -596,6 +628,10 @@ def test_options_of_mount_are_taken_or_refused_in_a_short_line() -> None:
     assert of(harmless) == of()
     for options, message in (
         ("zzz", "-o zzz: unknown key 'zzz'; conf/monarch.yaml lists every key"),
+        (
+            "quotas=[{tier: 30%}]",
+            "-o quotas=[{tier: 30%}]: quotas are written in a configuration file",
+        ),
         ("placement.rules=x", "-o placement.rules=x: rules are written in a configuration file"),
         ("rw", "-o rw: name the paths that can be written: absorb=PATTERN"),
         ("ro,absorb=a/**", "-o ro: excludes `write` and `absorb`"),
@@ -617,6 +653,18 @@ def test_a_wrong_tier_option_is_reported_once_and_causes_no_other_mistake() -> N
 def test_directories_that_meet_are_refused_on_the_command_line_too() -> None:
     with pytest.raises(ConfigError, match="mount point /pfs/a/m is inside the source /pfs/a"):
         load.from_options(Path("/pfs/a"), Path("/pfs/a/m"))
+
+
+def test_a_quota_is_a_share_of_the_tiers_or_a_size() -> None:
+    wanted = {"30%": 300, "0.1%": 1, "100 %": 1000, "2KB": 2000, 5: 5}
+    for text, nbytes in wanted.items():
+        quota = QuotaSettings.model_validate({"tier": text})
+        assert quota.tier_within(1000) == nbytes, text
+    assert QuotaSettings().tier_within(1000) is None
+    for user in (0, "0", "root"):
+        assert QuotaSettings.model_validate({"user": user}).user_number() == 0
+    with pytest.raises(ValueError):
+        QuotaSettings.model_validate({"user": True})
 
 
 def test_options_go_over_the_rules_of_a_named_mount(tmp_path: Path) -> None:

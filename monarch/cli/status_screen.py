@@ -217,6 +217,7 @@ def _detail_lines(
         *_admission(report.admission),
         *(("rule", _rule(rule)) for rule in report.rules),
         *(("measured", _measured(job)) for job in report.measured),
+        *(("quota", _quota(quota)) for quota in report.quotas),
         *_writing(report.writing),
         ("datapath", f"{mode.datapath}{opens} ({mode.why})"),
         ("snapshot", _snapshot(report)),
@@ -508,6 +509,16 @@ def _measured(job: reports.MeasuredReport) -> str:
     """A session that `monarch analyze` measures."""
     limit = f", source at most {format_bytes(job.source_limit)}/s" if job.source_limit else ""
     return f"session {job.session}: {job.share:.0%} of the files from tiers{limit}"
+
+
+def _quota(quota: reports.QuotaReport) -> str:
+    """The quota of a job, and what it uses."""
+    limit = "no limit" if quota.tier is None else f"of {format_bytes(quota.tier)}"
+    rate = f", at most {format_bytes(quota.source_limit)}/s" if quota.source_limit else ""
+    return (
+        f"{quota.job}: copies {format_bytes(quota.charged)} {limit};"
+        f" source {format_bytes(quota.source_bytes)}{rate}"
+    )
 
 
 def _writing(writing: reports.WritingReport | None) -> Iterable[tuple[str, str]]:

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from monarch.config.conflicts import conflicts, conflicts_between, resolved
 from monarch.config.document import MAX_MOUNTS, MAX_VALUES, Loc, Node, dotted, read_document, shown
+from monarch.config.quotas import QuotaSettings
 from monarch.config.settings import (
     MountSettings,
     RuleSettings,
@@ -122,6 +123,8 @@ def _keys_at(loc: Loc) -> list[str]:
         return list(TierSettings.model_fields)
     if loc[:1] == ("rules",):
         return list(RuleSettings.model_fields)
+    if loc[:1] == ("quotas",):
+        return list(QuotaSettings.model_fields)
     if loc:
         section = _section(str(loc[0]))
         return list(section.model_fields) if section else []
@@ -129,7 +132,7 @@ def _keys_at(loc: Loc) -> list[str]:
 
 
 def option_keys() -> dict[str, bool]:
-    """The dotted keys that ``-o`` can set, which are not arguments, tiers and rules, and whether
+    """The dotted keys that ``-o`` can set, which are not arguments or lists, and whether
     each is a flag."""
     keys = {}
     for key, field in MountSettings.model_fields.items():
@@ -137,7 +140,7 @@ def option_keys() -> dict[str, bool]:
         if section is not None:
             for inner, inner_field in section.model_fields.items():
                 keys[f"{key}.{inner}"] = inner_field.annotation is bool
-        elif key not in ("name", "source", "mountpoint", "tiers", "rules"):
+        elif key not in ("name", "source", "mountpoint", "tiers", *_ONLY_IN_A_FILE):
             keys[key] = field.annotation is bool
     return keys
 
@@ -288,20 +291,23 @@ _REFUSED_OPTIONS = {
     "remount": "a running mount keeps its settings: `monarch umount`, then mount with new ones; the"
     " tiers keep their copies",
 }
-_RULES_IN_A_FILE = "rules are written in a configuration file: `monarch mount -c FILE NAME`"
+_ONLY_IN_A_FILE = ("rules", "quotas")
+_IN_A_FILE = "{} are written in a configuration file: `monarch mount -c FILE NAME`"
 
 
-def _is_of_rules(key: str) -> bool:
-    return key.rpartition(".")[2].partition("[")[0] == "rules"
+def _only_in_a_file(key: str) -> str | None:
+    """The list that a key is of, if it is one that only a configuration file may have."""
+    name = key.rpartition(".")[2].partition("[")[0]
+    return name if name in _ONLY_IN_A_FILE else None
 
 
 def _single(options: Sequence[str]) -> Iterator[str]:
-    """The options, which commas separate. A rule may contain commas itself: its text is not
-    divided."""
+    """The options, which commas separate. A rule or a quota may contain commas itself: its text is
+    not divided."""
     for text in options:
         while text:
-            is_rule = _is_of_rules(text.partition("=")[0])
-            option, _, text = (text, "", "") if is_rule else text.partition(",")
+            is_whole = _only_in_a_file(text.partition("=")[0])
+            option, _, text = (text, "", "") if is_whole else text.partition(",")
             if option:
                 yield option
 
@@ -322,8 +328,8 @@ def _apply(options: Sequence[str], fields: dict[str, Any], problems: list[str]) 
         if option in _REFUSED_OPTIONS:
             problems.append(f"-o {option}: {_REFUSED_OPTIONS[option]}")
             continue
-        if _is_of_rules(key):
-            problems.append(f"-o {option}: {_RULES_IN_A_FILE}")
+        if name := _only_in_a_file(key):
+            problems.append(f"-o {option}: {_IN_A_FILE.format(name)}")
             continue
         if key not in valid:
             problems.append(f"-o {option}: {_unknown_key(key, list(valid))}")

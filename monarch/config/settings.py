@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from monarch.config.path_pattern import check_pattern
+from monarch.config.quotas import MOST_QUOTAS, QuotaSettings
 from monarch.config.values import (
     NAME_PATTERN,
     AbsolutePath,
@@ -394,6 +395,12 @@ class MountSettings(Section):
     """The rights with which files are opened at the source for a reader: daemon, or caller (those
     of the process that reads; for a source that refuses root, as Lustre and NFS with root squash
     do; needs root, not with open: none)."""
+    quotas: tuple[QuotaSettings, ...] = Field(default=(), max_length=MOST_QUOTAS)
+    """Quotas of jobs that share the mount, like [{user: alice, tier: 30%}, {tier: 70%}]. A process
+    belongs to the first that names its `user` or its `cgroup`, or neither; one that none names gets
+    no copies. Each may have a `tier` (bytes of copies, or a share of the tiers; a copy that several
+    jobs have opened counts for them in equal parts) and a `source_bandwidth` (bytes per second).
+    With quotas nothing is fetched ahead (docs/operations.md)."""
     allow_other: bool = False
     """Let other users use the mount, as the modes of the files allow. Unless root mounts,
     /etc/fuse.conf must say user_allow_other."""
@@ -454,6 +461,26 @@ class MountSettings(Section):
             )
         return value
 
+    @field_validator("quotas", mode="after")
+    @classmethod
+    def _quotas_are_possible(
+        cls, quotas: tuple[QuotaSettings, ...], fields: ValidationInfo
+    ) -> tuple[QuotaSettings, ...]:
+        for number, quota in enumerate(quotas):
+            if any((each.user, each.cgroup) == (None, None) for each in quotas[:number]):
+                raise ValueError(f"[{number}] has no effect: an earlier one is for all processes")
+            if (quota.user, quota.cgroup) in [(q.user, q.cgroup) for q in quotas[:number]]:
+                raise ValueError(f"[{number}] has no effect: an earlier one is for {quota.job}")
+        placement, peers = fields.data.get("placement"), fields.data.get("peers")
+        for name, excludes in (
+            ("open: none, because opens must be seen", fields.data.get("open") == "none"),
+            ("placement.policy: lru", placement is not None and placement.policy == "lru"),
+            ("peers.members", peers is not None and bool(peers.members)),
+        ):
+            if quotas and excludes:
+                raise ValueError(f"quotas exclude {name}; leave one of them out")
+        return quotas
+
     @field_validator("rules", mode="after")
     @classmethod
     def _rules_are_possible(
@@ -479,7 +506,7 @@ class MountSettings(Section):
         """The patterns of paths that can be written; empty for a read-only mount."""
         return ("**",) if self.write == "absorb" and not self.absorb else self.absorb
 
-    @field_validator("absorb", "rules", "tiers", mode="before")
+    @field_validator("absorb", "quotas", "rules", "tiers", mode="before")
     @classmethod
     def _empty_list(cls, value: object, field: ValidationInfo) -> object:
         if value is None:

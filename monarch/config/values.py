@@ -15,7 +15,7 @@ from monarch.text import parse_bytes, parse_seconds
 _LARGEST = 2**63 - 1
 
 
-def _size(value: object) -> int:
+def size_of(value: object) -> int:
     if isinstance(value, str):
         return parse_bytes(value)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -63,11 +63,11 @@ def _path(value: object) -> Path:
     return value
 
 
-Size = Annotated[int, BeforeValidator(_size), Field(ge=0, le=_LARGEST)]
+Size = Annotated[int, BeforeValidator(size_of), Field(ge=0, le=_LARGEST)]
 # A longer time is a mistake.
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=366 * 86400)]
 CommitInterval = Annotated[float, BeforeValidator(_duration), Field(ge=0, le=300)]
-PositiveSize = Annotated[int, BeforeValidator(_size), Field(ge=1, le=_LARGEST)]
+PositiveSize = Annotated[int, BeforeValidator(size_of), Field(ge=1, le=_LARGEST)]
 # Each is a thread; a larger number is a mistake.
 Count = Annotated[int, BeforeValidator(whole_number), Field(ge=1, le=4096)]
 NameCount = Annotated[int, BeforeValidator(whole_number), Field(ge=1, le=2**40)]

@@ -83,13 +83,7 @@ def open_mount(parts: subsystems.Parts) -> Mount:
         first_ino=Ino(max(WRITTEN_INO, store.found.next_ino if store is not None else 0)),
         spill=parts.state / "names",
     )
-    choice = choose(
-        settings,
-        parts.snapshot.info(),
-        Abilities.here(),
-        capacity=sum(room.capacity for room in tiers.rooms),
-        holds_written=store is not None and bool(store.found.ops),
-    )
+    choice = _choice(parts, tiers, store)
     log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
     metrics = Metrics([tier.name for tier in tiers.hierarchy.tiers])
     datapath = subsystems.open_datapath(parts, tiers, choice, has_written=store is not None)
@@ -121,6 +115,7 @@ def open_mount(parts: subsystems.Parts) -> Mount:
     watch = subsystems.build_open_watch(parts, choice, datapath, caches)
     measured = subsystems.build_measured(parts, datapath)
     filesystem = FileSystem(read, tiers.epochs, tiers.foresight, write_back, watch, measured)
+    filesystem.readers.quotas = subsystems.build_quotas(parts, tiers)
     upkeep = subsystems.build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=sends_opens
     )
@@ -151,6 +146,16 @@ def open_mount(parts: subsystems.Parts) -> Mount:
         session=_session(settings, operations, datapath, caches),
         written_verbs=WrittenVerbs(names=names, write_back=write_back, loss_alarm=loss_alarm),
         remarks=_remarks(parts, tiers, choice, store),
+    )
+
+
+def _choice(parts: subsystems.Parts, tiers: subsystems.Tiers, store: WriteStore | None) -> Choice:
+    return choose(
+        parts.settings,
+        parts.snapshot.info(),
+        Abilities.here(),
+        capacity=sum(room.capacity for room in tiers.rooms),
+        holds_written=store is not None and bool(store.found.ops),
     )
 
 

@@ -195,6 +195,7 @@ class Status:
             pack=self._pack_report(),
             peers=self.peers(),
             measured=self._filesystem.measured.report(),
+            quotas=quotas.report() if (quotas := self._filesystem.readers.quotas) else [],
         )
 
     def _pack_report(self) -> PackReport | None:

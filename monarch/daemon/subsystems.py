@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from monarch.config.settings import ForesightSettings, MountSettings
 from monarch.daemon.freshness import ChangedInodes, FreshnessWatch
@@ -33,6 +33,7 @@ from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
 from monarch.placement.policy import FirstCome, Item, Lru, NoEvict, Policy
+from monarch.placement.quotas import Quotas
 from monarch.placement.residency import Residency
 from monarch.placement.rules import Rule, Rules
 from monarch.posix.buckets import bucket, buckets
@@ -55,7 +56,9 @@ from monarch.transfer.tier_monitor import TierMonitor
 from monarch.transfer.window import Window
 from monarch.vfs.measured import MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
+from monarch.vfs.quotas import JobQuotas, Quota
 from monarch.vfs.read_side import ReadSide
+from monarch.vfs.source_limit import SourceLimit
 from monarch.writeback.earlier import renewed_by_drain
 from monarch.writeback.setup import WriteBack
 from monarch.writeback.store import make_room
@@ -170,8 +173,9 @@ def open_tiers(parts: Parts) -> Tiers:
     )
     policy = _policy(settings, snapshot, capacities, bucket if pack is None else pack.files.bucket)
     belady = None
-    # Of a pack the tiers keep whole chunks.
-    if foreseeing.belady and pack is None and snapshot.bytes_total > sum(capacities):
+    # Of a pack the tiers keep whole chunks, and a quota decides alone.
+    may_exchange = foreseeing.belady and pack is None and not settings.quotas
+    if may_exchange and snapshot.bytes_total > sum(capacities):
         # A fixed share is as good for an order that is the same in each epoch.
         uses = KnownUses(foresight, with_learned=settings.placement.policy == "lru")
         policy = belady = Belady(policy, uses, lambda ino: snapshot.attributes(ino).size)
@@ -225,9 +229,9 @@ def _load_parts(controller: Controller, tier: Tier, found: Sequence[Found], room
 
 
 def _foresight(settings: MountSettings) -> ForesightSettings:
-    """A file that no process has opened has no caller: with ``source_identity: caller`` nothing is
-    fetched ahead."""
-    if settings.source_identity == "caller":
+    """A file that no process has opened has no caller: with ``source_identity: caller``, and with
+    quotas of jobs, nothing is fetched ahead."""
+    if settings.source_identity == "caller" or settings.quotas:
         off = {"announced": False, "ahead": False, "fill": False, "window": False}
         return settings.foresight.model_copy(update=off)
     return settings.foresight
@@ -258,7 +262,8 @@ def open_datapath(
     return Datapath(
         snapshot=parts.snapshot,
         source=parts.source,
-        limits=settings.limits,
+        # With quotas each fetch must be counted for its job.
+        limits=settings.limits.model_copy(update={"inline_max": 0} if settings.quotas else {}),
         residency=tiers.residency,
         tiers=tiers.hierarchy.tiers,
         options=DatapathOptions(
@@ -277,6 +282,27 @@ def build_measured(parts: Parts, datapath: Datapath | None) -> MeasuredJobs:
     """The sessions that read as with smaller tiers: none before a process asks for it."""
     of = bucket if parts.pack is None else parts.pack.files.bucket
     return MeasuredJobs(of, None if datapath is None else datapath.measure)
+
+
+def build_quotas(parts: Parts, tiers: Tiers) -> JobQuotas | None:
+    """The quotas of jobs, by which placement decides from now on; None if there are none."""
+    settings = parts.settings.quotas
+    if not settings:
+        return None
+    capacity = sum(tiers.ledger.capacity(tier) for tier in tiers.ledger.tiers)
+    limits = [each.tier_within(capacity) for each in settings]
+    jobs = [
+        Quota(
+            each.job,
+            each.user_number(),
+            None if each.cgroup is None else PurePosixPath(each.cgroup),
+            limit,
+            SourceLimit(each.source_bandwidth),
+        )
+        for each, limit in zip(settings, limits, strict=True)
+    ]
+    tiers.controller.quotas = Quotas(limits, parts.snapshot.entries)
+    return JobQuotas(jobs, tiers.controller.quotas)
 
 
 def build_hints(parts: Parts, tiers: Tiers, measured: MeasuredJobs, *, sends_opens: bool) -> Hints:

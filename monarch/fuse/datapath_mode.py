@@ -293,6 +293,8 @@ def _without_opens(
         return False, "write-back is enabled, so opens must be tracked"
     if holds_written:
         return False, "opens of files that were written through an earlier mount must be seen"
+    if settings.quotas:
+        return False, "quotas need to know the opening process"
     if settings.source_identity == "caller":
         return False, "source_identity: caller needs to know the opening process"
     if settings.snapshot.ttl_s is not None:

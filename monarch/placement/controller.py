@@ -29,6 +29,7 @@ from monarch.placement.admission import Admission
 from monarch.placement.ledger import Ledger
 from monarch.placement.parts import PartAdmission, Parts
 from monarch.placement.policy import Item, Placement, Policy
+from monarch.placement.quotas import Quotas
 from monarch.placement.replacement import Replacement
 from monarch.placement.residency import SOURCE, Residency
 from monarch.placement.rules import Rules
@@ -85,6 +86,9 @@ class Controller:
         # for, and the bytes in each bucket of the files that it keeps; None: of all files.
         self.keeps: Callable[[Item], bool] = _always
         self.kept_curve: npt.NDArray[np.uint64] | None = None
+        # The quotas of jobs, None if there are none. With quotas an open brings a copy only within
+        # the quota of its job, and nothing else does but rules and users.
+        self.quotas: Quotas | None = None
         self._next_ino = ROOT_INO
         # Whether a complete copy of an inode is to be kept.
         self.is_wanted = residency.is_wanted
@@ -98,17 +102,22 @@ class Controller:
         self._ledger.load(tier, int(sizes.sum()))
         self._policy.loaded(inos, sizes, tier=tier)
 
-    def opened(self, item: Item, *, may_evict: bool = True) -> Promote | None:
+    def opened(
+        self, item: Item, *, may_evict: bool = True, job: int | None = None
+    ) -> Promote | None:
         """Called when an item is opened: what to copy, if anything. An item that waits for its turn
         is decided again: its bytes are being read now. Without ``may_evict`` only free space
-        counts."""
+        counts. ``job``: whose quota the copy is charged to."""
         tier = self._residency.tier_of(item.ino)
         if tier != SOURCE:
             self._policy.accessed(item.ino, tier)
             return None
+        forced = self._residency.is_forced(item.ino)
+        if self.quotas is not None:
+            return self._promote(item, forced=forced, may_evict=may_evict, job=job)
         if not may_evict:
             return self.offered(item)
-        return self._promote(item, forced=self._residency.is_forced(item.ino))
+        return self._promote(item, forced=forced)
 
     def offered(self, item: Item) -> Promote | None:
         """Offers an item that the source serves, and that is open or will be opened: what to copy,
@@ -239,6 +248,8 @@ class Controller:
         """The copy failed and its files are removed; with ``retry`` the item stays wanted."""
         self._end_copy(item)
         self._ledger.cancel(tier, item.size)
+        if self.quotas is not None:
+            self.quotas.removed(item.ino, item.size)
         if not retry:
             self._residency.unwant(item.ino)
 
@@ -257,6 +268,8 @@ class Controller:
             self._policy.removed(ino)
             if self._rules is not None:
                 self._rules.removed(ino, size)
+            if self.quotas is not None:
+                self.quotas.removed(ino, size)
         return tier
 
     def begin_part(self, item: Item, *, overhead: int) -> PartAdmission | None:
@@ -301,13 +314,15 @@ class Controller:
         """``size_of`` returns the size of a copy, in bytes, from now on."""
         self._replacement.size_of = size_of
 
-    def _promote(self, item: Item, *, forced: bool, may_evict: bool = True) -> Promote | None:
+    def _promote(
+        self, item: Item, *, forced: bool, may_evict: bool = True, job: int | None = None
+    ) -> Promote | None:
         if self._residency.is_copying(item.ino):
             self._residency.want(item.ino, forced=forced)
             return None
         if self.parts.tier_of(item.ino) != SOURCE:
             return None
-        placement = self._choose(item, forced=forced, may_evict=may_evict)
+        placement = self._choose(item, forced=forced, may_evict=may_evict, job=job)
         if placement is None or (placement.evict and not may_evict):
             return None
         if any(self._residency.is_copying(victim.ino) for victim in placement.evict):
@@ -318,9 +333,13 @@ class Controller:
             raise ValueError(f"{self._policy.name} chose tier {placement.tier}, which has no space")
         self._residency.want(item.ino, forced=forced)
         self._residency.start_copy(item.ino)
+        if self.quotas is not None and job is not None:
+            self.quotas.opened(item.ino, item.size, job)
         return Promote(item, placement.tier, tuple(victim.ino for victim in placement.evict))
 
-    def _choose(self, item: Item, *, forced: bool, may_evict: bool) -> Placement | None:
+    def _choose(
+        self, item: Item, *, forced: bool, may_evict: bool, job: int | None = None
+    ) -> Placement | None:
         """The tier for an item, and the copies that leave for it, by its rule or the policy."""
         rules, ledger = self._rules, self._ledger
         rule = rules.of(item.ino) if rules is not None else None
@@ -331,6 +350,14 @@ class Controller:
         if rule is not None and rule.pin:
             placement = self._keep_pinned(item, ledger, forced=True)
             return placement or self._replacement.make(item, ledger.tiers, self._is_pinned)
+        if (quotas := self.quotas) is not None and not forced:
+            if job is None or not quotas.fits(job, item.size):
+                return None
+            placement = self._policy.choose(item, ledger, forced=True)
+            # Copies of no job leave.
+            return placement or self._replacement.make(
+                item, ledger.tiers, lambda ino: self._is_pinned(ino) or quotas.is_charged(ino)
+            )
         if not (forced or self.keeps(item)):
             return None
         placement = self._keep_pinned(item, ledger, forced=forced)

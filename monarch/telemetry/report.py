@@ -291,6 +291,18 @@ class MeasuredReport:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotaReport:
+    """The quota of a job: ``tier`` bytes of copies, None: no limit, of which ``charged`` are used;
+    it reads the source with at most ``source_limit`` bytes/s, 0: no limit."""
+
+    job: str
+    tier: int | None
+    charged: int
+    source_limit: int
+    source_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StatusReport(Report):
     """The report of one daemon.
 
@@ -340,6 +352,7 @@ class StatusReport(Report):
     pack: PackReport | None = None
     peers: PeersReport | None = None
     measured: list[MeasuredReport] = field(default_factory=list)
+    quotas: list[QuotaReport] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ class PartialCopies:
     def _copy_whole(self, binding: Binding, attributes: Attributes) -> bool:
         """Begins a whole copy behind the reader, if placement has a place for it."""
         file = binding.file
-        promote = self._promotions.opened(attributes)
+        promote = self._promotions.opened(attributes, quota=None)
         if promote is not None:
             self._promotions.submit(promote, attributes.identity, file=file)
         return promote is not None or self._controller.is_wanted(binding.ino)

@@ -71,10 +71,11 @@ class Promotions:
         """Whether ``warm`` would start a copy soon instead of only noting the request."""
         return self._engine.has_place() and self.chunks.has_place()
 
-    def opened(self, attributes: Attributes) -> Promote | None:
+    def opened(self, attributes: Attributes, *, quota: int | None) -> Promote | None:
         """Called before a file is opened at the source: what to copy, if anything. Copies that must
-        leave for it are removed. The caller must ``submit`` or ``abandon`` the promotion."""
-        promote = self._controller.opened(Item.of(attributes))
+        leave for it are removed. The caller must ``submit`` or ``abandon`` the promotion.
+        ``quota``: the number of that which the copy is charged to, None if there is none."""
+        promote = self._controller.opened(Item.of(attributes), job=quota)
         if promote is None:
             return None
         try:
@@ -97,7 +98,7 @@ class Promotions:
             return
         attributes = names.stored(ino)
         self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
-        self.keep(attributes, content, job)
+        self.keep(attributes, content, job, quota=None)
         # Of a pack, the other files of its chunk may become copies, too.
         self.chunks.is_right(ino)
         self.chunks.open(ino)
@@ -106,27 +107,30 @@ class Promotions:
         """Called when the datapath has served ``job`` with bytes that it keeps."""
         held = self._engine.window.get(ino)
         if held is not None and held.content is not None:
-            self.read_from_window(self._names.stored(ino), held.content, job)
+            self.read_from_window(self._names.stored(ino), held.content, job, quota=None)
 
-    def keep(self, attributes: Attributes, content: bytes | memoryview, job: int) -> None:
+    def keep(
+        self, attributes: Attributes, content: bytes | memoryview, job: int, *, quota: int | None
+    ) -> None:
         """Makes a copy of a small file that ``job`` has opened, if placement admits it. No copy
         leaves for bytes that cannot be kept in memory until they are written: the file would have
-        to be read from the source again."""
+        to be read from the source again. ``quota`` as in ``opened``."""
         may_evict = self._engine.has_room_for(len(content))
-        promote = self._controller.opened(Item.of(attributes), may_evict=may_evict)
+        item = Item.of(attributes)
+        promote = self._controller.opened(item, may_evict=may_evict, job=quota)
         if promote is not None:
             self.submit(promote, attributes.identity, content=content)
         elif self.is_expected_again(attributes.ino, job):
             self.stage(attributes, content)
 
     def read_from_window(
-        self, attributes: Attributes, content: bytes | memoryview, job: int
+        self, attributes: Attributes, content: bytes | memoryview, job: int, *, quota: int | None
     ) -> None:
         """Called when ``job`` shares ``content`` of a flight. If it is in the window, and no other
         reader is expected, placement decides whether it gets a copy."""
         is_last = not self.is_expected_again(attributes.ino, job)
         if self._engine.window.read(attributes.ino, is_last=is_last):
-            self.keep(attributes, content, job)
+            self.keep(attributes, content, job, quota=quota)
 
     async def run(self) -> None:
         """Offers files that stay open at the source again and again, until cancelled: a copy may

@@ -90,7 +90,8 @@ def build_read_side(
     renewals = Renewals(by_number, records, residency, promotions, tier_calls, doubts)
     limits = settings.limits
     options = PartOptions(
-        least=limits.range_min if settings.foresight.parts else None,
+        # A part of a file has no fixed size that could be charged to a job.
+        least=limits.range_min if settings.foresight.parts and not settings.quotas else None,
         most_held=limits.buffer_max // 4,
         verify=verify,
     )

@@ -32,7 +32,9 @@ from monarch.vfs.binding import Binding
 from monarch.vfs.interfaces import ABANDONED, RELEASED
 from monarch.vfs.measured import MeasuredJob, MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
+from monarch.vfs.quotas import JobQuotas
 from monarch.vfs.read_side import ReadSide
+from monarch.vfs.source_limit import SourceLimit
 from monarch.writeback.front import WriteFront
 
 # How often an open begins again when the source changes meanwhile. A file that changes faster than
@@ -80,6 +82,8 @@ class Readers:
         self._watch = watch
         self._measured = measured
         self.tier_names = read.metrics.names
+        # The quotas of jobs, None if there are none.
+        self.quotas: JobQuotas | None = None
         # Is called for each open with its file, tier, latency in seconds and job, if not None.
         self.traced: Callable[[Ino, int | None, float | None, int], None] | None = None
         # When each visit ends.
@@ -100,9 +104,12 @@ class Readers:
         job = self._measured_caller()
         binding = await self._enter(ino, renew=True, store=True, job=job)
         try:
-            if job is not None and binding.content is not None:
+            if binding.content is not None:
                 # Not while the open is being bound: opens of other jobs may wait for that.
-                await job.read_from_source(len(binding.content))
+                if job is not None:
+                    await job.read_from_source(len(binding.content))
+                if (limit := self._source_limit()) is not None:
+                    await limit.wait()
             if binding.users > 1 and binding.file is not None:
                 await self._source_files.notice_rewriting(ino, binding.file)
             if binding.job is None:
@@ -244,7 +251,7 @@ class Readers:
             if flight.arrival is not None:
                 # Not a part of the bytes of other files, which would stay in memory with it.
                 content = bytes(content)
-            self._promotions.read_from_window(attributes, content, self._job())
+            self._promotions.read_from_window(attributes, content, self._job(), quota=self._quota())
             return Binding(ino, size, content=content)
         if flight.file is None:
             return None
@@ -263,11 +270,12 @@ class Readers:
         ino, size = attributes.ino, attributes.size
         if self._fits(size):
             store = store and self._kernel.keeps_pages(ino)
-            content = await self._source_files.fetch(attributes, store=store)
-            self._promotions.keep(attributes, content, self._job())
+            content = await self._fetched(attributes, store=store)
+            self._promotions.keep(attributes, content, self._job(), quota=self._quota())
             return Binding(ino, size, content=content)
         is_watched = self._parts.watches(size) and not self._residency.is_wanted(ino)
-        promote = None if is_watched else self._promotions.opened(attributes)
+        quota = self._quota()
+        promote = None if is_watched else self._promotions.opened(attributes, quota=quota)
         try:
             file = await self._source_files.open(attributes)
         except BaseException:
@@ -286,8 +294,18 @@ class Readers:
             file = await self._source_files.open(attributes, from_storage=True)
             return Binding(ino, size, file=file, has_old_pages=True)
         store = store and self._kernel.keeps_pages(ino)
-        content = await self._source_files.fetch(attributes, store=store, from_storage=True)
+        content = await self._fetched(attributes, store=store, from_storage=True)
         return Binding(ino, size, content=content)
+
+    async def _fetched(
+        self, attributes: Attributes, *, store: bool, from_storage: bool = False
+    ) -> bytes:
+        """A small file from the source, counted for its reader. Raises as ``_bind_source``."""
+        fetch = self._source_files.fetch
+        content = await fetch(attributes, store=store, from_storage=from_storage)
+        if (limit := self._source_limit()) is not None:
+            limit.count(len(content))
+        return content
 
     def _fits(self, size: int) -> bool:
         """Whether a file is fetched whole into memory."""
@@ -347,6 +365,9 @@ class Readers:
         data = await self._source_files.read(binding, offset, size)
         if binding.job is not None:
             await binding.job.read_from_source(len(data))
+        if (limit := self._source_limit()) is not None:
+            limit.count(len(data))
+            await limit.wait()
         return data, SOURCE
 
     async def _visit(self, ino: Ino) -> Binding:
@@ -397,6 +418,8 @@ class Readers:
         while True:
             await trio.sleep(_JOBS_STEP_S)
             self._foresight.end_jobs(self._sessions.is_over)
+            if self.quotas is not None:
+                self.quotas.end_jobs()
 
     # -- counts ----------------------------------------------------------------------------------
 
@@ -416,6 +439,14 @@ class Readers:
         caller = CALLER.get()
         return 0 if caller is None else self._sessions.of(caller.pid)
 
+    def _quota(self) -> int | None:
+        """The number of the quota of the process whose call is answered; None without one."""
+        return None if self.quotas is None else self.quotas.job_of(CALLER.get())
+
+    def _source_limit(self) -> SourceLimit | None:
+        """What limits the reads of that process from the source."""
+        return None if self.quotas is None else self.quotas.source_of(CALLER.get())
+
     def _count_open(
         self, ino: Ino, tier: int | None, pid: int, job: int, latency_s: float | None = None
     ) -> None:
@@ -423,6 +454,8 @@ class Readers:
         has served the open, None: unknown."""
         self._epochs.opened(ino, bool(tier))
         self._measured.opened(job, tier)
+        if tier and self.quotas is not None:
+            self.quotas.opened(ino, self._names.attributes(ino).size, pid)
         self._foresight.opened(ino, job, pid)
         if self.traced is not None:
             self.traced(ino, tier, latency_s, job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from monarch.placement.policy import FirstCome
 from monarch.text import MiB
+from monarch.transfer.source_calls import Caller
 from tests.conftest import Tree
 from tests.vfs.part_rig import CONTENT, Makes, PartRig
 from tests.vfs.rig import Rig
@@ -46,6 +48,17 @@ def rigs(tree: Tree, tmp_path: Path) -> Iterator[Rigs]:
 @pytest.fixture
 def rig(rigs: Rigs) -> Rig:
     return rigs()
+
+
+@pytest.fixture(scope="module")
+def us() -> Iterator[Caller]:
+    """A process in a session of its own. The session of the tests has no number if it was begun
+    outside their PID namespace."""
+    with subprocess.Popen(["sleep", "infinity"], start_new_session=True) as process:
+        try:
+            yield Caller(process.pid, os.getuid(), os.getgid())
+        finally:
+            process.kill()
 
 
 @pytest.fixture

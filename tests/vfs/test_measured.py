@@ -3,8 +3,6 @@ jobs notice."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,17 +25,6 @@ def calling(caller: Caller) -> Iterator[None]:
         yield
     finally:
         CALLER.reset(token)
-
-
-@pytest.fixture(scope="module")
-def us() -> Iterator[Caller]:
-    """A process in a session of its own. The session of the tests has no number if it was begun
-    outside their PID namespace."""
-    with subprocess.Popen(["sleep", "infinity"], start_new_session=True) as process:
-        try:
-            yield Caller(process.pid, os.getuid(), os.getgid())
-        finally:
-            process.kill()
 
 
 def begin(rig: Rig, us: Caller, share: float, source_limit: int = 0) -> MeasuredJob:

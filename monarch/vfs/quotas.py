@@ -1,0 +1,91 @@
+"""The quotas of jobs: the bytes of their copies, and the rate at which they read the source.
+
+A job is here what the administrator names: the processes of a control group, those of a user, or
+all others. A process of an ordinary user cannot leave any of these for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import PurePosixPath
+
+from monarch.placement.quotas import Quotas
+from monarch.posix.cgroups import group_of, group_runs
+from monarch.posix.processes import runs_any_of, user_of
+from monarch.telemetry.report import QuotaReport
+from monarch.transfer.source_calls import Caller
+from monarch.types import Ino
+from monarch.vfs.source_limit import SourceLimit
+
+
+@dataclass(eq=False)
+class Quota:
+    """A job, of a ``user`` by number or of a control group, None and None: all others. ``tier`` are
+    the bytes of its copies, None: no limit."""
+
+    name: str
+    user: int | None = None
+    group: PurePosixPath | None = None
+    tier: int | None = None
+    source: SourceLimit = field(default_factory=SourceLimit)
+
+    def covers(self, user: int, group: Callable[[], PurePosixPath | None]) -> bool:
+        """Whether a process of a user in a control group belongs to the job."""
+        if self.group is None:
+            return self.user in (None, user)
+        return (found := group()) is not None and found.is_relative_to(self.group)
+
+    def runs(self) -> bool:
+        """Whether a process of the job may run."""
+        if self.group is not None:
+            return group_runs(self.group)
+        return self.user is None or runs_any_of(self.user)
+
+
+class JobQuotas:
+    """Belongs to the event loop. The first of ``jobs`` that covers a process counts; a process that
+    none covers gets no copies. ``copies`` has the bytes that each is charged for."""
+
+    def __init__(self, jobs: Sequence[Quota], copies: Quotas) -> None:
+        self._jobs = tuple(jobs)
+        self.copies = copies
+
+    def job_of(self, caller: Caller | None) -> int | None:
+        """The number of the job that a process belongs to; None if there is none."""
+        return None if caller is None else self._number(caller.uid, caller.pid)
+
+    def opened(self, ino: Ino, size: int, pid: int) -> None:
+        """Charges the job of a process for its part of a copy that it has opened."""
+        user = user_of(pid)
+        job = None if user is None else self._number(user, pid)
+        if job is not None:
+            self.copies.opened(ino, size, job)
+
+    def source_of(self, caller: Caller | None) -> SourceLimit | None:
+        """What limits the reads of a process from the source; None: nothing does."""
+        job = self.job_of(caller)
+        return None if job is None else self._jobs[job].source
+
+    def end_jobs(self) -> None:
+        """Charges jobs that have ended for nothing."""
+        for number, job in enumerate(self._jobs):
+            if self.copies.charged(number) and not job.runs():
+                self.copies.ended(number)
+
+    def report(self) -> list[QuotaReport]:
+        return [
+            QuotaReport(
+                job.name,
+                job.tier,
+                round(self.copies.charged(number)),
+                job.source.rate,
+                job.source.nbytes,
+            )
+            for number, job in enumerate(self._jobs)
+        ]
+
+    def _number(self, user: int, pid: int) -> int | None:
+        group = cache(lambda: group_of(pid))
+        return next((n for n, job in enumerate(self._jobs) if job.covers(user, group)), None)

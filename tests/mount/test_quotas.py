@@ -1,0 +1,78 @@
+"""Quotas of jobs through a mount: two users, each within one file of its quota."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import MODES, MonarchCommand, Tree, contents
+from tests.equipment.waiting import wait_until
+from tests.mount.command import needs_fuse, needs_root, registered
+from tests.mount.observe import account, settled
+from tests.mount.test_hints import ALICE, Process
+
+pytestmark = [needs_fuse, needs_root]
+
+SIZE, CAPACITY = 4096, 1 << 16
+FILES = {f"{number:03}": contents(str(number), SIZE) for number in range(60)}
+THEIRS = list(FILES)[:30]
+
+
+@pytest.mark.promise(298)
+@pytest.mark.modes("relay", "passthrough", "python")
+def test_users_stay_within_their_quotas_and_give_them_back(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    file = tmp_path / "monarch.yaml"
+    file.write_text(
+        f"""\
+mounts:
+  data:
+    source: {tree(FILES)}
+    mountpoint: {tmp_path}/mnt
+    state: {tmp_path}/state
+    tiers: [{{path: {tmp_path}/tier, capacity: {CAPACITY}}}]
+    quotas: [{{user: "{ALICE}", tier: 30%}}, {{tier: 70%}}]
+    allow_other: true
+"""
+    )
+    (tmp_path / "mnt").mkdir()
+    tiers = {"tier": tmp_path / "tier"}
+    mounted = registered(monarch, tmp_path / "mnt", tmp_path / "source", tmp_path / "state", tiers)
+    monarch("mount", "-c", str(file), "data", "-o", ",".join(MODES[monarch.mode]))
+    mounted.pid = int(mounted.status()["pid"])
+
+    def quotas() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = account(mounted)["quotas"]
+        return found
+
+    def work(fd: int) -> str:
+        for again in range(2):
+            for name in THEIRS:
+                opened = os.open(name, os.O_RDONLY, dir_fd=fd)
+                assert os.read(opened, 2 * SIZE) == FILES[name]
+                os.close(opened)
+            if not again:
+                # Another session is the same job.
+                os.setsid()
+        return "read"
+
+    process = Process(mounted, work)
+    try:
+        assert process.said == "read"
+        for name in FILES:
+            if name not in THEIRS:
+                assert (mounted.path / name).read_bytes() == FILES[name]
+        settled(mounted)
+        for quota, share in zip(quotas(), (0.3, 0.7), strict=True):
+            assert CAPACITY * share - SIZE < quota["charged"] <= quota["tier"] <= CAPACITY * share
+        held = sum(mounted.xattr(name) == "tier" for name in THEIRS)
+        assert held * SIZE == quotas()[0]["charged"]
+        assert account(mounted)["residency"]["bytes"] == sum(q["charged"] for q in quotas())
+    finally:
+        process.end()
+    wait_until(lambda: quotas()[0]["charged"] == 0, "the user has no process any more")
+    assert quotas()[1]["charged"] > 0

@@ -1,0 +1,154 @@
+"""Quotas of jobs below the kernel: which processes belong to a job, and what it gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import PurePosixPath
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from monarch.placement.quotas import Quotas
+from monarch.transfer.source_calls import Caller
+from monarch.vfs import quotas as module
+from monarch.vfs.quotas import JobQuotas, Quota
+from monarch.vfs.source_limit import SourceLimit
+from tests.vfs.conftest import FILES, Rigs
+from tests.vfs.rig import Rig
+from tests.vfs.test_measured import begin, calling
+
+MB = 1_000_000
+ALICE, BOB = Caller(os.getpid(), 1001, 1001), Caller(os.getpid(), 1002, 1002)
+
+
+def give(rig: Rig, *jobs: Quota) -> JobQuotas:
+    copies = Quotas([job.tier for job in jobs], rig.snapshot.entries)
+    rig.controller.quotas = copies
+    rig.filesystem.readers.quotas = made = JobQuotas(jobs, copies)
+    return made
+
+
+@pytest.fixture
+def rig(rigs: Rigs) -> Rig:
+    made = rigs()
+    assert FILES["large"] == b"l" * 100_000
+    return made
+
+
+@pytest.mark.promise(298)
+async def test_only_opens_of_a_job_within_its_quota_bring_copies(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = give(rig, Quota("alice", ALICE.uid, tier=1200), Quota("bob", BOB.uid, tier=600))
+    # Opens that were answered are charged to the user of their process.
+    monkeypatch.setattr(module, "user_of", lambda pid: reader.uid)
+    reader = BOB
+    with calling(BOB):
+        await rig.content("small")
+        assert not rig.engine.flights, "1000 bytes of 600"
+        await rig.content("d/other")
+        rig.engine.arrive(rig.ino("d/other"))
+    reader = ALICE
+    with calling(ALICE):
+        await rig.content("large")
+        assert not rig.engine.flights, "100,000 bytes of 1200"
+        await rig.content("small")
+        rig.engine.arrive(rig.ino("small"))
+        # They share this one.
+        assert await rig.content("d/other") == FILES["d/other"]
+    with calling(Caller(os.getpid(), 1003, 1003)):
+        await rig.content("large")
+        assert not rig.engine.flights, "a process without a quota"
+    assert [each.charged for each in given.report()] == [1000, 500]
+    rig.filesystem.readers.quotas = None
+
+
+@pytest.mark.promise(298)
+async def test_an_open_of_a_shared_copy_is_charged_in_equal_parts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = give(rig, Quota("alice", ALICE.uid, tier=2000), Quota("bob", BOB.uid, tier=600))
+    reader = ALICE
+    monkeypatch.setattr(module, "user_of", lambda pid: reader.uid)
+    with calling(ALICE):
+        await rig.content("small")
+        rig.engine.arrive(rig.ino("small"))
+    reader = BOB
+    with calling(BOB):
+        await rig.content("small")
+    assert [each.charged for each in given.report()] == [500, 500]
+    # One that has ended is charged for nothing, and the other for the whole copy.
+    monkeypatch.setattr(module, "runs_any_of", lambda user: user != BOB.uid)
+    given.end_jobs()
+    assert [each.charged for each in given.report()] == [1000, 0]
+
+
+@pytest.mark.promise(299)
+async def test_a_rate_of_20_mb_s_is_kept_for_a_job_and_delays_no_other(
+    rig: Rig, autojump_clock: MockClock
+) -> None:
+    given = give(rig, Quota("alice", ALICE.uid, source=SourceLimit(20 * MB)), Quota("others"))
+    ino = await rig.open("large")
+    read = 0
+
+    async def read_for_3_s() -> None:
+        nonlocal read
+        while trio.current_time() - began < 3:
+            data = await rig.filesystem.read(ino, 0, 100_000)
+            read += len(data)
+
+    with calling(BOB):
+        began = trio.current_time()
+        for _ in range(100):
+            await rig.filesystem.read(ino, 0, 100_000)
+        assert trio.current_time() == began
+    with calling(ALICE):
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(read_for_3_s)
+    assert 0.9 * 60 * MB <= read <= 1.1 * 60 * MB
+    assert [each.source_bytes for each in given.report()] == [read, 10 * MB]
+    rig.filesystem.release(ino)
+
+
+@pytest.mark.promise(299)
+async def test_a_small_file_that_is_fetched_at_its_open_counts_too(
+    rig: Rig, autojump_clock: MockClock
+) -> None:
+    give(rig, Quota("alice", ALICE.uid, source=SourceLimit(100)))
+    with calling(ALICE):
+        began = trio.current_time()
+        await rig.content("small")
+        # 1000 bytes, of which 5 pass at once.
+        assert trio.current_time() - began == pytest.approx(9.95, abs=0.01)
+
+
+@pytest.mark.promise(299)
+async def test_a_job_that_has_itself_measured_waits_for_its_rate_as_well(
+    rig: Rig, us: Caller, autojump_clock: MockClock
+) -> None:
+    rig.copy("small")
+    give(rig, Quota("user", us.uid, source=SourceLimit(100)))
+    begin(rig, us, 0.0)
+    with calling(us):
+        began = trio.current_time()
+        await rig.content("small")
+        assert trio.current_time() - began == pytest.approx(9.95, abs=0.01)
+
+
+@pytest.mark.promise(298)
+def test_a_process_belongs_to_the_first_job_that_covers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = (
+        Quota("job 7", group=PurePosixPath("/slurm/job_7")),
+        Quota("alice", ALICE.uid),
+        Quota("others"),
+    )
+    group = "/slurm/job_7/step_0"
+    monkeypatch.setattr(module, "group_of", lambda pid: PurePosixPath(group))
+    given = JobQuotas(jobs, Quotas([None] * 3, 10))
+    assert given.job_of(ALICE) == 0
+    group = "/slurm/job_70"
+    assert given.job_of(ALICE) == 1 and given.job_of(BOB) == 2
+    assert given.job_of(None) is None
+    assert JobQuotas(jobs[:2], Quotas([None] * 2, 10)).job_of(BOB) is None
