@@ -1,4 +1,4 @@
-"""What `monarch analyze run` leaves if the disk of its profile is full."""
+"""The exit code of `monarch analyze run`, and what it leaves if the disk of its profile is full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from monarch.analysis.profile import decode
 from monarch.analysis.stalls import Run
 from monarch.cli import analyze
-from tests.analysis.test_stalls import runs
+from tests.analysis.test_stalls import NOISY, STEADY, runs
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +65,23 @@ def test_a_profile_that_cannot_be_written_as_a_whole_leaves_the_one_before(
     assert len(decode(out.read_text()).runs) == 4
     assert out.stat().st_mode & 0o777 == 0o640
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.promise(291)
+@pytest.mark.parametrize(
+    ("noise", "code", "verdict"), [(NOISY, 15, "unsure"), (STEADY, 0, "fetch-bound")]
+)
+def test_a_run_with_noise_gives_no_verdict_and_an_exit_code_of_its_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    noise: tuple[float, ...],
+    code: int,
+    verdict: str,
+) -> None:
+    found = runs(0.1, 0.2, 0.8, noise=noise)
+    monkeypatch.setattr(analyze.JobRuns, "all", lambda *_: found, raising=False)
+    out = str(tmp_path / "profile.json")
+    for arguments in (["run", "--out", out, "--", "train"], ["report", out]):
+        done = CliRunner().invoke(analyze.analyze, arguments, standalone_mode=False)
+        assert done.return_value == code, done.output
+        assert done.output.startswith(f"{verdict}: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def run(
     return Run(phase, share, number, report)
 
 
-def runs(t1: float, t2: float, t3: float, **real: float) -> list[Run]:
+def runs(t1: float, t2: float, t3: float, **real: Any) -> list[Run]:
     return [
         run("synthetic", t1),
         run("cached", t2),
