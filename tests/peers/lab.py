@@ -1,4 +1,5 @@
-"""Several nodes of a job on this machine: one daemon for each, at addresses of the loopback."""
+"""Several nodes of a job on this machine: one daemon for each, at addresses of the loopback, or on
+hosts with a network of their own."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import MonarchCommand, Mounted
+from tests.equipment import hosts
+from tests.equipment.hosts import Hosts
 from tests.mount.observe import account, epoch, settled
 
 # A loaded machine must not make a member look slow.
@@ -26,7 +29,7 @@ _RESTED_S = 2.5
 _NETWORK = f"127.{1 + os.getpid() // 254 % 254}.{1 + os.getpid() % 254}"
 
 
-def host(number: int) -> str:
+def host(number: int | str) -> str:
     """The address of a node, whose numbers are 1, 2, ..."""
     return f"{_NETWORK}.{number}"
 
@@ -38,14 +41,20 @@ def free_port() -> int:
 
 
 class Lab:
-    """The nodes of one job. ``members`` of them are in the list; ``mount`` starts each."""
+    """The nodes of one job. ``members`` of them are in the list; ``mount`` starts each, with a
+    ``network`` on its host there."""
 
-    def __init__(self, directory: Path, source: Path, members: int) -> None:
+    def __init__(
+        self, directory: Path, source: Path, members: int, network: Hosts | None = None
+    ) -> None:
         self.directory = directory
         self.source = source
         self._members = members
+        self._network = network
+        directory.mkdir(exist_ok=True)
         self.secret = self.write_secret("secret")
         self.nodes: dict[int, Mounted] = {}
+        self._starts: dict[int, Callable[[], Mounted]] = {}
         self.commands: list[MonarchCommand] = []
 
     def write_secret(self, name: str) -> Path:
@@ -62,20 +71,34 @@ class Lab:
         command = MonarchCommand(own, uuid.uuid4().hex, "relay")
         self.commands.append(command)
         common = [
-            f"peers.members={_NETWORK}.[1-{self._members}]",
-            f"peers.address={host(number)}",
+            f"peers.members={self._address(f'[1-{self._members}]')}",
+            f"peers.address={self._address(number)}",
             f"peers.secret_file={secret or self.secret}",
             PATIENCE,
             # A damaged copy is for the other nodes to find.
             "limits.scrub_bandwidth=0",
         ]
-        made = command.mount(
-            self.source,
-            tiers={"fast": tier},
-            options=["datapath=relay", "open=open", *common, *options],
-        )
-        self.nodes[number] = made
-        return made
+        given = ["datapath=relay", "open=open", *common, *options]
+
+        def start() -> Mounted:
+            if self._network is not None:
+                # For this command alone: all others reach the daemon from everywhere.
+                command.wrapper = self._network.command(number)
+            try:
+                return command.mount(self.source, tiers={"fast": tier}, options=given)
+            finally:
+                command.wrapper = ()
+
+        self._starts[number] = start
+        return self.mount_again(number)
+
+    def mount_again(self, number: int) -> Mounted:
+        """Starts a node, also after its daemon was killed, with its state and copies."""
+        self.nodes[number] = self._starts[number]()
+        return self.nodes[number]
+
+    def _address(self, number: int | str) -> str:
+        return host(number) if self._network is None else hosts.address(number)
 
     def read_all(self, content: Mapping[str, bytes], numbers: Sequence[int] = ()) -> None:
         """Reads all files on the nodes at the same time, each in an order of its own. The files
@@ -108,8 +131,10 @@ class Lab:
         """The settled reports of the nodes that run."""
         return {n: settled(node) for n, node in self.nodes.items() if not node.killed}
 
-    def opens_at_the_source(self) -> int:
-        return sum(report["source_totals"]["opens"] for report in self.reports().values())
+    def opens_at_the_source(self, *, but: int = 0) -> int:
+        """The opens of all nodes, without those of the node ``but``."""
+        reports = self.reports().items()
+        return sum(report["source_totals"]["opens"] for n, report in reports if n != but)
 
     def peers(self, number: int) -> dict[str, Any]:
         found: dict[str, Any] = account(self.nodes[number])["peers"]
@@ -138,8 +163,8 @@ class Lab:
 
 
 @contextmanager
-def lab(directory: Path, source: Path, members: int) -> Iterator[Lab]:
-    made = Lab(directory, source, members)
+def lab(directory: Path, source: Path, members: int, network: Hosts | None = None) -> Iterator[Lab]:
+    made = Lab(directory, source, members, network)
     try:
         yield made
     finally:
