@@ -1,0 +1,126 @@
+"""An engine, a daemon or a link fails at a random moment of an epoch of four nodes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Tree, contents, require_fuse
+from tests.equipment import hosts
+from tests.equipment.hosts import Hosts
+from tests.equipment.waiting import wait_until
+from tests.mount.observe import resident
+from tests.peers.lab import Lab, lab
+
+NODES = 4
+CONTENT = {f"d{n % 4}/f{n:03}": contents(f"f{n}", 500 + 41 * n) for n in range(60)}
+FAULTS = ("engine", "daemon", "link")
+# A seed of a cut link: tests/peers/test_nodes.py kills a daemon and an engine.
+_OF_A_LINK = 2
+# With more, an epoch that meets a cut link would take long.
+PATIENCE = "peers.patience=1"
+# The longest that a read may take: two nodes are asked, each with a connection (0.2 s), a hello
+# (1 s) and a request (1 s); the rest is for the source and this machine, in s.
+LONGEST_S = 2 * (0.2 + 1.0 + 1.0) + 3.0
+
+
+@dataclass
+class Fault:
+    """``kind`` happens to the node ``victim`` when a node has read ``moment`` files."""
+
+    kind: str
+    victim: int
+    moment: int
+
+    def happens(self, made: Lab, network: Hosts) -> None:
+        if self.kind == "link":
+            network.cut(self.victim)
+        elif self.kind == "daemon":
+            made.nodes[self.victim].kill()
+        elif (engine := made.engine(self.victim)) is not None:
+            os.kill(engine, signal.SIGKILL)
+
+    def ends(self, made: Lab, network: Hosts) -> None:
+        if self.kind == "link":
+            network.heal(self.victim)
+        elif self.kind == "daemon":
+            made.mount_again(self.victim)
+
+
+@pytest.fixture
+def network() -> Iterator[Hosts]:
+    require_fuse()
+    if reason := hosts.unavailable():
+        pytest.skip(reason)
+    with Hosts(NODES) as made:
+        yield made
+
+
+def read_with(made: Lab, network: Hosts, fault: Fault, chance: random.Random) -> float:
+    """All nodes but the one with the fault read all files. The longest read, in s."""
+    readers = [number for number in made.nodes if number != fault.victim]
+    acting, longest, failed = readers[0], [0.0], list[BaseException]()
+
+    def read(number: int, order: list[str]) -> None:
+        try:
+            for done, name in enumerate(order):
+                if number == acting and done == fault.moment:
+                    fault.happens(made, network)
+                begin = time.monotonic()
+                content = (made.nodes[number].path / name).read_bytes()
+                longest.append(time.monotonic() - begin)
+                assert content == CONTENT[name], f"wrong bytes in {name}"
+        except BaseException as error:
+            failed.append(error)
+
+    threads = []
+    for number in readers:
+        order = sorted(CONTENT)
+        chance.shuffle(order)
+        threads.append(threading.Thread(target=read, args=(number, order)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return max(longest)
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.promise(270, 273, 274)
+def test_a_failure_at_any_moment_costs_no_byte_and_at_most_the_files_of_its_node(
+    tmp_path: Path, tree: Tree, network: Hosts, request: pytest.FixtureRequest
+) -> None:
+    soak = bool(request.config.getoption("--soak"))
+    tree(CONTENT)
+    with lab(tmp_path, tmp_path / "source", NODES, network) as made:
+        for number in range(1, NODES + 1):
+            made.mount(number, PATIENCE)
+            made.commands[-1].allows_log("nginx, which serves copies to the other nodes, ended")
+        made.read_all(CONTENT)
+        for seed in range(50) if soak else (_OF_A_LINK,):
+            chance = random.Random(seed)
+            kind = FAULTS[seed % len(FAULTS)]
+            fault = Fault(kind, chance.randint(1, NODES), chance.randrange(len(CONTENT)))
+            lost = resident(made.nodes[fault.victim], CONTENT)
+            before = made.opens_at_the_source(but=fault.victim)
+            longest_s = read_with(made, network, fault, chance)
+            opens = made.opens_at_the_source(but=fault.victim) - before
+            # A request of each reader may have been under way.
+            assert opens <= len(lost) + NODES - 1, (seed, fault, opens)
+            if soak:
+                assert longest_s <= LONGEST_S, (seed, fault, longest_s)
+            fault.ends(made, network)
+            wait_until(
+                lambda: made.peers(fault.victim)["address"] != "",  # noqa: B023
+                "the engine answers",
+            )
