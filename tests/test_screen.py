@@ -17,7 +17,7 @@ from monarch.cli import status_screen as screens
 from monarch.cli.overview import Line
 from monarch.cli.screen import Column, bar, fields, paragraph, shortened, table
 from monarch.control.registry import MountRecord, SeenMount
-from monarch.telemetry.report import StatusReport
+from monarch.telemetry.report import QuotaReport, StatusReport
 from tests.reports import a_report
 
 LONG = "/lustre/scratch/group/project/imagenet-1k/original"
@@ -47,6 +47,15 @@ def test_columns_without_a_place_are_left_out_the_least_important_first() -> Non
         assert max(map(len, lines)) <= width
         assert lines[1].startswith("...")
     assert narrow[1].endswith("...")
+
+
+def test_a_quota_is_shown_with_its_limits_and_what_is_used() -> None:
+    gib = 1 << 30
+    quota = QuotaReport("user alice", 200 * gib, 12 * gib, 20_000_000, 32 * gib)
+    shown = screens._quota(quota)
+    assert shown == "user alice: copies 12 GiB of 200 GiB; source 32 GiB, at most 19.1 MiB/s"
+    unlimited = dataclasses.replace(quota, tier=None, source_limit=0)
+    assert screens._quota(unlimited) == "user alice: copies 12 GiB; source 32 GiB"
 
 
 def test_fields_wrap_at_the_end_of_a_word_and_keep_numbers_with_their_units() -> None:

@@ -513,10 +513,10 @@ def _measured(job: reports.MeasuredReport) -> str:
 
 def _quota(quota: reports.QuotaReport) -> str:
     """The quota of a job, and what it uses."""
-    limit = "no limit" if quota.tier is None else f"of {format_bytes(quota.tier)}"
+    limit = "" if quota.tier is None else f" of {format_bytes(quota.tier)}"
     rate = f", at most {format_bytes(quota.source_limit)}/s" if quota.source_limit else ""
     return (
-        f"{quota.job}: copies {format_bytes(quota.charged)} {limit};"
+        f"{quota.job}: copies {format_bytes(quota.charged)}{limit};"
         f" source {format_bytes(quota.source_bytes)}{rate}"
     )
 
