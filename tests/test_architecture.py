@@ -79,7 +79,7 @@ ITS_MODULES = ("monarch.fuse.datapath", "monarch.namespace.look", "monarch.telem
 # The time is an argument of these modules, and so is all other state of the machine.
 PURE = (
     *("monarch.analysis", "monarch.placement", "monarch.foresight"),
-    "monarch.tiers.doubts",
+    *("monarch.tiers.doubts", "monarch.telemetry.timeline"),
     *("monarch.transfer.concurrency", "monarch.transfer.outages", "monarch.transfer.pace"),
     *("monarch.frameworks.sampler", "monarch.frameworks.interval", "monarch.frameworks.format"),
     *("monarch.frameworks.chunk_order", "monarch.datasets.lmdb_pages", "monarch.datasets.ranges"),
@@ -95,7 +95,7 @@ VALUES = frozenset(
     (
         *("types", "errors", "text", "config.settings", "config.path_pattern", "posix.buckets"),
         *("posix.credentials", "telemetry.passes", "telemetry.report", "packs.tree"),
-        *("telemetry.foresight_report", "writeback.numbers"),
+        *("telemetry.foresight_report", "telemetry.figures", "writeback.numbers"),
     )
 )
 # Functions that a pure module could call without an import.

@@ -1,7 +1,8 @@
-"""The state directory of a mount: private, locked while a daemon uses it, with two notes.
+"""The state directory of a mount: private, locked while a daemon uses it, with three notes.
 
 mount.json          the mount, written when it is made
 undrained.json      while a tier has changes that the source lacks: which journal has them
+figures.json        the figures of the last mount, written when it has ended
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from monarch.posix.private_directory import (
     private_opener,
     replace_private,
 )
+from monarch.telemetry import figures as figures_file
+from monarch.telemetry.figures import Figures
 from monarch.telemetry.report import Report
 
 log = logging.getLogger(__name__)
@@ -37,10 +40,11 @@ _NOTE_VERSION = 1
 # that was built or copied there.
 _OURS = re.compile(
     r"lock|control\.sock|daemon\.log.*|.*\.lmdb.*|residency-.*|.*\.part|mount\.json|lost\.json"
-    r"|undrained\.json|peers"
+    r"|undrained\.json|figures\.json|peers"
 )
-# The longest file that is taken for a note.
+# The longest files that are taken for a note and for figures.
 _MAX_NOTE_BYTES = 256 * 1024
+_MAX_FIGURES_BYTES = 4 * 1024 * 1024
 
 
 @contextmanager
@@ -203,6 +207,26 @@ def read_undrained(state: Path) -> UndrainedNote | None:
             error,
         )
         return None
+
+
+def write_figures(state: Path, figures: Figures) -> None:
+    """Raises OSError."""
+    replace_private(state / figures_file.FILE, json.dumps(figures.to_dict()))
+
+
+def read_figures(state: Path) -> Figures | None:
+    """The figures of the last mount with this state directory that has ended; None if there are
+    none. Raises OSError, and ValueError if they cannot be read or are of another version."""
+    try:
+        with open(state / figures_file.FILE, "rb", opener=private_opener) as file:
+            raw = json.loads(file.read(_MAX_FIGURES_BYTES))
+    except FileNotFoundError:
+        return None
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(raw, dict) or raw.get("monarch_figures") != figures_file.VERSION:
+        raise ValueError("it is of another version")
+    return Figures.from_dict(raw)
 
 
 def _read_known(state: Path, name: str = NOTE) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from monarch.control.registry import MountRecord, Registry, alive, process_start
 from monarch.control.server import Server
 from monarch.control.state_directory import write_note
 from monarch.daemon import subsystems
+from monarch.daemon.figures import FigureKeeper
 from monarch.daemon.hints import Hints
 from monarch.daemon.peers import Sharing, build_sharing
 from monarch.daemon.remarks import remarks
@@ -288,6 +289,15 @@ class Mount:
         self._timed_out = 0
         readers, epochs = self.filesystem.readers, self.tiers.epochs
         self._traces = Traces(self.filesystem.names, readers, epochs, self.status.report)
+        self._figures = FigureKeeper(
+            self.metrics,
+            epochs,
+            self.tiers.ledger,
+            mode=self.serving.mode,
+            opens=self.status.opens,
+            report=self.status.report,
+            environ=os.environ,
+        )
         self._answering = trio.CancelScope()
         # The steps that remain when the last task is cancelled.
         self._end = ExitStack()
@@ -312,6 +322,7 @@ class Mount:
                 abandon=self._abandon,
             )
             table = {**verbs.table(), **self.written_verbs.table(), **self._traces.table()}
+            table.update(self._figures.table())
             await service.start(Server(socket, table).serve)
             self.session.mount()
             failpoints.failpoint("mount-made")
@@ -353,6 +364,8 @@ class Mount:
                 await self.write_back.finish()
                 if self._undrained is not None:
                     await self._undrained.finish()
+        keep = partial(self._figures.keep, self.parts.state)
+        await self._supervisor.attempt("figures", keep)
 
     def _tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """The background tasks by name; each runs until it returns or the mount ends."""
@@ -371,6 +384,7 @@ class Mount:
             "sweep": self._sweep.run,
             "scrub": upkeep.scrub.run,
             "health": self.status.watch_health,
+            "figures": self._figures.run,
             "hints": self.hints.run,
             "measured jobs": self.hints.measuring.run,
             "second look": upkeep.watch.run_second_look,
@@ -424,6 +438,7 @@ class Mount:
         while self.datapath is not None:
             await trio.lowlevel.wait_readable(self.datapath.fileno())
             self.filesystem.readers.catch_up_all()
+            self._figures.note()
             state = self.datapath.state()
             self.transfer.source_calls.timed_out_elsewhere(state.timed_out - self._timed_out)
             self._timed_out = state.timed_out

@@ -168,7 +168,7 @@ class Status:
                 window=self._transfer.engine.window.report(),
                 next_use=belady.report() if belady is not None else NextUseReport(),
             ),
-            opens=None if not_counted else self._opens(mode),
+            opens=self.opens(),
             reads=sum(metrics.reads) if mode.counts_tier_reads else None,
             bytes=sum(metrics.read_bytes) if mode.counts_tier_reads else None,
             hit_ratio=metrics.hit_ratio() if mode.counts_opens else None,
@@ -213,7 +213,11 @@ class Status:
             return "foresight.count_opens is false"
         return self._watch.not_counted
 
-    def _opens(self, mode: reports.Mode) -> int:
+    def opens(self) -> int | None:
+        """The opens of readers; None if they are not counted."""
+        mode = self._serving.mode()
+        if self._not_counted(mode):
+            return None
         if mode.counts_opens or self._watch is None:
             return sum(self._metrics.opens)
         return self._watch.opens
