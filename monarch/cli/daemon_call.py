@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +56,29 @@ def seconds(context: click.Context, parameter: click.Parameter, value: str | Non
 def mount_of(place: Path) -> MountRecord:
     """The mount at or above ``place``. Raises NotMountedError."""
     return Registry(state_root()).find(place)
+
+
+def last_state(place: Path) -> Path:
+    """The state directory ``place``, or that of the last mount at ``place``. Raises
+    NotMountedError."""
+    # Imported here: it loads the settings, which most verbs do not need.
+    from monarch.control.state_directory import NOTE, read_note
+
+    path = Path(os.path.abspath(place))
+    # Not pathlib's exists(), which raises if a directory may not be searched.
+    if os.path.exists(path / NOTE):
+        return path
+    root = state_root()
+    for state in sorted(root.iterdir()) if root.is_dir() else ():
+        with suppress(MonarchError):
+            if read_note(state).mountpoint in (os.fspath(path), real_path(path)):
+                return state
+    if os.path.isdir(path) and any(path.glob("residency-*")):
+        return path
+    raise NotMountedError(
+        f"{escape_text(os.fspath(place))} is neither a Monarch mount nor a state directory",
+        hint="`monarch status` lists the mounts; of one with --state DIRECTORY name that",
+    )
 
 
 def mount_and_path(mountpoint: Path, path: str | None) -> tuple[MountRecord, str]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import click
 from rich.text import Text
 
 from monarch.checks.fsck import check_state
-from monarch.cli.daemon_call import JSON, MOUNT_OR_STATE, ask
+from monarch.cli.daemon_call import JSON, MOUNT_OR_STATE, ask, last_state
 from monarch.cli.output import emit_json, progress_bar, say, stdout
 from monarch.config.defaults import state_root
 from monarch.control.registry import MountRecord, Registry, alive, real_path
-from monarch.control.state_directory import NOTE, read_note
-from monarch.errors import LockedError, MonarchError, NotMountedError, UsageError
+from monarch.errors import LockedError, NotMountedError, UsageError
 from monarch.telemetry.report import Finding, FsckProgress, FsckReport
 from monarch.text import counted, escape_text, format_bytes
 
@@ -63,7 +61,7 @@ def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
                 on_progress=lambda raw: on_progress(FsckProgress.from_dict(raw)),
             )
         else:
-            state = Path(record.state) if record is not None else _state(place)
+            state = Path(record.state) if record is not None else last_state(place)
             try:
                 report = check_state(
                     state, registry=registry, digests=digests, repair=repair, progress=on_progress
@@ -92,25 +90,6 @@ def _record(registry: Registry, place: Path) -> MountRecord | None:
             hint=f"fsck checks a mount as a whole: monarch fsck {escape_text(record.mountpoint)}",
         )
     return record
-
-
-def _state(place: Path) -> Path:
-    """The state directory ``place``, or that of the last mount at ``place``."""
-    path = Path(os.path.abspath(place))
-    # Not pathlib's exists(), which raises if a directory may not be searched.
-    if os.path.exists(path / NOTE):
-        return path
-    root = state_root()
-    for state in sorted(root.iterdir()) if root.is_dir() else ():
-        with suppress(MonarchError):
-            if read_note(state).mountpoint in (os.fspath(path), real_path(path)):
-                return state
-    if os.path.isdir(path) and any(path.glob("residency-*")):
-        return path
-    raise NotMountedError(
-        f"{escape_text(os.fspath(place))} is neither a Monarch mount nor a state directory",
-        hint="`monarch status` lists the mounts; of one with --state DIRECTORY name that",
-    )
 
 
 def _line(finding: Finding) -> Text:

@@ -31,6 +31,7 @@ VERBS = {
     "warm": Verb("monarch.cli.warm:warm", "Copy files into the tiers before a job starts."),
     "trace": Verb("monarch.cli.trace:trace", "Record the opens of a mount in a file."),
     "analyze": Verb("monarch.cli.analyze:analyze", "Measure where a training job waits."),
+    "report": Verb("monarch.cli.report:report", "Write a page about a mount and its epochs."),
     "evict": Verb("monarch.cli.evict:evict", "Remove copies from the tiers."),
     "ckpt": Verb("monarch.cli.ckpt:ckpt", "List, await, verify or prune all files written."),
     "fsck": Verb("monarch.cli.fsck:fsck", "Check all that a mount keeps, and repair it."),

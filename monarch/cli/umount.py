@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from monarch.control.client import call
 from monarch.control.ending import STEPS, step_of
 from monarch.control.registry import MountRecord, Registry, alive, process_stat, real_path
 from monarch.fuse import mountpoint as mountpoints
+from monarch.telemetry import figures
 from monarch.text import counted, escape_text, format_bytes
 
 if TYPE_CHECKING:
@@ -116,10 +118,26 @@ def umount(
         using = counted(len(users), "process uses", "processes use")
         remark(f"monarch: {shown} is detached: {using} it still: {_named(users)}")
     else:
-        remark(f"monarch: {shown} is unmounted")
+        remark(f"monarch: {shown} is unmounted{_figures(record)}")
     if undrained is not None and record is not None:
         remark(f"monarch: {_undrained_words(undrained, record.absorbs)}")
     return None
+
+
+def _figures(record: MountRecord | None) -> str:
+    """The command that shows what the mount has done; empty if it has left no figures."""
+    if record is None:
+        return ""
+    state = Path(record.state)
+    try:
+        written_ns = (state / figures.FILE).stat().st_mtime_ns
+    except OSError:
+        return ""
+    place = record.mountpoint if state.parent == state_root() else record.state
+    # A name that a terminal cannot show cannot be typed.
+    if written_ns < record.started_ns or not place.isprintable():
+        return ""
+    return f"; its figures: monarch report {shlex.quote(place)}"
 
 
 def _drain(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:

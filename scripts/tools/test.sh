@@ -57,10 +57,14 @@ sys.exit(not all(map(u.find_spec, ("tensorflow", "webdataset"))))' && return 0
     "$PYTHON" -m pip install -q tensorflow-cpu webdataset >&2
 }
 
+# The page of `monarch report` is opened in a real browser; another program of Debian will do.
+BROWSER=()
+command -v chromium-headless-shell chromium >/dev/null || BROWSER=(chromium-headless-shell)
+
 if [ "$install" ]; then
     step "system packages"
-    ensure_apt "${SYSTEM_PACKAGES[@]}" "${CLIENT_PACKAGES[@]}" "${SLURM_PACKAGES[@]}" sqlite3 e2fsprogs xfsprogs \
-        glusterfs-server glusterfs-client
+    ensure_apt "${SYSTEM_PACKAGES[@]}" "${CLIENT_PACKAGES[@]}" "${SLURM_PACKAGES[@]}" \
+        "${BROWSER[@]}" sqlite3 e2fsprogs xfsprogs glusterfs-server glusterfs-client
     step "Python packages in $VENV"
     # PyTorch first and alone: as a dependency of another package pip would take a build with CUDA.
     ensure_venv

@@ -336,7 +336,7 @@ def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
     left = mount.run("umount", at, "--abandon").err.splitlines()
     (directory,) = mount.mounted.tiers["fast"].glob("monarch/absorbed-*")
     assert left == [
-        f"monarch: {at} is unmounted",
+        f"monarch: {at} is unmounted; its figures: monarch report {mount.mounted.state}",
         f"monarch: 1 file, 2.93 KiB, not at the source yet, stays in {directory}: mount again to"
         " continue draining",
     ]

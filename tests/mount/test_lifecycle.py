@@ -382,7 +382,8 @@ def test_umount_says_so_where_there_is_no_monarch_mount(
     assert (done.returncode, "is no Monarch mount" in one_line(done)) == (9, True)
     made = monarch.mount(tree({"a": 1}))
     first = monarch("umount", str(made.path))
-    assert first.stderr == f"monarch: {made.path} is unmounted\n"
+    figures = f"its figures: monarch report {made.state}"
+    assert first.stderr == f"monarch: {made.path} is unmounted; {figures}\n"
     again = monarch("umount", str(made.path), check=False)
     assert (again.returncode, "is no Monarch mount" in one_line(again)) == (9, True)
 
@@ -396,7 +397,8 @@ def test_umount_shows_any_mount_point_on_one_line(
         "mount", str(source), str(mnt), "--state", f"{tmp_path}/state", "--tier", f"{tmp_path}/t"
     )
     done = monarch("umount", str(mnt))
-    assert done.stderr == f"monarch: {tmp_path}/a\\n\\x1b[31m\\xff is unmounted\n"
+    figures = f"its figures: monarch report {tmp_path}/state"
+    assert done.stderr == f"monarch: {tmp_path}/a\\n\\x1b[31m\\xff is unmounted; {figures}\n"
     assert_nothing_is_left(monarch)
 
 
