@@ -74,7 +74,10 @@ CONFINED = {
 
 # The extension may be missing, so one module for each of its tasks imports it.
 EXTENSION = "monarch.fuse._datapath"
-ITS_MODULES = ("monarch.fuse.datapath", "monarch.namespace.look", "monarch.telemetry.passes")
+ITS_MODULES = (
+    *("monarch.fuse.datapath", "monarch.namespace.look", "monarch.telemetry.passes"),
+    "monarch.tiers.lots",
+)
 
 # The time is an argument of these modules, and so is all other state of the machine.
 PURE = (

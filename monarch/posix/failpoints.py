@@ -28,6 +28,11 @@ _NAME, _TURN, _RAISES = _armed()
 _PASSED = itertools.count(1)
 
 
+def is_armed() -> bool:
+    """Whether a point is named: code in C passes no points."""
+    return bool(_NAME)
+
+
 def failpoint(name: str) -> None:
     """Marks a point; does nothing unless MONARCH_POINT names it."""
     if name == _NAME and next(_PASSED) == _TURN:

@@ -27,6 +27,7 @@ import errno
 import logging
 import os
 import stat
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -107,6 +108,8 @@ class Tier:
         self._generation_name = ""
         # Whether the file system keeps a seal exactly; set by ``use``.
         self.seals = False
+        # How often its lots were given up (lots.py); the extension reads it while it writes.
+        self.terms = array("Q", [0])
 
     def close(self) -> None:
         if self._generation >= 0:

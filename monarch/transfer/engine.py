@@ -29,6 +29,7 @@ from monarch.placement.policy import Item
 from monarch.placement.residency import SOURCE
 from monarch.posix import failpoints
 from monarch.telemetry.log import Limiter
+from monarch.tiers import lots
 from monarch.tiers.records import Record, Records
 from monarch.tiers.source import SourceFile
 from monarch.tiers.tier import Staged, Tier
@@ -345,14 +346,13 @@ class Engine:
         for flight in fitting:
             flight.young = self._doubts.by_bytes(flight.ino, flight.identity)
         size = sum(flight.promote.size for flight in fitting)
-        results = await self._monitor.call(
-            tier, _commit_contents, tier, self._records, fitting, files=len(fitting), size=size
-        )
+        commit = partial(_commit_contents, tier, self._records, fitting, tier.terms[0])
+        results = await self._monitor.call(tier, commit, files=len(fitting), size=size)
         for flight, error in zip(fitting, results, strict=True):
             if error is None:
                 self._arrived(flight)
             else:
-                self._failed(flight, tier_error(error))
+                self._failed(flight, tier_error(error) if isinstance(error, OSError) else error)
 
     async def _has_room(self, flight: Flight, tier: Tier) -> bool:
         """Whether there is space for a copy that is still wanted, after all pending removals;
@@ -481,6 +481,7 @@ class Engine:
         self._flights.give_up_waiting(number)
         if not self._monitor.is_responsive(number):
             self.running -= self._flights.abandon(number)
+            lots.give_up(self._tiers[number])
 
     def _undo(self, flight: Flight) -> None:
         """Removes a copy that was completed after it was given up. Its record may have replaced
@@ -514,16 +515,20 @@ def _item(names: Names, ino: Ino) -> Item | None:
 
 
 def _commit_contents(
-    tier: Tier, records: Records, flights: Sequence[Flight]
-) -> list[OSError | None]:
-    """Commits the contents of each; returns for each None, or the error of the tier."""
-    results: list[OSError | None] = []
-    for flight in flights:
+    tier: Tier, records: Records, flights: Sequence[Flight], term: int
+) -> list[Exception | None]:
+    """Commits the contents of each, in a lot of the tier's ``term``; returns for each None, or why
+    there is no copy."""
+    contents = [
+        lots.Content(flight.ino, flight.identity, flight.content or b"") for flight in flights
+    ]
+    results: list[Exception | None] = []
+    for flight, written in zip(flights, lots.write(tier, contents, term), strict=True):
+        if isinstance(written, Exception):
+            results.append(written)
+            continue
         try:
-            _require_kept(flight)
-            with tier.stage(flight.ino) as staged:
-                staged.append(flight.content or b"")
-                _commit_copy(tier, records, staged, flight)
+            _record_copy(tier, records, flight, written)
         except OSError as error:
             results.append(error)
         else:
@@ -533,14 +538,18 @@ def _commit_contents(
 
 def _commit_copy(tier: Tier, records: Records, staged: Staged, flight: Flight) -> None:
     """Renames, then records. Raises OSError, and SourceChanged if bytes are missing."""
-    ino, identity = flight.ino, flight.identity
-    if staged.size != identity.size:
-        raise SourceChanged(f"read {staged.size} bytes of {identity.size}")
-    digest = staged.commit(identity)
+    if staged.size != flight.identity.size:
+        raise SourceChanged(f"read {staged.size} bytes of {flight.identity.size}")
+    _record_copy(tier, records, flight, staged.commit(flight.identity))
+
+
+def _record_copy(tier: Tier, records: Records, flight: Flight, digest: bytes) -> None:
+    """Records a copy that has its name, or removes it. Raises OSError."""
+    ino = flight.ino
     try:
         # Another tier may have a copy and the record by now.
         _require_kept(flight)
-        records.put(ino, Record(tier.number, identity, digest), young=flight.young)
+        records.put(ino, Record(tier.number, flight.identity, digest), young=flight.young)
     except OSError:
         tier.remove(ino)
         raise

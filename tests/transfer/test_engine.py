@@ -23,6 +23,7 @@ from monarch.placement.policy import FirstCome, Item
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.metrics import Metrics
+from monarch.tiers import lots
 from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.ownership import Owner
 from monarch.tiers.records import Records
@@ -523,6 +524,7 @@ async def test_a_copy_that_is_cancelled_while_its_tier_writes_is_no_internal_err
         cancelled.wait(10)
         append(self, data)
 
+    monkeypatch.setattr(lots, "_write_copies", None)
     monkeypatch.setattr(Staged, "append", slow)
     async with running(source, tmp_path) as rig:
         assert rig.want(1)

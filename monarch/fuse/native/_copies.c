@@ -3,7 +3,7 @@
 
 #include <sys/stat.h>
 
-#include "_record.h"
+#include "_seal.h"
 
 /* Opens the copy of ``ino`` in a tier, by the name that tiers/tier.py gives it. */
 int copies_open(struct datapath *dp, uint8_t tier, uint64_t ino) {
@@ -30,12 +30,10 @@ bool copies_is_sealed(const struct tier *tier, int fd, uint64_t ino,
     struct stat status;
     if (fstat(fd, &status) || (uint64_t)status.st_size != version->size || !S_ISREG(status.st_mode))
         return false;
-    uint64_t seal = mixed(ino ^ version->size);
-    seal = mixed(seal ^ (uint64_t)version->mtime_ns);
-    seal = mixed(seal ^ (uint64_t)version->ctime_ns);
-    seal = mixed(seal ^ version->source_ino);
-    return !tier->seals || ((uint64_t)status.st_mtim.tv_sec == seal >> 34 &&
-                            (uint64_t)status.st_mtim.tv_nsec == (seal & 0x3ffffffff) % 1000000000);
+    struct timespec seal =
+        seal_of(ino, version->size, version->mtime_ns, version->ctime_ns, version->source_ino);
+    return !tier->seals ||
+           (status.st_mtim.tv_sec == seal.tv_sec && status.st_mtim.tv_nsec == seal.tv_nsec);
 }
 
 bool copies_is_current(struct datapath *dp, uint64_t ino, uint8_t tier,

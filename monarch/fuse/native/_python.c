@@ -1,6 +1,7 @@
 /* The interface of the datapath to Python: its type, and the type of fetched bytes. */
 #include "_python.h"
 #include "_look.h"
+#include "_lots.h"
 #include "_passes.h"
 
 #include <errno.h>
@@ -531,6 +532,7 @@ static PyTypeObject datapath_type = {
 static PyMethodDef functions[] = {
     {"count_opens", (PyCFunction)count_opens, METH_VARARGS, NULL},
     {"look", (PyCFunction)look, METH_VARARGS, NULL},
+    {"write_copies", (PyCFunction)write_copies, METH_VARARGS, NULL},
     {0},
 };
 
