@@ -16,6 +16,7 @@ SUBJECTS = (
     "hang",
     "hpsearch",
     "month",
+    "nodes",
     "packs",
     "seeds",
     "snapshot",
@@ -37,6 +38,8 @@ examples:
   scripts/bench hpsearch --quick
   scripts/bench hpsearch --jobs 8 --workers 2 --json hpsearch.json
   scripts/bench month --lines 20000
+  scripts/bench nodes --quick
+  scripts/bench nodes --json nodes.json --plot nodes.png
   scripts/bench packs --only lmdb --quick
   scripts/bench packs --only lmdb --json lmdb.json
   scripts/bench packs --only trees --quick
@@ -103,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     _hpsearch(subject("hpsearch", search, 3072, 256, 3))
     month = "a month of fsynced lines and checkpoints"
     _month(subject("month", month, 2_600_000, 20_000, 1, "--lines"))
+    nodes = "several nodes that share their copies, over one slow source"
+    _nodes(subject("nodes", nodes, 2000, 600, 3))
     _packs(subject("packs", "packs and data sets in large files over a slow source", 20_000, 0, 3))
     _seeds(subject("seeds", "the main figures of the papers that Monarch builds on", 1600, 320, 3))
     _snapshot(subject("snapshot", "the cost of the names of a large tree", 1_000_000, 50_000, 5))
@@ -198,6 +203,19 @@ def _month(subject: argparse.ArgumentParser) -> None:
         help="virtual latency of a call of the drain to the source, in s (1)",
     )
     subject.set_defaults(directory=Path("/dev/shm"))
+
+
+def _nodes(subject: argparse.ArgumentParser) -> None:
+    subject.add_argument(
+        "--large-mb", type=int, help="size of the large file in MB (2,000; with --quick 64)"
+    )
+    subject.add_argument(
+        "--link-mbit",
+        type=int,
+        default=200,
+        help="rate of the link of each node in Mbit/s (%(default)s)",
+    )
+    _slow_reads(subject)
 
 
 def _packs(subject: argparse.ArgumentParser) -> None:

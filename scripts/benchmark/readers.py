@@ -67,7 +67,12 @@ def read_files(
     each file after it was read, so that the next read asks the file system again.
     """
     shares = [paths[number::readers] for number in range(readers)]
-    return _together([partial(_read_share, share, seconds, again, forget) for share in shares])
+    return together([partial(_read_share, share, seconds, again, forget) for share in shares])
+
+
+def read_lists(lists: Sequence[Sequence[str]]) -> Reading:
+    """One reader for each list of files, which reads every file of it once."""
+    return together([partial(_read_share, each, None, False, False) for each in lists])
 
 
 def _read_share(paths: Sequence[str], seconds: float | None, again: bool, forget: bool) -> Counts:
@@ -93,7 +98,7 @@ def _read_share(paths: Sequence[str], seconds: float | None, again: bool, forget
 
 def read_through(path: Path, *, seconds: float | None = None, again: bool = False) -> Reading:
     """One file from the start to the end, in blocks of 1 MiB; at most for ``seconds``."""
-    return _together([partial(_read_through, path, seconds, again)])
+    return together([partial(_read_through, path, seconds, again)])
 
 
 def _read_through(path: Path, seconds: float | None, again: bool) -> Counts:
@@ -116,7 +121,7 @@ def _read_through(path: Path, seconds: float | None, again: bool) -> Counts:
 
 def read_randomly(path: Path, block: int, *, seconds: float, seed: int = 1) -> Reading:
     """Blocks of one file, over and over, at offsets that depend on the seed alone."""
-    return _together([partial(_read_randomly, path, block, seconds, seed)])
+    return together([partial(_read_randomly, path, block, seconds, seed)])
 
 
 def _read_randomly(path: Path, block: int, seconds: float, seed: int) -> Counts:
@@ -140,7 +145,7 @@ def _read_randomly(path: Path, block: int, seconds: float, seed: int) -> Counts:
 
 def scan_mapped(path: Path, *, seconds: float) -> Reading:
     """One file through a mapping, copied out 1 MiB at a time; mapped again for each pass."""
-    return _together([partial(_scan_mapped, path, seconds)])
+    return together([partial(_scan_mapped, path, seconds)])
 
 
 def _scan_mapped(path: Path, seconds: float) -> Counts:
@@ -164,7 +169,7 @@ def list_and_stat(
     directories: Sequence[str], *, seconds: float | None = None
 ) -> tuple[Reading, int]:
     """scandir, and stat of every entry; also how many of the directories were done in time."""
-    reading = _together([partial(_list_and_stat, directories, seconds)])
+    reading = together([partial(_list_and_stat, directories, seconds)])
     # The second count of this task is of directories, not of bytes.
     return Reading(reading.count, 0, reading.seconds), reading.bytes
 
@@ -183,7 +188,7 @@ def _list_and_stat(directories: Sequence[str], seconds: float | None) -> Counts:
     return count, done
 
 
-def _together(tasks: Sequence[Callable[[], Counts]]) -> Reading:
+def together(tasks: Sequence[Callable[[], Counts]]) -> Reading:
     """Run each task in a separate process, all of them from the same moment on."""
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(len(tasks))

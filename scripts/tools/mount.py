@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,13 +21,14 @@ class MonarchFailed(Exception):
     """A command of Monarch failed; the message is its own."""
 
 
-def monarch(*arguments: object, shown: bool = False) -> str:
+def monarch(*arguments: object, shown: bool = False, within: Sequence[str] = ()) -> str:
     """Run ``monarch ARGUMENTS`` of this checkout and return its standard output.
 
-    With ``shown`` the command writes to our standard output instead. Raises MonarchFailed.
+    With ``shown`` the command writes to our standard output instead. ``within`` is in front of the
+    command, such as nsenter with its options. Raises MonarchFailed.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "monarch", *map(str, arguments)]
+    command = [*within, sys.executable, "-m", "monarch", *map(str, arguments)]
     done = subprocess.run(
         command,
         stdout=None if shown else subprocess.PIPE,
@@ -42,7 +44,8 @@ def monarch(*arguments: object, shown: bool = False) -> str:
 class Mount:
     """``source`` mounted at ``path`` over one tier. Everything else lies in ``state``.
 
-    ``options`` are keys of the configuration file, as ``-o`` takes them.
+    ``options`` are keys of the configuration file, as ``-o`` takes them. ``within`` is in front of
+    the command that mounts.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class Mount:
         state: Path,
         snapshot: Path | None = None,
         options: str = "",
+        within: Sequence[str] = (),
     ) -> None:
         self.path = path
+        self._within = within
         self.tier = tier
         self.state = state
         self.seconds = 0.0
@@ -72,7 +77,7 @@ class Mount:
     def __enter__(self) -> Mount:
         begin = time.monotonic()
         try:
-            monarch(*self._command)
+            monarch(*self._command, within=self._within)
         except BaseException:
             # Ctrl-C, for one, may come when the mount is there already.
             if is_mounted(self.path):

@@ -1,0 +1,401 @@
+"""Several nodes of one job over one slow source, which share their copies or each work alone.
+
+A node is a network namespace with a daemon, a tier for 30 % of the files, and a reader, which reads
+all files in each epoch in an order of its own. All nodes read the same slow source, whose bandwidth
+is that of all of them together. The bytes read there are counted by the source.
+
+At last one node reads the files of the others through its mount, and a plain HTTP client on that
+node gets the same files from the same engines. Without a limit of the links, for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from monarch.peers.client import TOKEN_HEADER
+from monarch.peers.hello import MemberKey
+from monarch.tiers.contents import copy_name
+from monarch.types import Ino
+from scripts.benchmark.packs_writers import tree
+from scripts.benchmark.page_cache import can_drop, drop_pages
+from scripts.benchmark.quantities import MB
+from scripts.benchmark.readers import Reading, read_lists, together
+from scripts.benchmark.requirements import (
+    ATTRIBUTES_EXPIRE_S,
+    require_room,
+    require_slow_source,
+)
+from scripts.benchmark.rows import BenchError, Result, Row, measure
+from scripts.tools.mount import Mount, monarch
+from tests.equipment import hosts
+from tests.equipment.hosts import Hosts, address, enter
+from tests.equipment.processes import cpu_seconds
+from tests.equipment.slowfs import SlowSource
+
+NODES = 4
+SIZE = 110_000
+# The part of the data that the tier of each node holds.
+SHARE = 0.3
+LARGE_MB = (2000, 64)
+ALONE = "each node alone"
+PLAIN = "a plain HTTP client"
+# The plain client reads the head of an answer, and at most this of its bytes with it.
+_HEAD = 4096
+_BUFFER = 1 << 20
+# The least ratio of remote reads to the plain client.
+REMOTE_BAR = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """``read_bytes`` and ``opens`` are those of the source."""
+
+    reading: Reading
+    read_bytes: int
+    opens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What one node reads from others: by itself, and with a plain client. ``asking_s`` and
+    ``answering_s`` are the processor time of its daemon, and of the daemons and engines of the
+    others, in s."""
+
+    mounted: Reading
+    plain: Reading
+    asking_s: float
+    answering_s: float
+
+
+class Job:
+    """The mounts of all nodes, with empty tiers, until ``stack`` is closed."""
+
+    def __init__(
+        self, bench: Bench, place: str, size: int, stack: ExitStack, *, shares: bool
+    ) -> None:
+        self._bench = bench
+        bench.jobs += 1
+        own = bench.work / f"job{bench.jobs}"
+        own.mkdir()
+        self._secret = own / "secret"
+        self._secret.touch(mode=0o600)
+        self._secret.write_text(secrets.token_hex(32))
+        # Each way to read has the same modes, whatever these files would choose.
+        options = ["datapath=relay", "open=open"]
+        self.mounts = []
+        for number in range(1, NODES + 1):
+            peers = [
+                f"peers.members=10.77.0.[1-{NODES}]",
+                f"peers.address={address(number)}",
+                f"peers.secret_file={self._secret}",
+                # Two cores for all nodes must not make one of them look slow.
+                "peers.patience=5",
+            ]
+            mounted = Mount(
+                bench.source.path / place,
+                own / f"mnt{number}",
+                tier=own / f"tier{number}",
+                capacity=str(int(SHARE * size)),
+                state=own / f"state{number}",
+                snapshot=bench.snapshots[place],
+                options=",".join([*options, *(peers if shares else [])]),
+                within=bench.network.command(number),
+            )
+            self.mounts.append(stack.enter_context(mounted))
+
+    def epoch(self, names: Sequence[str], seed: int) -> Epoch:
+        """All nodes read all files at the same time."""
+        lists = []
+        for number, mounted in enumerate(self.mounts):
+            order = list(names)
+            random.Random(seed * NODES + number).shuffle(order)
+            lists.append([f"{mounted.path}/{name}" for name in order])
+        drop_pages()
+        time.sleep(ATTRIBUTES_EXPIRE_S)
+        before = self._bench.source.counters()
+        reading = read_lists(lists)
+        for mounted in self.mounts:
+            mounted.settle(0)
+        after = self._bench.source.counters()
+        if reading.bytes != NODES * self._bench.bytes_of(names):
+            raise BenchError(f"{reading.bytes} bytes were read")
+        return Epoch(
+            reading,
+            after["read_bytes"] - before["read_bytes"],
+            after["open"] - before["open"],
+        )
+
+    def remote(self, names: Sequence[str]) -> Remote:
+        """The first node reads the files whose only copies are on other nodes."""
+        first, *others = self.mounts
+        kept = [_copies(mounted.tier) for mounted in self.mounts]
+        paths, requests = [], []
+        for name in names:
+            ino = (first.path / name).stat().st_ino
+            owners = [number for number in range(1, NODES) if ino in kept[number]]
+            if owners and ino not in kept[0]:
+                paths.append(str(first.path / name))
+                requests.append((owners[0], ino))
+        servers = {number: self._server(number) for number in range(1, NODES)}
+        drop_pages()
+        client = partial(_get_all, self._bench.network.namespace(1), servers, requests)
+        # Its first run brings the copies into memory.
+        plain = [together([client]) for _ in range(2)][1]
+        before = _cpu_s(first), sum(map(_cpu_s, others))
+        mounted = read_lists([paths])
+        after = _cpu_s(first), sum(map(_cpu_s, others))
+        if plain.bytes != mounted.bytes or not paths:
+            raise BenchError(f"the plain client has read {plain.bytes} of {mounted.bytes} bytes")
+        return Remote(mounted, plain, after[0] - before[0], after[1] - before[1])
+
+    def _server(self, number: int) -> Server:
+        mounted = self.mounts[number]
+        set_name = mounted.status()["peers"]["set"]
+        name = address(number + 1)
+        key = MemberKey(name, set_name, self._secret.read_text().encode())
+        port = int((mounted.state / "peers" / "port").read_text())
+        headers = f"Host: monarch\r\n{TOKEN_HEADER}: {key.token()}\r\n"
+        return Server(name, port, f"/{set_name}/c", headers)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The engine of a node, as a client uses it."""
+
+    host: str
+    port: int
+    path: str
+    headers: str
+
+
+def _get_all(
+    namespace: Path, servers: Mapping[int, Server], requests: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    """The files of some inode numbers from their nodes, over kept connections, in a network
+    namespace. The number of files, and of their bytes."""
+    enter(namespace)
+    buffer = memoryview(bytearray(_BUFFER))
+    count = size = 0
+    with ExitStack() as stack:
+        connections = {
+            number: stack.enter_context(socket.create_connection((server.host, server.port)))
+            for number, server in servers.items()
+        }
+        for number, ino in requests:
+            server, connection = servers[number], connections[number]
+            path = f"{server.path}/{copy_name(Ino(ino))}"
+            connection.sendall(f"GET {path} HTTP/1.1\r\n{server.headers}\r\n".encode())
+            size += _received(connection, buffer)
+            count += 1
+    return count, size
+
+
+def _received(connection: socket.socket, buffer: memoryview) -> int:
+    """Reads an answer into a buffer that holds it; the number of bytes behind its head."""
+    got = 0
+    while (end := bytes(buffer[:got]).find(b"\r\n\r\n")) < 0:
+        more = connection.recv_into(buffer[got:], _HEAD)
+        if not more:
+            raise BenchError("an engine has closed the connection")
+        got += more
+    head = bytes(buffer[:end]).decode().lower()
+    length = re.search(r"\r\ncontent-length: (\d+)", head)
+    if " 200 " not in head or length is None:
+        raise BenchError(f"an engine answered {head.partition(chr(13))[0]}")
+    whole = end + 4 + int(length[1])
+    while got < whole:
+        more = connection.recv_into(buffer[got:whole], 0, socket.MSG_WAITALL)
+        if not more:
+            raise BenchError("an engine has closed the connection")
+        got += more
+    return int(length[1])
+
+
+def _copies(tier: Path) -> set[int]:
+    """The inode numbers of the copies in a tier."""
+    return {int(path.name) for path in tier.glob("monarch/*/copies-*/??/*") if path.name.isdigit()}
+
+
+def _cpu_s(mounted: Mount) -> float:
+    """The processor time of a daemon and its engine, in s."""
+    return cpu_seconds(mounted.status()["pid"])
+
+
+class Bench:
+    """The files, the large file, the slow source over them, and the hosts."""
+
+    def __init__(self, work: Path, options: argparse.Namespace, stack: ExitStack) -> None:
+        self.work = work
+        self.jobs = 0
+        self.link_mbit: int = options.link_mbit
+        self._bandwidth: float = options.bandwidth
+        self.large_bytes = MB * (options.large_mb or LARGE_MB[options.quick])
+        self.files_bytes = SIZE * options.files
+        tiers = 2 * NODES * SHARE * options.rounds
+        require_room(work.parent, (1 + tiers) * (self.files_bytes + self.large_bytes))
+        data = work / "data"
+        self.names = tree(data / "files", options.files, SIZE)
+        (data / "large").mkdir()
+        chance = random.Random(1)
+        with open(data / "large" / "file", "wb") as file:
+            for _ in range(self.large_bytes // MB):
+                file.write(chance.randbytes(MB))
+        self.network = stack.enter_context(Hosts(NODES))
+        self.source = stack.enter_context(SlowSource(data, work / "slow"))
+        self.snapshots = {}
+        for place in ("files", "large"):
+            self.snapshots[place] = work / f"{place}.snapshot"
+            monarch("snapshot", "build", self.source.path / place, "-o", self.snapshots[place])
+        self.source.rules(f"lat * {options.latency}", f"read_MBps {options.bandwidth}")
+
+    def bytes_of(self, names: Sequence[str]) -> int:
+        return self.files_bytes if names is self.names else self.large_bytes
+
+    @property
+    def allowed(self) -> float:
+        """By which factor the bandwidths let nodes that share read an epoch faster than nodes that
+        work alone, from the second epoch on. Alone, each node reads from the source what its tier
+        does not hold. Sharing, it gets from others all but its own part, over its link."""
+        alone_s = NODES * (1 - SHARE) / (self._bandwidth * MB)
+        shared_s = (NODES - 1) / NODES / (self.link_mbit * MB / 8)
+        return alone_s / shared_s
+
+
+class Lab:
+    """One round: both kinds of jobs, with the files and with the large file."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._epochs: dict[tuple[str, bool], list[Epoch]] = {}
+        self._remote: Remote | None = None
+
+    def epoch(self, place: str, number: int, *, shares: bool) -> Epoch:
+        key = place, shares
+        if key not in self._epochs:
+            self._epochs[key] = self._measured(place, shares=shares)
+        return self._epochs[key][number - 1]
+
+    def remote(self) -> Remote:
+        if self._remote is None:
+            self.epoch("files", 1, shares=True)
+        assert self._remote is not None
+        return self._remote
+
+    def _measured(self, place: str, *, shares: bool) -> list[Epoch]:
+        bench = self._bench
+        is_of_files = place == "files"
+        names = bench.names if is_of_files else ["file"]
+        size = bench.files_bytes if is_of_files else bench.large_bytes
+        with ExitStack() as stack:
+            bench.network.limit(bench.link_mbit)
+            job = Job(bench, place, size, stack, shares=shares)
+            epochs = [job.epoch(names, number) for number in (1, 2)]
+            if shares and is_of_files:
+                bench.network.limit(0)
+                self._remote = job.remote(names)
+        return epochs
+
+    def rate(self, place: str, number: int, *, shares: bool) -> float:
+        """Files a second of each node."""
+        reading = self.epoch(place, number, shares=shares).reading
+        return reading.count / NODES / reading.seconds
+
+    def speed(self, place: str, number: int, *, shares: bool) -> float:
+        """MB a second of each node."""
+        return self.epoch(place, number, shares=shares).reading.megabytes_per_s / NODES
+
+    def source_share(self, place: str, number: int, *, shares: bool) -> float:
+        """The bytes that the source served in an epoch, over those of the data."""
+        size = self._bench.files_bytes if place == "files" else self._bench.large_bytes
+        return self.epoch(place, number, shares=shares).read_bytes / size
+
+    def remote_speed(self) -> float:
+        return self.remote().mounted.megabytes_per_s
+
+    def plain_speed(self) -> float:
+        return self.remote().plain.megabytes_per_s
+
+    def asking(self) -> float:
+        """Processor time of the node that reads, in s for each GB."""
+        return self.remote().asking_s / self.remote().mounted.bytes * 1e9
+
+    def answering(self) -> float:
+        """Processor time of the nodes that have the copies, in s for each GB."""
+        return self.remote().answering_s / self.remote().mounted.bytes * 1e9
+
+
+def rows(allowed: float) -> list[Row[Lab]]:
+    """``allowed``: as ``Bench.allowed``."""
+
+    def compared(name: str, value: Any, unit: str, bar: float | None = None) -> Row[Lab]:
+        ours, theirs = partial(value, shares=True), partial(value, shares=False)
+        return Row(name, ours, unit, theirs, ALONE, bar, True)
+
+    def of_source(name: str, place: str, number: int, bar: float | None) -> Row[Lab]:
+        ours = partial(Lab.source_share, place=place, number=number, shares=True)
+        return Row(name, ours, "of the bytes", bar=bar)
+
+    first = partial(Lab.rate, place="files", number=1)
+    second = partial(Lab.rate, place="files", number=2)
+    return [
+        of_source("read at the source, epoch 1", "files", 1, 1.02),
+        of_source("read at the source, epoch 2", "files", 2, 0.01),
+        compared("a node, epoch 1", first, "files/s"),
+        compared("a node, epoch 2", second, "files/s", 0.9 * allowed),
+        Row(
+            "copies of other nodes, 1 reader",
+            Lab.remote_speed,
+            "MB/s",
+            Lab.plain_speed,
+            PLAIN,
+            REMOTE_BAR,
+            True,
+        ),
+        Row("processor, the node that reads", Lab.asking, "s/GB"),
+        Row("processor, the nodes with the copies", Lab.answering, "s/GB"),
+        of_source("large file, read at the source, epoch 1", "large", 1, None),
+        of_source("large file, read at the source, epoch 2", "large", 2, None),
+        compared("large file, epoch 1", partial(Lab.speed, place="large", number=1), "MB/s"),
+        compared("large file, epoch 2", partial(Lab.speed, place="large", number=2), "MB/s"),
+    ]
+
+
+def run(
+    options: argparse.Namespace, work: Path
+) -> tuple[str, dict[str, object], list[Result[Any]]]:
+    require_slow_source()
+    if reason := hosts.unavailable():
+        raise BenchError(reason)
+    if not can_drop():
+        raise BenchError("only root can drop the page cache")
+    with ExitStack() as stack:
+        bench = Bench(work, options, stack)
+        results = measure(rows(bench.allowed), partial(Lab, bench), options.rounds)
+    conditions: dict[str, object] = {
+        "nodes": NODES,
+        "files": options.files,
+        "file_bytes": SIZE,
+        "large_bytes": bench.large_bytes,
+        "share_of_a_tier": SHARE,
+        "link_mbit": options.link_mbit,
+        "latency_ms": options.latency,
+        "bandwidth_MBps": options.bandwidth,
+        "allowed_ratio": bench.allowed,
+        "rounds": options.rounds,
+    }
+    title = (
+        f"{NODES} nodes, source with {options.latency:g} ms a call and {options.bandwidth:g} MB/s,"
+        f" links of {options.link_mbit} Mbit/s"
+    )
+    return title, conditions, results

@@ -1,0 +1,63 @@
+"""The benchmark of several nodes: its bars, and what it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.benchmark import nodes
+from scripts.benchmark.nodes import Bench, Epoch, Lab, Remote
+from scripts.benchmark.options import parsed
+from scripts.benchmark.readers import Reading
+from scripts.benchmark.rows import BenchError, measure
+
+FILES, BYTES = 100, 11_000_000
+
+
+class FakeLab(Lab):
+    """Epochs with these times in s; the source serves ``read_bytes`` in each epoch of a job that
+    shares."""
+
+    def __init__(
+        self, shared_s: float, alone_s: float, read_bytes: tuple[int, int], remote: Remote
+    ) -> None:
+        bench: Any = type("Bench", (), {"files_bytes": BYTES, "large_bytes": BYTES})
+        super().__init__(bench)
+        self._remote = remote
+        for place in ("files", "large"):
+            for shares, seconds in ((True, shared_s), (False, alone_s)):
+                reading = Reading(nodes.NODES * FILES, nodes.NODES * BYTES, seconds)
+                served = read_bytes if shares else (4 * BYTES, 3 * BYTES)
+                self._epochs[place, shares] = [Epoch(reading, each, 0) for each in served]
+
+
+def verdicts(
+    shared_s: float, alone_s: float, read_bytes: tuple[int, int], plain_s: float
+) -> list[str]:
+    remote = Remote(Reading(10, 10**6, 1.0), Reading(10, 10**6, plain_s), 0.1, 0.1)
+    rows = nodes.rows(allowed=2.0)
+    results = measure(rows, lambda: FakeLab(shared_s, alone_s, read_bytes, remote), 3)
+    return [result.verdict for result in results if result.row.bar is not None]
+
+
+def test_the_source_is_read_once_and_nodes_are_as_fast_as_the_bandwidths_allow() -> None:
+    assert verdicts(1.0, 1.9, (BYTES, 0), 0.7) == ["good"] * 4
+    assert verdicts(1.0, 1.7, (BYTES, 0), 0.7) == ["good", "good", "missed", "good"]
+    assert verdicts(1.0, 1.9, (2 * BYTES, BYTES), 0.5) == ["missed", "missed", "good", "missed"]
+
+
+def test_the_allowed_ratio_follows_from_the_bandwidths() -> None:
+    bench: Any = type("Bench", (), {"_bandwidth": 50.0, "link_mbit": 200})
+    # Alone: 0.7 of the data over a quarter of 50 MB/s; sharing: 0.75 of it over 25 MB/s.
+    assert Bench.allowed.fget(bench) == pytest.approx((0.7 / 12.5) / (0.75 / 25))
+
+
+def test_a_machine_without_namespaces_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(nodes, "require_slow_source", lambda: None)
+    monkeypatch.setattr(nodes.hosts, "unavailable", lambda: "network namespaces need root")
+    with pytest.raises(BenchError, match="need root"):
+        nodes.run(parsed(["nodes"]), tmp_path)
