@@ -30,9 +30,10 @@ from monarch.types import ROOT_INO, Attributes, Ino
 _MOST_JOBS = 64
 _MOST_STREAMS = 4
 _MOST_SUBTREES = 16
-# Files of an announced order that are given out and not opened yet. Up to the first number it goes
-# before all that is recognised; up to the second it takes turns with random orders of other jobs.
-_NEAR, _LEAD = 256, 4096
+# Files of an announced order that are given out and not opened yet. Up to this part of them it goes
+# before all that is recognised; then it takes turns with random orders of other jobs.
+_LEAD = 4096
+_NEAR_PART = 16
 # A job that has opened no file for so many opens of all jobs has paused.
 _PAUSE = 4096
 # The share of a window that must be beneath one directory: the rest may be other programs.
@@ -194,7 +195,7 @@ class Foresight:
     def _next(self, most: int) -> list[Ino]:
         """As ``next``, with the files that have copies."""
         settings, jobs = self._settings, list(reversed(self._jobs.values()))
-        leads = (_NEAR, _LEAD) if settings.announced else ()
+        leads = (_LEAD // _NEAR_PART, _LEAD) if settings.announced else ()
         announced = [partial(self.announced.next, lead=lead) for lead in leads]
         streams = [(job, stream) for job in jobs for stream in job.streams]
         # A job that has announced its order needs a fill last.
