@@ -25,7 +25,7 @@ from monarch.errors import TierError
 from monarch.text import counted, format_bytes
 from monarch.tiers.ownership import PRIVATE
 from monarch.types import WRITTEN_INO, Identity, Ino
-from monarch.writeback.history import Numbered, moved, names_of
+from monarch.writeback.history import Numbered, followed, names_of
 from monarch.writeback.journal import Replay, read_replay
 from monarch.writeback.journal_found import boot_now, token_of
 from monarch.writeback.objects import Objects
@@ -184,9 +184,9 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     # Where the bytes of files are that have no room in the tier.
     through: list[Numbered] = []
     for seq, op in ops:
-        if seq in found.done and op.kind == "rename" and not op.object:
+        if seq in found.done and op.kind in ("rename", "rmdir"):
             # The source has made it, with the staged files in that directory.
-            through = [(at, replace(it, path=moved(it.path, op))) for at, it in through]
+            through = [(at, replace(it, path=followed(it.path, op))) for at, it in through]
         if seq not in found.done or op.object not in names:
             continue
         paths = names[op.object]

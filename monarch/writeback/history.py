@@ -161,6 +161,16 @@ def moved(name: bytes, rename: Op) -> bytes:
     return rename.to + name[len(rename.path) :] if inside else name
 
 
+def followed(path: bytes, op: Op) -> bytes:
+    """The path beside which a staged file lies at the source after a change of its directory: it
+    moves with the directory, or out of one that is removed or replaced."""
+    if op.kind == "rmdir":
+        return op.path if path.rpartition(b"/")[0] == op.path else path
+    if op.kind != "rename" or op.object:
+        return path
+    return op.to if path.rpartition(b"/")[0] == op.to else moved(path, op)
+
+
 def obsolete(ops: Iterable[Numbered], summary: Summary) -> Obsolete:
     """The operations among ``ops`` that do not matter any more. Reads ``ops`` three times."""
     removed, taken = _removed(ops, summary)

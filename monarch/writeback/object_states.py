@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from monarch.types import Identity
-from monarch.writeback.history import Numbered, moved
+from monarch.writeback.history import Numbered, followed
 from monarch.writeback.op import Op
 
 
@@ -127,9 +127,9 @@ class ObjectStates:
         return self._staged.get(number)
 
     def renamed(self, op: Op) -> None:
-        """An entry was renamed on the mount; if it is a directory, it may have staged files."""
-        if self._staged and not op.object:
-            self._staged = {number: moved(path, op) for number, path in self._staged.items()}
+        """An entry was renamed or removed on the mount: a directory may have staged files."""
+        if self._staged:
+            self._staged = {number: followed(path, op) for number, path in self._staged.items()}
 
     def published(self, number: int, identity: Identity) -> None:
         """The source has the bytes of the last content."""
@@ -213,7 +213,7 @@ class ObjectStates:
             elif op.kind == "through":
                 self.stage(number, op.path)
                 self.set_write_through(number)
-            elif op.kind == "rename":
+            elif op.kind in ("rename", "rmdir"):
                 self.renamed(op)
         return had
 

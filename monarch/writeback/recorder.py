@@ -89,7 +89,7 @@ class Recorder:
     def _noted(self, seq: int, op: Op) -> int:
         if op.object and op.kind != "gone":
             self._object_table.states.noted(op.object, seq)
-        if op.kind == "rename":
+        if op.kind in ("rename", "rmdir"):
             self._object_table.states.renamed(op)
         elif op.file:
             self._object_table.attributes.noted(Ino(op.ino), seq, op)

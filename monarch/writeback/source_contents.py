@@ -158,15 +158,31 @@ class StagedContents:
             return status_at(fd, self._temporaries.part(number, through=True))
         return None
 
-    def finish_part(self, op: Op, place: Place, expected: Expected) -> tuple[int, Identity | None]:
+    def finish_part(
+        self, op: Op, place: Place, expected: Expected, *, beside: bytes | None = None
+    ) -> tuple[int, Identity | None]:
         """Makes data durable that was written at the source directly, with the attributes of
         ``op``. Returns its size, and its identity if it has its names already, None if it is
-        still staged. Raises OSError, ENOENT with the name of the staged file if it is neither."""
+        still staged. ``beside``: the path beside which the file was staged; it is moved beside its
+        first name. Raises OSError, ENOENT with the name of the staged file if it is neither."""
         part = self._temporaries.part(op.object, through=True)
         try:
+            if beside is not None:
+                self._bring_beside(op.paths[0], beside, part)
             return self._finish(op, place, expected, part)
         except FileNotFoundError as error:
             raise FileNotFoundError(error.errno, error.strerror, os.fsdecode(part)) from error
+
+    def _bring_beside(self, path: bytes, beside: bytes, part: bytes) -> None:
+        """Moves a staged file from beside one path to beside another, unless it is there."""
+        with self._directories() as directories:
+            fd, _ = directories.of(path, None)
+            if status_at(fd, part) is not None:
+                return
+            with suppress(FileNotFoundError, NotADirectoryError):
+                from_fd, _ = directories.of(beside, None)
+                os.rename(part, part, src_dir_fd=from_fd, dst_dir_fd=fd)
+                directories.sync()
 
     def _finish(
         self, op: Op, place: Place, expected: Expected, part: bytes

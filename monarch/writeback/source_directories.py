@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 
 from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
@@ -180,14 +180,19 @@ class Temporaries:
         with suppress(FileNotFoundError):
             os.unlink(link, dir_fd=to_fd)
 
-    def sweep(self, above_fd: int, name: bytes) -> bool:
-        """Removes a directory's temporary files; returns whether there were any. Raises OSError."""
-        found = False
+    def sweep(self, above_fd: int, name: bytes, keep: Collection[int] = ()) -> bool:
+        """Removes a directory's temporary files; returns whether there were any. The staged files
+        of the objects ``keep``, which have no bytes in the tier, move to the directory above.
+        Raises OSError."""
+        found, kept = False, {self.part(number, through=True) for number in keep}
         with suppress(NotADirectoryError):
             with closing_fd(os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=above_fd)) as fd:
                 # Names of a descriptor come as text.
                 for each in map(os.fsencode, os.listdir(fd)):
-                    if each.startswith(self._prefix):
+                    if each in kept:
+                        os.rename(each, each, src_dir_fd=fd, dst_dir_fd=above_fd)
+                        found = True
+                    elif each.startswith(self._prefix):
                         os.unlink(each, dir_fd=fd)
                         found = True
         return found

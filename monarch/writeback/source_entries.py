@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -159,8 +159,16 @@ class SourceEntries:
                 os.fsdecode(op.path),
             )
 
-    def rmdir(self, directories: OpenDirectories, op: Op, expected: Expected) -> None:
-        """A missing directory is success; one in which others have made entries stays."""
+    def rmdir(
+        self,
+        directories: OpenDirectories,
+        op: Op,
+        expected: Expected,
+        *,
+        keep: Collection[int] = (),
+    ) -> None:
+        """A missing directory is success; one in which others have made entries stays. ``keep`` as
+        of ``Temporaries.sweep``."""
         try:
             by = directories.user_of(op)
             fd, name = directories.of(op.path, by)
@@ -170,7 +178,7 @@ class SourceEntries:
             if op.strict and not expected.is_same(there):
                 self._log.note_conflict(op.path, "was replaced there by others, and stays")
                 return
-            self._swept(partial(os.rmdir, name, dir_fd=fd), by, fd, name)
+            self._swept(partial(os.rmdir, name, dir_fd=fd), by, fd, name, keep)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -184,9 +192,16 @@ class SourceEntries:
             )
 
     def rename(
-        self, directories: OpenDirectories, op: Op, expected: Expected, over: Expected
+        self,
+        directories: OpenDirectories,
+        op: Op,
+        expected: Expected,
+        over: Expected,
+        *,
+        keep: Collection[int] = (),
     ) -> Identity | None:
-        """Renames an entry; ``over`` is the entry that may have the new name."""
+        """Renames an entry; ``over`` is the entry that may have the new name. ``keep`` as of
+        ``Temporaries.sweep``, for a directory that is replaced."""
         by = directories.user_of(op)
         to_fd, to_name = directories.of(op.to, by, make=True)
         now = status_at(to_fd, to_name)
@@ -208,7 +223,7 @@ class SourceEntries:
             to_name = self._log.conflict_name(to_name, expected.seq)
             self._log.note_conflict(op.to, "was changed there by others", kept=to_name)
         renames = partial(os.rename, name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
-        self._swept(renames, by, to_fd, to_name)
+        self._swept(renames, by, to_fd, to_name, keep)
         if now is not None and now.st_ino == there.st_ino and op.path != op.to:
             # The kernel leaves both names of one file.
             with suppress(FileNotFoundError), acting_as(by):
@@ -216,14 +231,19 @@ class SourceEntries:
         return identity_of(os.stat(to_name, dir_fd=to_fd, follow_symlinks=False))
 
     def _swept(
-        self, call: Callable[[], None], by: Credentials | None, fd: int, name: bytes
+        self,
+        call: Callable[[], None],
+        by: Credentials | None,
+        fd: int,
+        name: bytes,
+        keep: Collection[int],
     ) -> None:
         """Removes or replaces a directory, which may still have temporary files. Raises OSError."""
         try:
             with acting_as(by):
                 call()
         except OSError as error:
-            if error.errno not in _NOT_EMPTY or not self._temporaries.sweep(fd, name):
+            if error.errno not in _NOT_EMPTY or not self._temporaries.sweep(fd, name, keep):
                 raise
             with acting_as(by):
                 call()

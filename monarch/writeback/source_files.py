@@ -232,9 +232,10 @@ class SourceFiles:
     def _staged_beside(self, node: Node) -> list[bytes]:
         """The paths beside which a staged file may be, the earliest first: the source makes renames
         of the directories above it later than the mount."""
-        path = self._states.staged_beside(node.object)
-        assert path is not None
-        return self._drain.queue.source_paths(path)
+        beside, paths = self._states.staged_beside(node.object), self._drain.queue.source_paths
+        assert beside is not None
+        # The drain moves it beside the first name of the file before it gets that name.
+        return list(dict.fromkeys((*paths(beside), *paths(self._names.visible_path(node.ino)))))
 
     async def _open_staged(self, node: Node) -> SourceFile | None:
         """A staged file, to read it: the source may lack room for its name. None if it has it."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.expected import Expected, is_shared, is_time, shared
+from monarch.writeback.history import followed
 from monarch.writeback.journal import Known, Replay
 from monarch.writeback.op import Op
 
@@ -105,7 +106,8 @@ class SourceState:
 
     The tables determine the identity that the next change of a file must find at the source
     (``expected``) before it replaces, removes or changes an entry. ``entries`` are those without an
-    object.
+    object. ``staged_beside``: by object, the path beside which the staged file lies that has the
+    only bytes of an object without room in the tier.
     """
 
     def __init__(self) -> None:
@@ -125,6 +127,7 @@ class SourceState:
         self._ours: dict[int, frozenset[Identity]] = {}
         # Times of modification that an earlier mount may have set without marking it, by object.
         self._set_times: dict[int, frozenset[int]] = {}
+        self.staged_beside: dict[int, bytes] = {}
         # The version of an object that was published last.
         self._published: dict[int, Identity] = {}
         # Growth in place: the number of first bytes of an object that the source has ...
@@ -322,7 +325,12 @@ class SourceState:
         """Records that a change was made. ``identity`` is that of the source's file now; None if
         there is no such file, or it is not known."""
         number = op.object
+        if op.kind in ("rename", "rmdir"):
+            places = self.staged_beside.items()
+            self.staged_beside = {each: followed(path, op) for each, path in places}
         match op.kind:
+            case "through":
+                self.staged_beside[number] = op.path
             case "take":
                 self._to_take.discard(number)
                 self._present.add(number)
@@ -333,6 +341,7 @@ class SourceState:
                     self._base[number] = known.size
                 self.entries.forget(op.ino)
             case "content" if identity is not None:
+                self.staged_beside.pop(number, None)
                 known = self._known.get(number)
                 if known is not None and known.source_ino == identity.source_ino:
                     self._renew(known, identity)
@@ -404,6 +413,7 @@ class SourceState:
             self._set_times,
             self._base,
             self._intact,
+            self.staged_beside,
         ):
             table.pop(number, None)
         self._present.discard(number)

@@ -418,7 +418,7 @@ class StageAhead:
         is_idle = not (entry.is_staging or entry.was_ahead or entry.is_ready)
         return (
             is_idle
-            and not entry.op.same
+            and not (entry.op.same or entry.op.through)
             and not self._queue.is_behind(entry)
             and self._order.later(entry) is None
             and self._state.grows_from(entry.op) is None

@@ -125,7 +125,11 @@ class Steps:
                 # Later changes of the same turn depend on this.
                 state.note(op, None)
                 return None
-            case "through" | "gone":
+            case "through":
+                # Later changes of the same turn depend on this.
+                state.note(op, None)
+                return None
+            case "gone":
                 return None
             case "content":
                 return self._of_content(entry)
@@ -136,19 +140,21 @@ class Steps:
                 place = entry.place = entry.place or Place()
                 return partial(entries.unlink, op=op, expected=expected, place=place)
             case "rename":
-                over = state.expected_over(op)
-                return partial(entries.rename, op=op, expected=expected, over=over)
+                over, keep = state.expected_over(op), self._staged_in(op.to)
+                return partial(entries.rename, op=op, expected=expected, over=over, keep=keep)
             case "link" if absent:
                 return None
             case "unlink":
                 place = entry.place = entry.place or Place()
                 return partial(entries.unlink, op=op, expected=expected, place=place)
-            case "mkdir" | "symlink" | "mknod" | "rmdir" | "link":
+            case "rmdir":
+                keep = self._staged_in(op.path)
+                return partial(entries.rmdir, op=op, expected=expected, keep=keep)
+            case "mkdir" | "symlink" | "mknod" | "link":
                 changes = {
                     "mkdir": entries.mkdir,
                     "symlink": entries.symlink,
                     "mknod": entries.mknod,
-                    "rmdir": entries.rmdir,
                     "link": entries.link,
                 }
                 return partial(changes[op.kind], op=op, expected=expected)
@@ -202,8 +208,18 @@ class Steps:
     def finishing(self, entry: Entry) -> Callable[[], tuple[int, Identity | None]]:
         """As ``StagedContents.finish_part``."""
         place = entry.place = Place()
-        expected = self._expected(entry, None)
-        return partial(self._writer.staged.finish_part, entry.op, place, expected)
+        expected, finish = self._expected(entry, None), self._writer.staged.finish_part
+        beside = self._state.staged_beside.get(entry.op.object)
+        return partial(finish, entry.op, place, expected, beside=beside)
+
+    def _staged_in(self, directory: bytes) -> set[int]:
+        """The objects of files with a name whose staged files, in a directory that is to be
+        removed, have the only bytes."""
+        return {
+            number
+            for number, path in self._state.staged_beside.items()
+            if path.rpartition(b"/")[0] == directory and not self._files.is_dead(number)
+        }
 
     def opening_to_grow(
         self, entry: Entry, base: int
