@@ -272,8 +272,8 @@ def test_jobs_have_caches_of_their_own_and_a_node_that_fails_costs_no_byte(
         )
         assert start in said and "from other nodes: " in said
     assert not (lab.disk_of("n2") / "sacctmgr").exists()
-    # The next job on the node that was down removes what the earlier one has left there.
-    assert lab.mounts("n3") != [], "Slurm runs no epilog there"
+    # Slurm has run no epilog on the node that was down, unless it has returned meanwhile. Then the
+    # next job there removes what is left.
     # Slurm may have returned it to service already, and then refuses this.
     lab.run("scontrol", "update", "node=n3", "state=resume")
     third = cluster.submit(cluster.reader(mount, 1), "-N1", "-w", "n3")
