@@ -418,7 +418,7 @@ class Datapath:
     def opened(self, events: bytes, directories: array[int]) -> array[int]:
         """The files that ``struct inotify_event`` in ``events`` name, in their order, as an array
         of type I. The table has the directory of each watch, 0 for none. If not all opens are
-        reported, the last is 0."""
+        reported, the last is 0; if the file system has ended, 2^32 - 1."""
         return array("I", self._native.opened(events, directories))
 
     def taken(self, ino: Ino) -> None:

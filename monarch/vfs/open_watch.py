@@ -38,6 +38,8 @@ _SHARE_OF_WATCHES = 0.25
 _PATIENCE_S = 5.0
 # How long events are collected, in seconds. The queue overflows at 16,384 opens in this time.
 _STEP_S = 0.02
+# The datapath's last number at the end of the file system.
+_UNMOUNTED = 0xFFFFFFFF
 
 
 class Directories(Protocol):
@@ -48,7 +50,8 @@ class Directories(Protocol):
 
 
 class EventsReader(Protocol):
-    """The datapath: finds the files of events. If not all opens are reported, the last is 0."""
+    """The datapath: finds the files of events. If not all opens are reported, the last is 0; if the
+    file system has ended, 2^32 - 1."""
 
     def opened(self, events: bytes, directories: array[int]) -> array[int]: ...
 
@@ -131,7 +134,10 @@ class OpenWatch:
         if not events:
             return array("I")
         found = self._datapath.opened(events, self._directories)
-        if found and not found[-1]:
+        if found and found[-1] == _UNMOUNTED:
+            found.pop()
+            self.close()
+        elif found and not found[-1]:
             found.pop()
             self._give_up("the kernel has lost reports of opens")
         if self._own:

@@ -21,7 +21,8 @@ from monarch.vfs import open_watch
 from monarch.vfs.open_watch import OpenWatch
 
 _EVENT = struct.Struct("iIII")
-_IN_OPEN, _IN_Q_OVERFLOW, _IN_ISDIR = 0x20, 0x4000, 0x40000000
+_IN_OPEN, _IN_UNMOUNT, _IN_Q_OVERFLOW, _IN_IGNORED = 0x20, 0x2000, 0x4000, 0x8000
+_IN_ISDIR = 0x40000000
 
 DIRECTORIES = {Ino(1): b"", Ino(2): b"sub"}
 FILES = {(1, b"a"): Ino(3), (1, b"b"): Ino(4), (2, b"a"): Ino(5)}
@@ -51,7 +52,10 @@ class Reader:
             at += _EVENT.size
             name = events[at : at + length].rstrip(b"\0")
             at += length
-            if mask & _IN_Q_OVERFLOW:
+            if mask & _IN_UNMOUNT:
+                found.append(0xFFFFFFFF)
+                break
+            if mask & (_IN_Q_OVERFLOW | _IN_IGNORED):
                 found.append(0)
             elif not mask & _IN_ISDIR and name:
                 found.append(FILES[directories[number], name])
@@ -115,6 +119,19 @@ async def test_opens_by_processes_of_the_daemon_are_not_counted(
     open_all(place, "a", "b", "a", "b")
     assert watch.opened().tolist() == [4, 3, 4]
     assert watch.opens == 3
+
+
+async def test_the_events_of_an_unmount_that_are_read_in_two_turns_are_no_loss(
+    watch: OpenWatch, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = queues()
+    await watch.begin()
+    turns = [_EVENT.pack(1, _IN_UNMOUNT, 0, 0), _EVENT.pack(1, _IN_IGNORED, 0, 0)]
+    monkeypatch.setattr(OpenEvents, "read", lambda events: turns.pop(0))
+    for _ in range(2):
+        assert not watch.opened()
+    assert not watch.not_counted
+    assert queues() == others
 
 
 @pytest.mark.promise(183)

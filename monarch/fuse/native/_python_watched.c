@@ -17,22 +17,29 @@ static uint64_t file_of(const struct names *names, const struct inotify_event *e
     return parent ? names_child(names, parent, name, strnlen(name, event->len)) : 0;
 }
 
-/* Writes the inode numbers of the events from ``at`` on to ``found``; returns their number. After
- * the loss of a report it ends with 0. */
+/* After the last file: no inode has these numbers. */
+enum { LOST = 0 };
+static const uint32_t unmounted = UINT32_MAX;
+
+/* Writes the inode numbers of the events from ``at`` on to ``found``; returns their number. It ends
+ * with LOST after the loss of a report, and with ``unmounted`` at the end of the file system. */
 static size_t find_files(const struct names *names, const char *at, const char *end,
                          const Py_buffer *directories, uint32_t *found) {
     struct inotify_event event;
     size_t count = 0;
-    bool unmounted = false;
     while ((size_t)(end - at) >= sizeof event) {
         memcpy(&event, at, sizeof event);
         at += sizeof event;
         if (event.len > (size_t)(end - at))
             break;
-        unmounted = unmounted || event.mask & IN_UNMOUNT;
+        /* All watches end now; a later read of the queue may have what remains of them. */
+        if (event.mask & IN_UNMOUNT) {
+            found[count++] = unmounted;
+            break;
+        }
         /* Events were lost, or a watch has ended before the mount. */
-        if (event.mask & IN_Q_OVERFLOW || (event.mask & IN_IGNORED && !unmounted)) {
-            found[count++] = 0;
+        if (event.mask & (IN_Q_OVERFLOW | IN_IGNORED)) {
+            found[count++] = LOST;
             break;
         }
         uint64_t ino = file_of(names, &event, at, directories);
@@ -44,7 +51,7 @@ static size_t find_files(const struct names *names, const char *at, const char *
 }
 
 /* ``events`` as they were read, and the inode number of the directory of each watch, 32 bits by its
- * number. The bytes of inode numbers of 32 bits; if not all opens are reported, the last is 0. */
+ * number. The bytes of inode numbers of 32 bits, as find_files writes them. */
 PyObject *datapath_opened(Datapath *self, PyObject *args) {
     Py_buffer events, directories;
     if (!PyArg_ParseTuple(args, "y*y*", &events, &directories))
