@@ -1,5 +1,6 @@
 """Loaders of several frameworks and formats over one mount, with and without announcements: they
-yield the samples in the same order, with the bytes of the source, which opens each file once."""
+yield the samples in the same order, with the bytes of the source, where each file is opened once
+and each byte is read once."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from tests.clients.conftest import Client, copied_tree, settle
 from tests.clients.test_frameworks import needs
 from tests.conftest import MonarchCommand, contents
 from tests.equipment.inotify import OpenCounter
+from tests.equipment.slowfs import SlowSource
 
 pytestmark = pytest.mark.frameworks
 
@@ -83,7 +85,7 @@ def files_beneath(root: Path) -> set[str]:
 
 @pytest.mark.modes(*KINDS_IN)
 def test_loaders_yield_the_same_samples_in_the_same_order_and_each_file_is_opened_once(
-    monarch: MonarchCommand, client: Start, datasets: Path
+    monarch: MonarchCommand, client: Start, datasets: Path, tmp_path: Path
 ) -> None:
     needs("torch")
     needs("webdataset")
@@ -95,27 +97,33 @@ def test_loaders_yield_the_same_samples_in_the_same_order_and_each_file_is_opene
     }
     assert all(len(samples) >= 40 for samples in expected.values())
     assert expected["random", 0] != expected["random", 1]
-    mounted = monarch.mount(datasets, tiers={"fast": "100MiB"})
-    with OpenCounter(datasets) as opened:
-        for kind, number in expected:
-            for how in HOW:
-                read = reader.epoch(mounted.path / how / kind, number)
-                assert list(read.items()) == expected[kind, number], (how, kind, number)
-        settle(mounted, 0)
-        paths = opened.paths()
+    with SlowSource(datasets, tmp_path / "slow") as slow:
+        mounted = monarch.mount(slow.path, tiers={"fast": "100MiB"})
+        before = slow.counters()["read_bytes"]
+        with OpenCounter(slow.path) as opened:
+            for kind, number in expected:
+                for how in HOW:
+                    read = reader.epoch(mounted.path / how / kind, number)
+                    assert list(read.items()) == expected[kind, number], (how, kind, number)
+            settle(mounted, 0)
+            paths = opened.paths()
+        announced = mounted.status()["foresight"]["announced"]
+        read_bytes = slow.counters()["read_bytes"] - before
+        reader.close()
+        mounted.umount()
     assert set(paths.values()) == {1}
+    assert read_bytes == sum((datasets / path).stat().st_size for path in paths)
     # The others draw some of the files.
     draw_all = set(kinds) - {"distributed", "weighted"}
     assert {path for path in files_beneath(datasets) if path.split("/")[1] in draw_all} <= set(
         paths
     )
-    announced = mounted.status()["foresight"]["announced"]
     assert announced["opened"] > 0 and announced["refused"] == 0
 
 
 @pytest.mark.modes("relay")
 def test_tensorflow_yields_the_same_records_in_the_same_order_and_each_shard_is_opened_once(
-    monarch: MonarchCommand, client: Start, make_dataset: Make, source: Path
+    monarch: MonarchCommand, client: Start, make_dataset: Make, source: Path, tmp_path: Path
 ) -> None:
     needs("tensorflow")
     made = make_dataset("tfrecord", "--shards", 8, "--records", 240)
@@ -124,13 +132,19 @@ def test_tensorflow_yields_the_same_records_in_the_same_order_and_each_shard_is_
     reader = client("announced_records")
     expected = [list(reader.epoch(source / "plain", n).items()) for n in range(EPOCHS)]
     assert [len(records) for records in expected] == [240] * EPOCHS
-    mounted = monarch.mount(source, tiers={"fast": "100MiB"})
-    with OpenCounter(source) as opened:
-        for number in range(EPOCHS):
-            for how in HOW:
-                read = reader.epoch(mounted.path / how, number)
-                assert list(read.items()) == expected[number], (how, number)
-        settle(mounted, 0)
-        assert opened.paths() == dict.fromkeys(files_beneath(source), 1)
-    announced = mounted.status()["foresight"]["announced"]
+    with SlowSource(source, tmp_path / "slow") as slow:
+        mounted = monarch.mount(slow.path, tiers={"fast": "100MiB"})
+        before = slow.counters()["read_bytes"]
+        with OpenCounter(slow.path) as opened:
+            for number in range(EPOCHS):
+                for how in HOW:
+                    read = reader.epoch(mounted.path / how, number)
+                    assert list(read.items()) == expected[number], (how, number)
+            settle(mounted, 0)
+            assert opened.paths() == dict.fromkeys(files_beneath(source), 1)
+        announced = mounted.status()["foresight"]["announced"]
+        read_bytes = slow.counters()["read_bytes"] - before
+        reader.close()
+        mounted.umount()
+    assert read_bytes == sum((source / path).stat().st_size for path in files_beneath(source))
     assert announced["opened"] > 0 and announced["refused"] == 0
