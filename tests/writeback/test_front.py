@@ -162,6 +162,7 @@ class Rig:
             self.objects,
             self.recorder,
             cast(Any, None),
+            lambda path: [path],
         )
         self.drained = DrainedObjects(
             self.table, self.disk, drain, self.opens, self.recorder, self.unlinked
