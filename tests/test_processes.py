@@ -7,6 +7,8 @@ import signal
 import subprocess
 from pathlib import Path, PurePosixPath
 
+import pytest
+
 from monarch.posix.cgroups import group_of, group_runs
 from monarch.posix.processes import Sessions, runs_any_of, user_of
 from tests.equipment.waiting import wait_until
@@ -75,3 +77,13 @@ def test_a_control_group_runs_while_it_or_one_beneath_has_a_process(tmp_path: Pa
         assert group_runs(job, tmp_path) == bool(populated)
     own = group_of(os.getpid())
     assert own is None or own.is_absolute()
+
+
+@pytest.mark.parametrize("before", ["", "4:memory:/user/x\x0b0::/slurm/job_7\n"])
+def test_the_name_of_a_control_group_may_have_any_bytes(tmp_path: Path, before: str) -> None:
+    """A user who makes a group neither stops the daemon nor gets into the group of another job."""
+    name = "/user/\udcff\u2028\r0::/slurm/job_7"
+    (tmp_path / "9").mkdir()
+    (tmp_path / "9/cgroup").write_bytes(os.fsencode(f"{before}0::{name}\n"))
+    assert group_of(9, tmp_path) == PurePosixPath(name)
+    assert group_of(8, tmp_path) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -63,14 +64,15 @@ def _groups(root: Path, controller: str, *, new: str, old: str) -> Iterator[tupl
                     yield directory, int(text)
 
 
-def group_of(pid: int) -> PurePosixPath | None:
-    """The control group of a process, of version 2; None if it is in none, or has ended."""
+def group_of(pid: int, processes: Path = Path("/proc")) -> PurePosixPath | None:
+    """The control group of a process, of version 2; None if it is in none, or has ended. A user may
+    have made the group: its name may have any bytes but a line feed."""
     try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        lines = (processes / str(pid) / "cgroup").read_bytes().split(b"\n")
     except OSError:
         return None
-    found = (line.removeprefix("0::") for line in lines if line.startswith("0::"))
-    return next(map(PurePosixPath, found), None)
+    found = (line.removeprefix(b"0::") for line in lines if line.startswith(b"0::"))
+    return next((PurePosixPath(os.fsdecode(group)) for group in found), None)
 
 
 def group_runs(group: PurePosixPath, mounted: Path = Path("/sys/fs/cgroup")) -> bool:
