@@ -390,10 +390,17 @@ class Staged:
         self.close()
 
     def close(self) -> None:
-        os.close(self._fd)
-        if not self._committed:
-            with suppress(FileNotFoundError):
-                os.unlink(self._name, dir_fd=self._tier._root)
+        try:
+            self._close_file()
+        finally:
+            if not self._committed:
+                with suppress(FileNotFoundError):
+                    os.unlink(self._name, dir_fd=self._tier._root)
+
+    def _close_file(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def append(self, data: bytes | memoryview) -> None:
         """Appends bytes to the copy. Holes stay holes. Raises OSError, also ENOSPC."""
@@ -416,6 +423,8 @@ class Staged:
         if self._tier.seals:
             put_seal(self._fd, self._ino, identity)
         failpoints.failpoint("copy-sealed")
+        # Some file systems report only here that they have no space for the bytes.
+        self._close_file()
         self._tier._into_generation(self._name, self._ino)
         failpoints.failpoint("copy-renamed")
         self._committed = True

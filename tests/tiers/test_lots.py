@@ -17,6 +17,7 @@ from monarch.tiers.lots import Content
 from monarch.tiers.ownership import Owner
 from monarch.tiers.tier import Tier
 from monarch.types import Identity, Ino
+from tests.equipment.slowfs import SlowSource, unavailable
 
 MIB = 1 << 20
 
@@ -104,3 +105,23 @@ def test_a_link_in_the_place_of_a_stage_is_not_followed(tier: Tier, tmp_path: Pa
     (result,) = lots.write(tier, [content(1, b"one")], 0)
     assert isinstance(result, OSError) and result.errno == errno.ELOOP
     assert (tmp_path / "other").read_bytes() == b"of another program"
+
+
+def test_a_copy_whose_close_fails_never_gets_its_name(tmp_path: Path) -> None:
+    """As on NFS, which may report only there that it has no space for the bytes."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    (tmp_path / "disk").mkdir()
+    with SlowSource(tmp_path / "disk", tmp_path / "slow", flush=True) as slow:
+        tier = Tier(1, "fast", slow.path / "tier", owner=Owner("mount", "/mnt/data"))
+        try:
+            tier.use("g")
+            slow.rules("err flush 122 /stage/2.part")
+            lot = [content(1, b"one"), content(2, b"two")]
+            first, second = lots.write(tier, lot, 0)
+            assert first == xxhash.xxh3_128_digest(b"one") and read(tier, lot[0]) == b"one"
+            assert isinstance(second, OSError) and second.errno == errno.EDQUOT == 122
+            assert [path.name for path in (tmp_path / "disk").rglob("copies-*/*/*")] == ["1"]
+            assert list((tmp_path / "disk").rglob("stage/*")) == []
+        finally:
+            tier.close()

@@ -89,7 +89,9 @@ static int write_copy(const struct place *place, const struct row *row, const Py
     if (fd < 0)
         return errno;
     int error = fill(place, fd, row, content);
-    close(fd);
+    /* Some file systems report only here that they have no space for the bytes. */
+    if (close(fd) && !error)
+        error = errno;
     if (!error)
         error = move_in(place, stage, row->ino);
     if (error)
