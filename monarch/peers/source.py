@@ -194,7 +194,9 @@ class Peers:
             self._givers[ino] = 0
             if mark == _GIVER_NOT_KEPT:
                 self._note_not_kept(ino)
-            self.catch_up()
+            else:
+                # The limit of the member must not wait for the next count.
+                self.catch_up()
             return None
         asked = 0
         for index in self._asked_for(ino):

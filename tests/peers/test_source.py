@@ -299,8 +299,9 @@ def test_an_open_that_has_waited_for_the_datapath_waits_for_no_other_request() -
     slow, unwanted, *_ = (Ino(i) for i in range(1, FILES + 1) if not peers.owns(Ino(i)))
     datapath.givers[slow], datapath.givers[unwanted] = 0xFFFF, 0xFFFE
     datapath.found[1] = 7, 7000, 3, [100, 2_000_000]
-    assert peers.fetch(slow, identity(slow)) is None
     assert peers.fetch(unwanted, identity(unwanted)) is None
+    assert datapath.found, "counts of all members for each file that a member does not keep"
+    assert peers.fetch(slow, identity(slow)) is None
     assert other.asked == []
     found = peers.received[1]
     assert (found.files, found.nbytes, found.failed, peers.failures) == (7, 7000, 3, {"slow": 3})
