@@ -303,6 +303,39 @@ def test_jobs_that_share_a_node_share_its_mount_until_the_last_one_ends(
             monarch("umount", str(mountpoint), "--lazy", check=False)
 
 
+@pytest.mark.modes("relay")
+@pytest.mark.promise(310, 311)
+def test_the_prolog_removes_only_caches_that_it_has_made_and_uses_no_short_key(
+    monarch: MonarchCommand, tmp_path: Path
+) -> None:
+    (tmp_path / "monarch.yaml").write_text("mounts: {}\n")
+    jobs, key = tmp_path / "jobs", tmp_path / "key"
+    node = Node(
+        monarch,
+        tmp_path,
+        f'MONARCH_MOUNTS="train:{tmp_path}/mnt-%j"\nMONARCH_JOBS={jobs} MONARCH_KEY={key}',
+    )
+    # No job runs on this node.
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "squeue").chmod(0o755)
+    for other in ("home", "77", "3"):
+        (jobs / other).mkdir(parents=True)
+        (jobs / other / "precious").touch()
+    key.touch(mode=0o600)
+    assert node.run("prolog.sh", 1) == 0
+    assert sorted(path.name for path in jobs.iterdir()) == ["1", "3", "77", "home"]
+    assert not (jobs / "1" / "secret").exists()
+    assert f"{key} is not used" in node.log.read_text()
+    key.write_bytes(bytes(32))
+    assert node.run("prolog.sh", 2) == 0
+    assert (jobs / "2" / "secret").stat().st_mode & 0o777 == 0o600
+    # A directory of another program with the number of a job.
+    assert node.run("prolog.sh", 3) == 0
+    assert node.run("epilog.sh", 3) == 0
+    assert all((jobs / other / "precious").exists() for other in ("home", "77", "3"))
+    assert not (jobs / "1").exists() and not (jobs / "2").exists()
+
+
 @pytest.mark.parametrize(("strict", "status"), [("no", 0), ("yes", 1)])
 def test_a_failed_mount_drains_the_node_only_if_asked(
     monarch: MonarchCommand, tmp_path: Path, strict: str, status: int

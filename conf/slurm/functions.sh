@@ -26,6 +26,10 @@ is_of_job() { # ENTRY: whether each job has a mount of its own
     case $1 in *%j*) return 0 ;; *) return 1 ;; esac
 }
 
+is_cache() { # DIRECTORY: whether a prolog has made it; all else in MONARCH_JOBS stays
+    [ -O "$1/mounts" ]
+}
+
 is_mounted() { grep -qsF " $1 fuse.monarch " /proc/self/mounts; }
 
 # Each cache has a lock of its own: the drain of one job holds up no other job.
@@ -37,7 +41,7 @@ lock_job() { # ID: waits; the lock ends with the shell that has it
 
 end_job() { # ID TIME: unmounts the cache of a job, drains for TIME, and removes the cache
     local directory=$MONARCH_JOBS/$1 mountpoint code
-    [ -d "$directory" ] || return 0
+    is_cache "$directory" || return 0
     while read -r mountpoint; do
         is_mounted "$mountpoint" || continue
         monarch umount "$mountpoint" --timeout "$2" 8>&-

@@ -6,7 +6,8 @@
 # functions.sh lies beside it. /etc/monarch/slurm.conf is read by this shell:
 #
 #   MONARCH_MOUNTS="imagenet:/mnt/imagenet"   names in monarch.yaml with their mount points; with %j, the
-#                                             number of the job, each job has a mount of its own
+#                                             number of the job, each job has a mount of its own, in a
+#                                             directory where only root may write
 #   MONARCH_CONFIG=/etc/monarch/monarch.yaml
 #   MONARCH_PATH=/opt/monarch/bin             where `monarch` is; Slurm gives a prolog no useful PATH
 #   MONARCH_EVICT=no                          yes: the epilog frees the tiers after the last job
@@ -14,7 +15,8 @@
 #                                             source; after that the mount stays and drains them
 #   MONARCH_STRICT=no                         yes: a mount that fails drains the node and requeues the job
 #   MONARCH_JOBS=/var/lib/monarch-jobs        has a directory for the cache of each job, on a local disk.
-#                                             In monarch.yaml it is $MONARCH_JOB
+#                                             where only root may write. In monarch.yaml it is
+#                                             $MONARCH_JOB
 #   MONARCH_KEY=/etc/monarch/key              32 random bytes, the same on all nodes, of root, mode 0600:
 #                                             the secrets of the jobs are made of them
 #   MONARCH_COMMENT=no                        yes: the AdminComment of the job shows what was saved on its
@@ -52,7 +54,7 @@ end_earlier_jobs() { # ends the caches of jobs that left this node without an ep
     local directory id running=''
     for directory in "$MONARCH_JOBS"/*; do
         id=${directory##*/}
-        [ -d "$directory" ] && [ "$id" != "$JOB" ] || continue
+        [[ $id =~ ^[0-9]+$ ]] && is_cache "$directory" && [ "$id" != "$JOB" ] || continue
         if [ -z "$running" ]; then
             # Without an answer no job is known to have ended.
             running=$(timeout 20 squeue -h -w "${SLURMD_NODENAME:-$(hostname -s)}" -o %A \
@@ -71,6 +73,11 @@ make_secret() { # writes the secret of this job: a keyed hash of its number, the
         log "$MONARCH_KEY is not used: other users can read it; chmod 600 $MONARCH_KEY"
         return 0
     fi
+    # A secret that is made of an empty key could be guessed.
+    if [ "$(stat -c %s "$MONARCH_KEY")" -lt 32 ]; then
+        log "$MONARCH_KEY is not used: it has less than 32 bytes"
+        return 0
+    fi
     # The key goes through pipes only, and `printf` is part of the shell.
     { cat "$MONARCH_KEY"; { cat "$MONARCH_KEY"; printf 'job %s' "$JOB"; } | sha256sum; } |
         sha256sum | cut -c1-64 >"$MONARCH_JOB/secret"
@@ -82,7 +89,9 @@ begin_job() { # ENTRY...: the mounts of this job alone
     # A job that was requeued has the same number.
     (lock_job "$JOB" && end_job "$JOB" 10s) || return 1
     lock_job "$JOB"
-    mkdir -p "$MONARCH_JOB"
+    mkdir -p "$MONARCH_JOBS"
+    # A directory that is there already was made by another program.
+    mkdir "$MONARCH_JOB" && : >"$MONARCH_JOB/mounts" || return 1
     make_secret
     for entry; do
         name=${entry%%:*} mountpoint=${entry#*:}
