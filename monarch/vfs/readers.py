@@ -454,7 +454,8 @@ class Readers:
         has served the open, None: unknown."""
         self._epochs.opened(ino, bool(tier))
         self._measured.opened(job, tier)
-        if tier and self.quotas is not None:
+        # The copy may have left since, and a written file is none.
+        if tier and self.quotas is not None and self._residency.tier_of(ino) != SOURCE:
             self.quotas.opened(ino, self._names.attributes(ino).size, pid)
         self._foresight.opened(ino, job, pid)
         if self.traced is not None:

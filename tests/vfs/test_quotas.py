@@ -15,7 +15,7 @@ from monarch.vfs import quotas as module
 from monarch.vfs.quotas import JobQuotas, Quota
 from monarch.vfs.source_limit import SourceLimit
 from tests.vfs.conftest import FILES, Rigs
-from tests.vfs.rig import Rig
+from tests.vfs.rig import FakeFastPath, Rig
 from tests.vfs.test_measured import begin, calling
 
 MB = 1_000_000
@@ -82,6 +82,25 @@ async def test_an_open_of_a_shared_copy_is_charged_in_equal_parts(
     monkeypatch.setattr(module, "runs_any_of", lambda user: user != BOB.uid)
     given.end_jobs()
     assert [each.charged for each in given.report()] == [1000, 0]
+
+
+@pytest.mark.promise(298)
+async def test_an_open_is_charged_for_no_copy_that_has_left_before_it_is_counted(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = FakeFastPath()
+    rig = rigs(fast=fast)
+    given = give(rig, Quota("alice", ALICE.uid, tier=2000))
+    monkeypatch.setattr(module, "user_of", lambda pid: ALICE.uid)
+    ino = rig.ino("small")
+    with calling(ALICE):
+        await rig.content("small")
+    rig.engine.arrive(ino)
+    for charged in (1000, 0):
+        fast.events = [(ino, 1, None, ALICE.pid)]
+        rig.filesystem.readers.catch_up()
+        assert [each.charged for each in given.report()] == [charged]
+        rig.controller.dropped(ino, len(FILES["small"]))
 
 
 @pytest.mark.promise(299)
