@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +21,8 @@ import pytest
 
 import monarch as package
 from tests.conftest import MonarchCommand, Mounted, Tree, mounts, require_fuse
+from tests.equipment.processes import is_running
+from tests.equipment.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 SLURM = ROOT / "conf" / "slurm"
@@ -334,6 +337,37 @@ def test_the_prolog_removes_only_caches_that_it_has_made_and_uses_no_short_key(
     assert node.run("epilog.sh", 3) == 0
     assert all((jobs / other / "precious").exists() for other in ("home", "77", "3"))
     assert not (jobs / "1").exists() and not (jobs / "2").exists()
+
+
+@pytest.mark.modes("relay")
+@pytest.mark.promise(311)
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_cache_with_written_files_stays_if_its_daemon_was_killed(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path, is_killed: bool
+) -> None:
+    require_fuse()
+    source, jobs, mountpoint = tree({"ckpt": None}), tmp_path / "jobs", tmp_path / "mnt-1"
+    (tmp_path / "monarch.yaml").write_text(
+        f"mounts:\n  train:\n    source: {source}\n    mountpoint: {tmp_path}/mnt-$SLURM_JOB_ID\n"
+        "    tiers: [{name: fast, path: $MONARCH_JOB/tier, capacity: 1MiB, keep_free: 0}]\n"
+        "    state: $MONARCH_JOB/state\n    absorb: [ckpt/**]\n"
+    )
+    node = Node(monarch, tmp_path, f'MONARCH_MOUNTS="train:{tmp_path}/mnt-%j"\nMONARCH_JOBS={jobs}')
+    try:
+        assert node.run("prolog.sh", 1) == 0
+        (mountpoint / "ckpt" / "f").write_bytes(b"written")
+        if is_killed:
+            pid = json.loads(monarch("status", str(mountpoint), "--json").stdout)["pid"]
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: not is_running(pid), "the daemon has ended")
+            # As if it had been killed before it noted the file.
+            (jobs / "1" / "state" / "undrained.json").unlink(missing_ok=True)
+        assert node.run("epilog.sh", 1) == 0
+        assert (jobs / "1").exists() == is_killed, node.log.read_text()
+        assert is_killed or (source / "ckpt" / "f").read_bytes() == b"written"
+    finally:
+        if str(mountpoint) in mounts():
+            monarch("umount", str(mountpoint), "--lazy", check=False)
 
 
 @pytest.mark.parametrize(("strict", "status"), [("no", 0), ("yes", 1)])
