@@ -56,10 +56,8 @@ class SourceEntries:
             there = status_at(fd, name)
             if there is None or not stat.S_ISDIR(there.st_mode):
                 raise
-            # A mount that was killed before it could record the directory may have made it.
-            if op.strict and not (
-                there.st_uid == _uid(by) and stat.S_IMODE(there.st_mode) & ~stat.S_ISGID == 0o700
-            ):
+            # The drain may have made it, and was killed or has failed before it could record that.
+            if op.strict and not (there.st_uid == _uid(by) and _may_be_made_by(op, there)):
                 return shared(identity_of(there))
         return self._attributes.set_new(fd, name, op, by)
 
@@ -388,6 +386,15 @@ def _found(
         return fd, name, status_at(fd, name)
     except FileNotFoundError:
         return -1, b"", None
+
+
+def _may_be_made_by(mkdir: Op, there: os.stat_result) -> bool:
+    """Whether a directory has the mode with which the drain makes it, or all attributes that it
+    gets then."""
+    mode = stat.S_IMODE(there.st_mode) & ~stat.S_ISGID
+    is_whole = mode == stat.S_IMODE(mkdir.mode or 0) & ~stat.S_ISGID
+    has_owner = mkdir.uid in (None, there.st_uid) and mkdir.gid in (None, there.st_gid)
+    return mode == 0o700 or (is_whole and has_owner)
 
 
 def _uid(by: Credentials | None) -> int:

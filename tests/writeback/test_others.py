@@ -17,6 +17,7 @@ import pytest
 import trio
 import trio.testing
 
+from monarch.posix import failpoints
 from monarch.posix.credentials import USER_BITS, Credentials
 from monarch.tiers.source import Source, identity_of
 from monarch.writeback.drain import Drain
@@ -26,7 +27,7 @@ from monarch.writeback.source_contents import Place
 from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_writer import SourceWriter
 from tests.conftest import let_others_in
-from tests.writeback.rig import Model, draining
+from tests.writeback.rig import Killed, Model, draining, is_killed
 
 Clock = trio.testing.MockClock
 ROOT = Credentials(0, 0)
@@ -67,6 +68,38 @@ async def test_a_directory_of_others_keeps_its_mode(shared: Model, clock: Clock)
     assert (out.stat().st_uid, stat.S_IMODE(out.stat().st_mode)) == (0, 0o750)
     assert stat.S_IMODE((shared.source / "own").stat().st_mode) == 0o750
     assert (new.stat().st_uid, stat.S_IMODE(new.stat().st_mode)) == (1001, 0o1770)
+
+
+@pytest.mark.promise(67, 78)
+@pytest.mark.parametrize("maker", [ROOT, ALICE])
+async def test_a_directory_that_a_killed_mount_made_gets_the_later_changes(
+    shared: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, maker: Credentials
+) -> None:
+    """The mount is killed after it has made the directory, and before it records that."""
+
+    def killed(name: str) -> None:
+        if name == "drain-published":
+            raise Killed
+
+    shared.by, shared.owner = maker, maker.uid
+    with monkeypatch.context() as patched:
+        patched.setattr(failpoints, "failpoint", killed)
+        try:
+            async with draining(shared) as drain:
+                await drain.progress.wait(shared.mkdir(b"made", 0o740))
+        except BaseException as error:
+            if not is_killed(error):
+                raise
+    assert stat.S_IMODE((shared.source / "made").stat().st_mode) == 0o740
+    shared.drain, shared.by = None, ROOT
+    ino = shared.tree[b"made"].ino
+    shared.record(Op(kind="attr", path=b"made", ino=ino, uid=1002, gid=1002))
+    shared.chmod(b"made", 0o444)
+    async with draining(shared, shared.kill()) as drain:
+        await drain.progress.wait(shared.last_seq)
+        assert drain.backlog().conflicts == 0
+    status = (shared.source / "made").stat()
+    assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (1002, 0o444)
 
 
 @pytest.mark.promise(176)
