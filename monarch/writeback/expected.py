@@ -45,7 +45,8 @@ class Expected:
     replaced. ``is_made``: the file was created on the mount, so its owner and mode at the source
     are those that the kernel allowed. ``was_there``: the source has had the file under its name,
     and the drain has not removed it; if there is no such file now, or another, others have removed
-    or replaced it. ``is_file``: ``known`` is the identity of a regular file.
+    or replaced it. ``is_file``: ``known`` is the identity of a regular file. ``has_set_id``: the
+    drain may have given it set-ID bits, or withheld them, without a later content.
 
     Set-ID bits of a file whose content replaces an older version: ``due`` are those that the drain
     has withheld from the older version, and that come with the content. ``kept`` are those that
@@ -62,6 +63,7 @@ class Expected:
     is_made: bool = False
     was_there: bool = False
     is_file: bool = False
+    has_set_id: bool = False
     due: int = 0
     kept: int = 0
     doubtful: int = 0

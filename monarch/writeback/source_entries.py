@@ -302,9 +302,25 @@ class SourceEntries:
             self._attributes.set(fd, op)
         sync_entry(fd)
         now = identity_of(os.fstat(fd))
-        if op.object or not stat.S_ISREG(found.st_mode):
+        if op.object:
+            return _with_known_change(expected, found, now)
+        if not stat.S_ISREG(found.st_mode):
             return now
         return _with_known_bytes(expected, found, now, op)
+
+
+def _with_known_change(expected: Expected, found: os.stat_result, now: Identity) -> Identity:
+    """The identity ``now`` of the file of an object after a change of its attributes.
+
+    If others have changed the file before, as ``found`` shows, the identity keeps the time of
+    change that the mount knows. Others may have removed set-ID bits, and then no later mount gives
+    these bits again (``due_bits``).
+    """
+    known = expected.known
+    if known is None or known.source_ino != found.st_ino or not expected.has_set_id:
+        return now
+    is_known = kept_ns(found.st_ctime_ns) == known.ctime_ns
+    return now if is_known else replace(now, ctime_ns=known.ctime_ns)
 
 
 def _with_known_bytes(expected: Expected, found: os.stat_result, now: Identity, op: Op) -> Identity:

@@ -36,7 +36,8 @@ class Steps:
     # Set-ID bits by object. The drain has withheld them from the file at the source until the next
     # content comes, ...
     _withheld: dict[int, int] = field(default_factory=dict, init=False)
-    # ... or an earlier mount may have withheld them, and the drain has not changed the file since.
+    # ... or an earlier mount may have withheld them, and the drain has changed nothing of the file
+    # since but other attributes.
     _doubtful: dict[int, int] = field(default_factory=dict, init=False)
     # Objects whose older version the drain itself has removed at the source, for a rename or unlink
     # on the mount, until their next content comes.
@@ -63,10 +64,11 @@ class Steps:
                 absent.add(number)
             if identity is None or not number:
                 continue
-            self._doubtful.pop(number, None)
+            if op.kind not in ("attr", "xattr") or op.mode is not None:
+                self._doubtful.pop(number, None)
             if op.kind == "attr" and op.mode is not None:
-                # The earlier mount may have withheld them. If this is its last change of the file,
-                # the source shows whether others have changed the file since.
+                # The earlier mount may have withheld them. The time of change at the source shows
+                # whether others have changed the file since.
                 self._doubtful[number] = op.mode & _SET_ID
             elif op.kind == "content" and is_new:
                 is_time_of = op.mtime_ns is None or is_time(identity.mtime_ns, op.mtime_ns)
@@ -86,7 +88,8 @@ class Steps:
         op, number = entry.op, entry.op.object
         if not number:
             return
-        if identity is not None or op.kind == "unlink":
+        is_other = op.kind in ("attr", "xattr") and op.mode is None
+        if op.kind == "unlink" or (identity is not None and not is_other):
             self._doubtful.pop(number, None)
         if op.kind in ("rename", "unlink"):
             if entry.place is not None and entry.place.kind == "over":
@@ -166,6 +169,8 @@ class Steps:
                     return None
                 op = self._with_bits_that_stay(entry)
                 entry.withheld = (entry.op.mode or 0) & _SET_ID & ~(op.mode or 0)
+                has_set_id = op.object in self._withheld or op.object in self._doubtful
+                expected = replace(expected, has_set_id=has_set_id)
                 if absent and not has_older:
                     return partial(entries.change_older, op=op, expected=expected)
                 will_come = absent and self._order.later(entry) is not None

@@ -12,6 +12,7 @@ import pytest
 import trio.testing
 
 from monarch.posix.credentials import Credentials
+from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Op
 from tests.conftest import let_others_in
 from tests.writeback.rig import Model, draining
@@ -247,16 +248,25 @@ async def test_withheld_bits_come_although_a_name_is_removed_before(
 
 @pytest.mark.fault("U7")
 @pytest.mark.promise(67)
+@pytest.mark.parametrize("changes", [(), ("before",), ("after",), ("before", "after")])
 async def test_bits_that_the_owner_has_removed_at_the_source_are_not_given_by_the_next_mount(
-    shared: Model, clock: Clock
+    shared: Model, clock: Clock, changes: tuple[str, ...]
 ) -> None:
+    """``changes``: of another attribute, which the drain makes after the owner's change, before or
+    after the kill."""
     shared.by = ROOT
     async with draining(shared, abandon=False) as drain:
         shared.write(b"a", b"of root")
         await drain.progress.wait(shared.chmod(b"a", 0o4777))
         await drain.progress.settle()
-    (shared.source / "a").chmod(0o777)
+        assert mode_of(shared, "a") == 0o4777
+        (shared.source / "a").chmod(0o777)
+        if "before" in changes:
+            await drain.progress.wait(shared.setxattr(b"a", b"user.n", b"1"))
+            await drain.progress.settle()
     async with draining(shared, shared.kill()) as drain:
+        if "after" in changes:
+            await drain.progress.wait(shared.setxattr(b"a", b"user.n", b"2"))
         await drain.progress.wait(shared.write(b"a", b"of root again"))
     assert (shared.source / "a").read_bytes() == b"of root again"
     assert mode_of(shared, "a") == 0o777
@@ -287,6 +297,52 @@ async def test_withheld_bits_come_after_a_kill(
         await drain.progress.wait(shared.last_seq)
     assert (shared.source / "a").read_bytes() == b"of root"
     assert mode_of(shared, "a") == (0o700 if is_changed else 0o4777)
+
+
+@pytest.mark.promise(67)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("change", ["xattr", "times"])
+@pytest.mark.parametrize("is_new", [False, True])
+async def test_withheld_bits_come_after_a_kill_and_another_change(
+    shared: Model, clock: Clock, is_new: bool, change: str, when: str
+) -> None:
+    """The drain makes ``change`` between the withholding of the bits and the next content,
+    ``when``: before or after the kill."""
+    shared.by, shared.owner = ROOT, 0 if is_new else 1001
+
+    async def changed(drain: Drain) -> None:
+        if change == "xattr":
+            seq = shared.setxattr(name, b"user.n", b"1")
+        else:
+            seq = shared.utime(name, 10**18)
+        await drain.progress.wait(seq)
+        await drain.progress.settle()
+
+    async with draining(shared, abandon=False) as drain:
+        if is_new:
+            name = b"new"
+            shared.create(name, mode=0o2777)
+            shared.write(name, b"of root")
+            node = shared.begin(name)
+            shared.store(node, b"newer")
+            # The newer bytes come without a record of their own.
+            node.writers = 0
+        else:
+            name = b"a"
+            node = shared.begin(name)
+            shared.store(node, b"newer")
+            shared.chmod(name, 0o2777)
+        await drain.progress.wait(shared.last_seq)
+        await drain.progress.settle()
+        if when == "before":
+            await changed(drain)
+    assert mode_of(shared, name.decode()) == 0o777
+    async with draining(shared, shared.kill()) as drain:
+        if when == "after":
+            await changed(drain)
+        await drain.progress.wait(shared.content(node))
+    assert (shared.source / name.decode()).read_bytes() == b"newer"
+    assert mode_of(shared, name.decode()) == 0o2777
 
 
 @pytest.mark.promise(67)
