@@ -62,7 +62,7 @@ CONFINED = {
     "yaml": ("config.document",),
     "numpy": (
         *("posix.buckets", "namespace", "placement", "foresight", "tiers", "packs", "packmount"),
-        *("frameworks", "datasets", "peers.ownership", "peers.source", "analysis"),
+        *("frameworks", "datasets", "peers.ownership", "peers.ranges", "peers.source", "analysis"),
         *("cli.recorded", "cli.simulate", "cli.simulate_nodes"),
     ),
     "torch": ("frameworks",),

@@ -371,8 +371,9 @@ class MountSettings(Section):
     limits: LimitSettings = LimitSettings()
     """Limits on the use of the node and of the source."""
     peers: PeerSettings = PeerSettings()
-    """Other nodes of the job: each file of up to `limits.inline_max` is read from the source by one
-    of them, and the others get its bytes from there (docs/nodes.md)."""
+    """Other nodes of the job: each file of up to `limits.inline_max`, and each block of a larger
+    one, is read from the source by one of them, and the others get its bytes from there
+    (docs/nodes.md)."""
     write: Literal["none", "absorb"] = "none"
     """Whether the mount can be written: none (read-only, except for the paths of `absorb`), or
     absorb (everywhere: a tier stores the data, which is drained to the source)."""

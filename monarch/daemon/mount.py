@@ -53,6 +53,7 @@ from monarch.transfer.ahead import FetchAhead
 from monarch.types import WRITTEN_INO, Ino
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.open_watch import OpenWatch
+from monarch.vfs.peer_reads import PeerReads
 from monarch.vfs.read_side import ReadSide, build_read_side
 from monarch.writeback.front import Reading
 from monarch.writeback.setup import WriteBack, build_write_back
@@ -164,14 +165,14 @@ def _sharing(
     parts: subsystems.Parts,
     tiers: subsystems.Tiers,
     filesystem: FileSystem,
+    reads: PeerReads,
     datapath: Datapath | None,
     status: Status,
 ) -> Sharing | None:
     """The connection with the other nodes of the job; None if there are none."""
     if parts.membership is None:
         return None
-    names, readers = filesystem.names, filesystem.readers
-    made = build_sharing(parts, parts.membership, tiers, names, readers, datapath)
+    made = build_sharing(parts, parts.membership, tiers, filesystem.names, reads, datapath)
     status.peers = made.report
     return made
 
@@ -265,9 +266,13 @@ class Mount:
 
     def __post_init__(self) -> None:
         self._settings = self.parts.settings
-        self.sharing = _sharing(self.parts, self.tiers, self.filesystem, self.datapath, self.status)
+        reads = PeerReads(self.filesystem.readers, self.read, self.transfer.monitor)
+        self.sharing = _sharing(
+            self.parts, self.tiers, self.filesystem, reads, self.datapath, self.status
+        )
         if self.sharing is not None:
             self.read.promotions.is_kept_elsewhere = self.sharing.is_kept_elsewhere
+            self.read.parts.is_shared = self.sharing.shares_parts
         if (pack := self.parts.pack) is not None:
             stored = self.filesystem.names.stored
             self.filesystem.xattrs.of_source = lambda ino: pack.user_xattrs(stored(ino).source_ino)

@@ -12,7 +12,7 @@ from monarch.fuse.datapath import Datapath
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.packmount.source import PackSource
-from monarch.peers.answers import Answers, Content, Copy, short_digest
+from monarch.peers.answers import Answers, Found, Wanted, digest_of
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient
 from monarch.peers.engine import SOCKET, Engine, Site
@@ -20,18 +20,20 @@ from monarch.peers.hello import MemberKey
 from monarch.peers.membership import Membership
 from monarch.peers.ownership import Member, Ownership
 from monarch.peers.source import Peers, PeerSource
+from monarch.peers.spans import Span, granule_digests, short_digest, span_digest
 from monarch.placement.controller import Controller
 from monarch.placement.policy import Item
 from monarch.placement.residency import SOURCE, Residency
 from monarch.telemetry.peers_report import PeerReport, PeersReport
-from monarch.tiers.contents import Contents
+from monarch.tiers.contents import Contents, copy_name, part_name
 from monarch.tiers.records import Records
-from monarch.types import Ino
-from monarch.vfs.readers import Readers
+from monarch.types import Attributes, Ino
+from monarch.vfs.peer_reads import Granules, PeerReads
 
 _DIRECTORY = "peers"
-# The part of `limits.buffer_max` for files that are fetched for other nodes.
-_SHARE = 4
+# The parts of `limits.buffer_max` for bytes that are fetched for other nodes, and for granules that
+# came from them.
+_SHARE, _HELD = 4, 8
 # A node that waits for a fetch gets an answer after this part of its patience.
 _EARLY = 0.4
 # A node that waits for a fetch reads the source itself after so many times its patience.
@@ -54,36 +56,79 @@ class SharedFiles:
     _residency: Residency
     _records: Records
     _controller: Controller
-    _readers: Readers
+    _reads: PeerReads
 
-    def copy_of(self, ino: Ino) -> Copy | None:
+    def copy_of(self, ino: Ino) -> Found | None:
         if not self._is_shared(ino) or self._residency.tier_of(ino) == SOURCE:
             return None
         record = self._records.get(ino)
         if record is None or record.identity != self._snapshot.attributes(ino).identity:
             return None
-        return Copy(record.tier, short_digest(record.digest))
+        return Found(short_digest(record.digest), place=f"{record.tier}/{copy_name(ino)}")
 
-    def size_to_fetch(self, ino: Ino) -> int | None:
-        if not self._is_shared(ino):
+    def size_to_fetch(self, wanted: Wanted) -> int | None:
+        if isinstance(wanted, Span):
+            return self._size_of_span(wanted)
+        if not self._is_shared(wanted):
             return None
-        attributes = self._snapshot.attributes(ino)
-        is_placed = self._controller.is_placed(ino)
+        attributes = self._snapshot.attributes(wanted)
+        is_placed = self._controller.is_placed(wanted)
         is_kept = is_placed or self._controller.admits(Item.of(attributes))
         return attributes.size if is_kept else None
 
-    async def fetch(self, ino: Ino) -> Content | None:
-        return await self._readers.fetch_for_peer(ino)
+    def _size_of_span(self, span: Span) -> int | None:
+        if not self.shares_parts(span.ino):
+            return None
+        size = self._snapshot.attributes(span.ino).size
+        # Whether there is a place for it is known when the file is open.
+        return span.length(size) if span.is_in(size) else None
+
+    async def fetch(self, wanted: Wanted) -> Found | None:
+        if isinstance(wanted, Span):
+            return await self._fetch_span(wanted)
+        content = await self._reads.whole(wanted)
+        return self.copy_of(wanted) if content is None else Found(digest_of(content), content)
+
+    async def _fetch_span(self, span: Span) -> Found | None:
+        size = span.length(self._snapshot.attributes(span.ino).size)
+        found = await self._reads.span(span.ino, span.offset, size)
+        if isinstance(found, Granules):
+            place = f"{found.tier}/{part_name(span.ino)}"
+            return Found(span_digest(found.digests), place=place)
+        if found is None or len(found) != size:
+            return None
+        return Found(span_digest(granule_digests(found)), found)
+
+    def shares_parts(self, ino: Ino) -> bool:
+        """Whether the nodes share the blocks of a file: it is a large one."""
+        ranges = self._peers.ranges
+        return (
+            ranges is not None
+            and self._is_as_in_snapshot(ino)
+            and ranges.is_shared(ino, self._snapshot.attributes(ino).identity)
+        )
+
+    def blocks_of(self, item: Item) -> bytearray | None:
+        """The blocks of a file that this node keeps; None if they are not shared."""
+        ranges = self._peers.ranges
+        if ranges is None or self._peers.is_shared(item.ino, item.size):
+            return None
+        return ranges.blocks(item.ino) if self.shares_parts(item.ino) else None
 
     def _is_shared(self, ino: Ino) -> bool:
-        """Whether it is a small file, and as in the snapshot, which the other nodes have, too."""
+        """Whether it is a small file that the nodes share."""
+        return self._is_as_in_snapshot(ino) and self._peers.is_shared(
+            ino, self._snapshot.attributes(ino).size
+        )
+
+    def _is_as_in_snapshot(self, ino: Ino) -> bool:
+        """Whether it is a file, and as in the snapshot, which the other nodes have, too."""
         if not 1 <= ino <= self._snapshot.entries or self._residency.is_changed(ino):
             return False
         names, known = self._names, self._snapshot.attributes(ino)
         return (
             known.is_file
             and known.ino == ino
-            and self._peers.is_shared(ino, known.size)
             and not names.is_gone(ino)
             and not names.is_rewritten(ino)
             and names.stored(ino).identity == known.identity
@@ -99,13 +144,19 @@ class Sharing:
     _engine: Engine
     _site: Site
     _own: str
+    _files: SharedFiles
 
     def keeps(self, item: Item) -> bool:
-        """Whether this node keeps a file: it owns it, fetches it for a node for which it is the
-        owner, or the file is not shared."""
+        """Whether this node keeps a whole file: it owns it, fetches it for a node for which it is
+        the owner, or the file is not shared."""
         ino = item.ino
-        is_shared = self._peers.is_shared(ino, item.size)
-        return not is_shared or self._answers.is_asked(ino) or self._peers.owns(ino)
+        if not self._peers.is_shared(ino, item.size):
+            return not self._files.shares_parts(ino)
+        return self._answers.is_asked(ino) or self._peers.owns(ino)
+
+    def shares_parts(self, attributes: Attributes) -> bool:
+        """Whether the nodes share the blocks of a file."""
+        return self._files.shares_parts(attributes.ino)
 
     def is_kept_elsewhere(self, ino: Ino) -> bool:
         """Whether a small file that the datapath has fetched has another owner."""
@@ -178,12 +229,13 @@ def build_sharing(
     membership: Membership,
     tiers: Tiers,
     names: Namespace,
-    readers: Readers,
+    reads: PeerReads,
     datapath: Datapath | None,
 ) -> Sharing:
     """Connects the mount with the other nodes of its job."""
     settings, snapshot, hierarchy = parts.settings, parts.snapshot, tiers.hierarchy
-    set_name, patience_s = set_name_of(snapshot, parts.pack), settings.peers.patience
+    limits, patience_s = settings.limits, settings.peers.patience
+    set_name = set_name_of(snapshot, parts.pack)
     keys = [MemberKey(str(each), set_name, membership.secret) for each in membership.members]
     own_key = keys[membership.own]
     clients = [
@@ -196,12 +248,16 @@ def build_sharing(
         snapshot,
         ownership,
         clients,
-        largest=settings.limits.inline_max,
+        largest=limits.inline_max,
         coming_s=_COMING * patience_s,
         replicas=settings.peers.replicate,
+        # As the read side: there are no partial copies otherwise.
+        most_held=limits.buffer_max // _HELD
+        if settings.foresight.parts and not settings.quotas
+        else None,
     )
     files = SharedFiles(
-        peers, snapshot, names, tiers.residency, hierarchy.records, tiers.controller, readers
+        peers, snapshot, names, tiers.residency, hierarchy.records, tiers.controller, reads
     )
     directory = parts.state / _DIRECTORY
     answers = Answers(
@@ -209,7 +265,7 @@ def build_sharing(
         files,
         own_key,
         patience_s=_EARLY * patience_s,
-        most_held=max(settings.limits.buffer_max // _SHARE, settings.limits.inline_max),
+        most_held=max(limits.buffer_max // _SHARE, limits.inline_max),
     )
     site = Site(
         tiers=[tier.own / (Contents.PREFIX + snapshot.id) for tier in hierarchy.tiers],
@@ -218,7 +274,8 @@ def build_sharing(
         ports=membership.own_ports,
     )
     engine = Engine(membership.engine, directory, site)
-    sharing = Sharing(peers, answers, engine, site, members[membership.own].name)
+    sharing = Sharing(peers, answers, engine, site, members[membership.own].name, files)
+    tiers.controller.parts.blocks_of = files.blocks_of
     tiers.controller.keeps, tiers.rules.kept_bytes = sharing.keeps, peers.kept_bytes
     tiers.controller.kept_curve = peers.curve()
     tiers.controller.draw(snapshot.curve())

@@ -2,11 +2,12 @@
 
 The engine passes requests on as HTTP/1.1 over a few connections that it keeps. An answer is one of:
 
-    200    the bytes with their digest, or the name of the copy, which the engine then sends
+    200    the bytes with their digest, or the name of a file, from which the engine then sends them
     202    the bytes are being fetched from the source: the member asks again
     404    this node does not keep the file, or does not know it in this version
 
-A hello is answered with the proofs that this node is a member.
+Requests are for a small file, or for some granules of a large one (spans.py). A hello is answered
+with the proofs that this node is a member.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from monarch.errors import MonarchError
 from monarch.peers.client import COMING, DIGEST_HEADER, NOT_KEPT, OK
 from monarch.peers.engine import INTERNAL
 from monarch.peers.hello import MemberKey
+from monarch.peers.spans import Span, short_digest
 from monarch.posix.files import closing_fd
 from monarch.telemetry.log import Limiter
-from monarch.tiers.contents import copy_name
 from monarch.types import Ino
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,11 @@ _MOST_HEAD = 4096
 _MOST_CONNECTIONS = 512
 _BACKLOG = 128
 _IDLE_S = 120.0
-_REQUEST = re.compile(rb"GET /[0-9a-f]{32}/(?:d|c/[0-9a-f]{2})/([0-9]{1,10}) HTTP/1\.[01]\r\n")
+_SET = rb"GET /[0-9a-f]{32}/"
+_FILE = re.compile(_SET + rb"(?:d|c/[0-9a-f]{2})/([0-9]{1,10}) HTTP/1\.[01]\r\n")
+_SPAN = re.compile(
+    _SET + rb"(?:r|s/[0-9a-f]{2})/([0-9]{1,10})/([0-9]{1,9})-([0-9]{1,9}) HTTP/1\.[01]\r\n"
+)
 _PATH = re.compile(rb"GET (/\S*) HTTP/1\.[01]\r\n")
 # Errors of accept that end by themselves, and the pause after one, in seconds.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -51,48 +56,49 @@ _KEPT_S = 2.0
 Content = bytes | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A copy in the tier ``tier``, and the digest of its record."""
+# What members request: a file, or some granules of a large one.
+Wanted = Ino | Span
 
-    tier: int
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a member gets, with its digest: the bytes, or the file in a tier with the path ``place``
+    beneath the directory of the engine, from which the engine sends what was requested."""
+
     digest: int
+    content: Content | None = None
+    place: str = ""
 
 
 class Files(Protocol):
     """The files of this node, as other members may have them."""
 
-    def copy_of(self, ino: Ino) -> Copy | None:
-        """The copy of a file, None if there is none."""
+    def copy_of(self, ino: Ino) -> Found | None:
+        """The copy of a small file, None if there is none."""
 
-    def size_to_fetch(self, ino: Ino) -> int | None:
-        """The size of a file that may be fetched for other members, in bytes; None if it may not
-        be, because this node would not keep it, or has another version."""
+    def size_to_fetch(self, wanted: Wanted) -> int | None:
+        """The bytes that may be fetched for other members; None if none may be, because this node
+        would not keep them, or has another version."""
 
-    async def fetch(self, ino: Ino) -> Content | None:
-        """The bytes of a file, fetched and kept as for a reader of this node; None if it has a copy
-        by now. Raises MonarchError, OSError."""
+    async def fetch(self, wanted: Wanted) -> Found | None:
+        """What is wanted, fetched and kept as for a reader of this node; None if it is not kept.
+        Raises MonarchError, OSError."""
 
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A fetch for other members. When it is ``done`` it has ``content``, or has failed, or the file
-    has a copy."""
+    """A fetch of ``size`` bytes for other members. When it is ``done`` it has ``found`` them, or
+    failed. They are kept for a while, unless they are ``given_up`` for others."""
 
     size: int
     done: trio.Event = field(default_factory=trio.Event)
-    content: Content | None = None
-    digest: int = 0
+    given_up: trio.Event = field(default_factory=trio.Event)
+    found: Found | None = None
 
 
 def digest_of(content: Content) -> int:
     """The first 8 bytes of the XXH3 (128 bits) of bytes: what members compare."""
     return short_digest(xxhash.xxh3_128_digest(content))
-
-
-def short_digest(digest: bytes) -> int:
-    """The same of a digest of 16 bytes."""
-    return int.from_bytes(digest[:8], "big")
 
 
 class Answers:
@@ -117,9 +123,9 @@ class Answers:
         self._most_held = most_held
         self._held = 0
         self._connections = 0
-        self._fetches: dict[Ino, _Fetch] = {}
-        # The file of the request that is being decided.
-        self._asked: Ino | None = None
+        self._fetches: dict[Wanted, _Fetch] = {}
+        # What the request that is being decided is for.
+        self._asked: Wanted | None = None
         # What was fetched from the source for other members.
         self.fetched_files = self.fetched_bytes = 0
 
@@ -172,8 +178,12 @@ class Answers:
         self, stream: trio.SocketStream, head: bytes, nursery: trio.Nursery
     ) -> bool:
         """Answers a request; False if it has another form."""
-        if (request := _REQUEST.match(head)) is not None:
+        if (request := _FILE.match(head)) is not None:
             await self._answer(stream, Ino(int(request[1])), nursery)
+            return True
+        if (request := _SPAN.match(head)) is not None:
+            ino, first, last = map(int, request.groups())
+            await self._answer(stream, Span(Ino(ino), first, last), nursery)
             return True
         path = _PATH.match(head)
         proofs = None if path is None else self._key.answer(path[1].decode("ascii", "replace"))
@@ -189,66 +199,80 @@ class Answers:
             " bug, please report it",
         )
 
-    async def _answer(self, stream: trio.SocketStream, ino: Ino, nursery: trio.Nursery) -> None:
-        copy = self._files.copy_of(ino)
-        fetch = self._fetches.get(ino)
-        if copy is None and fetch is None and (size := self._size_to_fetch(ino)) is not None:
-            if self._held + size > self._most_held:
+    async def _answer(
+        self, stream: trio.SocketStream, wanted: Wanted, nursery: trio.Nursery
+    ) -> None:
+        found = None if isinstance(wanted, Span) else self._files.copy_of(wanted)
+        fetch = self._fetches.get(wanted)
+        if found is None and fetch is None and (size := self._size_to_fetch(wanted)) is not None:
+            if not self._has_room(size):
                 await trio.sleep(self._patience_s)
                 await _send(stream, COMING)
                 return
-            fetch = self._begin(ino, size, nursery)
-        if copy is None and fetch is not None:
+            fetch = self._begin(wanted, size, nursery)
+        if found is None and fetch is not None:
             with trio.move_on_after(self._patience_s):
                 await fetch.done.wait()
             if not fetch.done.is_set():
                 await _send(stream, COMING)
                 return
-            if fetch.content is not None:
-                await _send(stream, OK, fetch.content, digest=fetch.digest)
-                return
-            copy = self._files.copy_of(ino)
-        if copy is None:
+            found = fetch.found
+        if found is None:
             await _send(stream, NOT_KEPT)
-            return
-        where = f"X-Accel-Redirect: {INTERNAL}/{copy.tier}/{copy_name(ino)}\r\n"
-        await _send(stream, OK, digest=copy.digest, fields=where)
+        elif found.content is not None:
+            await _send(stream, OK, found.content, digest=found.digest)
+        else:
+            where = f"X-Accel-Redirect: {INTERNAL}/{found.place}\r\n"
+            await _send(stream, OK, digest=found.digest, fields=where)
 
-    def _size_to_fetch(self, ino: Ino) -> int | None:
-        self._asked = ino
+    def _size_to_fetch(self, wanted: Wanted) -> int | None:
+        self._asked = wanted
         try:
-            return self._files.size_to_fetch(ino)
+            return self._files.size_to_fetch(wanted)
         finally:
             self._asked = None
 
-    def _begin(self, ino: Ino, size: int, nursery: trio.Nursery) -> _Fetch:
-        """Begins to fetch a file for other members."""
-        fetch = self._fetches[ino] = _Fetch(size)
+    def _has_room(self, size: int) -> bool:
+        """Whether so many bytes may be fetched. Bytes that are kept are given up for them, the
+        oldest first: now they are in a tier, or soon will be."""
+        for fetch in self._fetches.values():
+            if self._held + size <= self._most_held:
+                break
+            if fetch.done.is_set() and not fetch.given_up.is_set():
+                self._give_up(fetch)
+        return self._held + size <= self._most_held
+
+    def _give_up(self, fetch: _Fetch) -> None:
+        """Ends the time in which bytes are kept."""
+        if not fetch.given_up.is_set():
+            fetch.given_up.set()
+            self._held -= fetch.size
+
+    def _begin(self, wanted: Wanted, size: int, nursery: trio.Nursery) -> _Fetch:
+        """Begins to fetch something for other members."""
+        fetch = self._fetches[wanted] = _Fetch(size)
         self._held += size
-        nursery.start_soon(self._fetch, ino, fetch)
+        nursery.start_soon(self._fetch, wanted, fetch)
         return fetch
 
-    async def _fetch(self, ino: Ino, fetch: _Fetch) -> None:
+    async def _fetch(self, wanted: Wanted, fetch: _Fetch) -> None:
         try:
             try:
-                content = await self._files.fetch(ino)
+                fetch.found = await self._files.fetch(wanted)
             except (MonarchError, OSError) as error:
                 log.debug("not fetched for another node: %s", error)
-                content = None
             except Exception:
                 self._unexpected()
-                content = None
-            if content is not None:
-                fetch.digest = digest_of(content)
-                fetch.content = content
-                self.fetched_files += 1
-                self.fetched_bytes += len(content)
+            if fetch.found is not None and fetch.found.content is not None:
+                self.fetched_files += not isinstance(wanted, Span)
+                self.fetched_bytes += len(fetch.found.content)
             fetch.done.set()
-            await trio.sleep(_KEPT_S)
+            with trio.move_on_after(_KEPT_S):
+                await fetch.given_up.wait()
         finally:
             fetch.done.set()
-            self._held -= fetch.size
-            del self._fetches[ino]
+            self._give_up(fetch)
+            del self._fetches[wanted]
 
 
 @contextmanager

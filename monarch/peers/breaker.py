@@ -3,10 +3,14 @@
 A member that is cut off never answers, and its connections never end by themselves. So each wait
 has a limit that follows the latencies of the member. A member that does not answer is left out for
 a time that doubles (circuit breaker; Nygard, "Release It!", 2007).
+
+A member may also answer each call, but late. So the time that calls take beyond a fair one is
+limited to a budget, of which a part of the time is given back (token bucket).
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 # The limit is this many times the 99th percentile of the latencies, and at most this, in seconds.
@@ -20,6 +24,11 @@ _EACH = 32
 _FAILURES = 3
 _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
+# The time in seconds that all calls together may take beyond a fair one, and what is given back of
+# it in a second. A member that used it up is asked again when it has this much.
+_BUDGET_S = 10.0
+_GIVEN_BACK = 0.01
+_ENOUGH_S = 1.0
 
 
 class Breaker:
@@ -33,6 +42,13 @@ class Breaker:
         self._failures = 0
         self._pause_s = _FIRST_PAUSE_S
         self._out_until_s: float | None = None
+        # What is left of the budget, less than 0 after it was used up, and when that was computed.
+        self._budget_s = _BUDGET_S
+        self._counted_s: float | None = None
+        # The end of the last late call.
+        self._late_to_s = -math.inf
+        # What a call may take without being late, and so may each MiB of its answer, in seconds.
+        self.fair_s = max(least_s, _MOST_S)
         # The limit of the wait for the first byte, and for each further MiB, in seconds. Until the
         # latencies are known it is the greatest one.
         self.limit_s = max(least_s, _MOST_S)
@@ -53,14 +69,41 @@ class Breaker:
             return True
         if now < self._out_until_s:
             return False
+        self._give_back(now)
         self._out_until_s = now + self._pause_s
         return True
+
+    def source_takes(self, seconds: float) -> None:
+        """Sets what a read of the source takes: an answer within this time is not late."""
+        self.fair_s = max(self._least_s, seconds)
+
+    def late(self, now: float, seconds: float) -> None:
+        """Records that a call, answered or not, has taken ``seconds`` longer than a fair time. Of
+        calls at the same time each second counts once: no reader has waited for it twice."""
+        late_s = min(seconds, now - self._late_to_s)
+        if late_s <= 0:
+            return
+        self._late_to_s = now
+        self._give_back(now)
+        self._budget_s -= late_s
+        if self._budget_s < 0:
+            self._leave_out(now + (_ENOUGH_S - self._budget_s) / _GIVEN_BACK)
+
+    def _give_back(self, now: float) -> None:
+        if self._counted_s is not None:
+            given_s = _GIVEN_BACK * (now - self._counted_s)
+            self._budget_s = min(_BUDGET_S, self._budget_s + given_s)
+        self._counted_s = now
+
+    def _leave_out(self, until_s: float) -> None:
+        self._out_until_s = max(self._out_until_s or until_s, until_s)
 
     def answered(self, latency_s: float) -> None:
         """Records that the member answered a call after ``latency_s``."""
         self._failures = 0
         self._pause_s = _FIRST_PAUSE_S
-        self._out_until_s = None
+        if self._budget_s >= 0:
+            self._out_until_s = None
         self._latencies.append(latency_s)
         self._new += 1
         if self._new >= _EACH:
@@ -77,4 +120,4 @@ class Breaker:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         elif self._failures < _FAILURES:
             return
-        self._out_until_s = now + self._pause_s
+        self._leave_out(now + self._pause_s)

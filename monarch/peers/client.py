@@ -28,6 +28,8 @@ TOKEN_HEADER = "X-Monarch-Token"
 DIGEST_HEADER = "X-Monarch-Digest"
 # The status of an answer without bytes: they are being fetched, or the member does not keep them.
 OK, COMING, NOT_KEPT, REFUSED, TOO_MANY = 200, 202, 404, 403, 429
+# As OK, with a part of a copy.
+_PART = 206
 _STATUSES = frozenset({OK, COMING, NOT_KEPT})
 
 CONNECT_S = 0.2
@@ -55,8 +57,8 @@ class PeerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer with a known status. ``data`` is empty unless the status is OK; ``digest`` is that
-    of its header, None if it has none."""
+    """An answer with the status OK, COMING or NOT_KEPT. ``data`` is empty unless the status is OK;
+    ``digest`` is that of its header, None if it has none."""
 
     status: int
     data: bytes
@@ -76,8 +78,8 @@ class PeerClient:
         self._ports = [endpoint.port] if endpoint.port else list(ports)
         self._key = key
         self._before = f"GET /{key.set_name}/".encode()
-        fields = f"Host: monarch\r\n{TOKEN_HEADER}: {key.token()}\r\n\r\n"
-        self._after = f" HTTP/1.1\r\n{fields}".encode()
+        fields = f"Host: monarch\r\n{TOKEN_HEADER}: {key.token()}\r\n"
+        self._fields = f" HTTP/1.1\r\n{fields}".encode()
         self.connections: Connections = OwnConnections()
         self._finding = threading.Lock()
         # The address at which it answered last.
@@ -89,26 +91,40 @@ class PeerClient:
     @property
     def request(self) -> tuple[bytes, bytes]:
         """What a request has before and after the name of the file."""
-        return self._before, self._after
+        return self._before, self._fields + b"\r\n"
 
     def close(self) -> None:
         self.connections.drop()
 
-    def get(self, name: str, size: int) -> Answer:
-        """The answer to a request for ``name``, whose bytes are ``size`` if they come. Raises
-        PeerFailed; the breaker has then counted the failure."""
+    def get(self, name: str, size: int, offset: int | None = None) -> Answer:
+        """The answer to a request for ``name``, whose bytes are ``size`` if they come. If there is
+        an ``offset``, the name may be that of a copy from which the bytes from there on are
+        requested. Raises PeerFailed; the breaker has then counted the failure."""
         began = time.monotonic()
         self.was_asked = True
+        # The bytes after the first MiB have limits of their own.
+        parts = 1 + size // MiB
         try:
-            answer = self._get(name, size)
+            answer = self._get(name, size, offset)
+            self.trouble = None
         except PeerFailed as error:
             self._noted(error)
             raise
-        self.trouble = None
+        finally:
+            waited_s = time.monotonic() - began
+            self.late(waited_s - parts * self.breaker.fair_s)
         if answer.status != COMING:
-            # The bytes after the first MiB have limits of their own.
-            self.breaker.answered((time.monotonic() - began) / (1 + size // MiB))
+            self.breaker.answered(waited_s / parts)
         return answer
+
+    def late(self, seconds: float) -> None:
+        """Records that the member took ``seconds`` longer than a fair time, until now."""
+        now = time.monotonic()
+        self.breaker.late(now, seconds)
+        if seconds > 0 and self.breaker.is_out(now):
+            self.trouble = "slow"
+            # So the datapath asks it no more.
+            self.connections.drop()
 
     def damaged(self) -> PeerFailed:
         """Records that the bytes of an answer were wrong; returns the error to raise."""
@@ -117,11 +133,14 @@ class PeerClient:
     def used(self, latencies_s: Sequence[float], slow: int) -> None:
         """Records requests of the datapath: answers after these latencies, and answers that did not
         come in time."""
+        limit_s = self.breaker.limit_s
         for latency_s in latencies_s:
             self.was_asked, self.trouble = True, None
             self.breaker.answered(latency_s)
         for _ in range(slow):
             self._noted(PeerFailed("slow"))
+        longest_s = max([*latencies_s, limit_s if slow else 0.0])
+        self.late(longest_s - self.breaker.fair_s)
 
     def _noted(self, error: PeerFailed) -> PeerFailed:
         """Records a failure."""
@@ -133,8 +152,11 @@ class PeerClient:
             self.connections.drop()
         return error
 
-    def _get(self, name: str, size: int) -> Answer:
-        request = self._before + name.encode() + self._after
+    def _get(self, name: str, size: int, offset: int | None) -> Answer:
+        request = self._before + name.encode() + self._fields
+        if offset is not None:
+            request += f"Range: bytes={offset}-{offset + size - 1}\r\n".encode()
+        request += b"\r\n"
         kept = self.connections.take()
         if kept is not None:
             # The member may have closed it meanwhile, and then answers nothing.
@@ -301,7 +323,7 @@ def _answer(connection: socket.socket, head: bytes, rest: bytes, size: int) -> t
     if not length or len(length) > 19 or not _DIGITS.issuperset(length):
         raise PeerFailed("broken")
     is_kept = fields.get(b"connection", b"").lower() != b"close"
-    if int(status) != OK:
+    if int(status) not in (OK, _PART):
         # Its bytes are a text for a person.
         return Answer(int(status), b"", None), is_kept and len(rest) == int(length)
     if int(length) != size or len(rest) > size:

@@ -8,9 +8,11 @@ directory in the state directory has its configuration and its log:
     answers.sock     at which the daemon answers for copies that it does not have yet
     1, 2, ...        links to the copies in each tier
 
-It serves ``/SET/c/XX/INO``, a copy by its inode number, and passes ``/SET/d/INO``, and copies that
-are missing, to the daemon. So it does with a hello, which needs no token (``hello.py``). Any other
-request without the token gets 403, and all other names get 404.
+It serves ``/SET/c/XX/INO``, a copy by its inode number, and a range of
+``/SET/s/XX/INO/FIRST-LAST``, some granules of a copy of a large file. It passes ``/SET/d/INO`` and
+``/SET/r/INO/FIRST-LAST``, and copies that are missing, to the daemon. So it does with a hello,
+which needs no token (``hello.py``). Any other request without the token gets 403, and all other
+names get 404.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from monarch.peers.hello import (
 )
 from monarch.posix.private_directory import replace_private
 from monarch.text import MiB, escape_text
+from monarch.tiers.contents import PARTS
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +271,10 @@ class Engine:
         site = self._site
         address = f"[{site.address}]" if ":" in site.address else site.address
         user = "user root root;" if os.geteuid() == 0 else ""
-        tries = " ".join(f"/{number}/$1" for number in range(1, len(site.tiers) + 1))
+        numbers = range(1, len(site.tiers) + 1)
+        tries = " ".join(f"/{number}/$1" for number in numbers)
+        # A large file has a whole copy or a partial one, with the same bytes at the same places.
+        parts = " ".join(f"/{number}/$1 /{number}/{PARTS}/$2" for number in numbers)
         header = TOKEN_HEADER.lower().replace("-", "_")
         digest = DIGEST_HEADER.lower().replace("-", "_")
         set_name, token = site.key.set_name, site.key.token()
@@ -321,9 +327,14 @@ http {{
     location ~ ^/{set_name}/c/([0-9a-f][0-9a-f]/[0-9]+)$ {{
       try_files {tries} @daemon;
     }}
-    location ~ ^/{set_name}/d/[0-9]+$ {{ try_files /none @daemon; }}
-    location ~ ^{INTERNAL}/([0-9]+/[0-9a-f][0-9a-f]/[0-9]+)$ {{
+    location ~ ^/{set_name}/s/([0-9a-f][0-9a-f]/([0-9]+))/[0-9]+-[0-9]+$ {{
+      max_ranges 1;
+      try_files {parts} @daemon;
+    }}
+    location ~ ^/{set_name}/(d/[0-9]+|r/[0-9]+/[0-9]+-[0-9]+)$ {{ try_files /none @daemon; }}
+    location ~ ^{INTERNAL}/([0-9]+/([0-9a-f][0-9a-f]|{PARTS})/[0-9]+)$ {{
       internal;
+      max_ranges 1;
       try_files /$1 =404;
       add_header {DIGEST_HEADER} $upstream_http_{digest};
     }}

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.namespace.snapshot import Snapshot
 from monarch.peers.answers import digest_of
-from monarch.peers.client import COMING, NOT_KEPT, Answer, PeerClient, PeerFailed
+from monarch.peers.client import NOT_KEPT, Answer, PeerClient
 from monarch.peers.connections import DatapathConnections, PeerFetcher, microseconds
 from monarch.peers.ownership import Ownership
+from monarch.peers.ranges import Ranges
+from monarch.peers.requests import Requests
 from monarch.posix.buckets import BUCKETS, buckets
 from monarch.telemetry.log import Limiter
 from monarch.tiers.contents import copy_name
@@ -34,8 +35,8 @@ from monarch.types import Identity, Ino
 
 log = logging.getLogger(__name__)
 
-# Members that are asked for one file: the owner, and the next one.
-_ASKED = 2
+Args = TypeVarTuple("Args")
+
 # A member that does not keep a file is asked again after one to two times this, in seconds.
 _NOT_KEPT_S = 60
 _TURNS = 254
@@ -51,21 +52,13 @@ _GIVER_NOT_KEPT, _GIVER_SLOW = 0xFFFE, 0xFFFF
 _MOST_TAKEN_OVER = 100_000
 
 
-@dataclass(slots=True)
-class Received:
-    """What one member has given: files, their bytes, and requests that failed."""
-
-    files: int = 0
-    nbytes: int = 0
-    failed: int = 0
-
-
 class Peers:
     """The other members as this node sees them. ``clients`` are in the order of the members of
-    ``ownership``, None for this node. Files of up to ``largest`` bytes are shared. A member may
-    read a file from the source for ``coming_s`` seconds before this node does so, too. The first
-    ``replicas`` members in the order of a file own it: the first one reads the source, and the
-    other owners get the bytes from those before them. All methods may run in any thread; only
+    ``ownership``, None for this node. Files of up to ``largest`` bytes are shared as a whole, and
+    larger ones in ``ranges``, which use ``most_held`` bytes of memory; None: not at all. A member
+    may read a file from the source for ``coming_s`` seconds before this node does so, too. The
+    first ``replicas`` members in the order of a file own it: the first one reads the source, and
+    the other owners get the bytes from those before them. All methods may run in any thread; only
     ``fetch`` waits."""
 
     def __init__(
@@ -77,14 +70,27 @@ class Peers:
         largest: int,
         coming_s: float,
         replicas: int = 1,
+        most_held: int | None = None,
     ) -> None:
         self._replicas = min(replicas, len(clients))
-        self._coming_s = coming_s
         self._snapshot = snapshot
         self._ownership = ownership
-        self.clients = tuple(clients)
-        self._own = self.clients.index(None)
+        self._requests = requests = Requests(clients, coming_s=coming_s)
+        self.clients, self._own = requests.clients, requests.own
+        self.received, self.failures = requests.received, requests.failures
+        self.source_took = requests.source_took
+        self.close = requests.close
         self._largest = largest
+        self.ranges: Ranges | None = None
+        if most_held is not None:
+            self.ranges = Ranges(
+                snapshot,
+                ownership,
+                requests,
+                largest=largest,
+                replicas=self._replicas,
+                most_held=most_held,
+            )
         # The digest of each file whose owner has given it, 0: unknown; and when the owner answered
         # that it does not keep the file, 0: it has not. Pages that are not written need no memory.
         self._digests = np.zeros(snapshot.entries + 1, np.uint64)
@@ -101,12 +107,12 @@ class Peers:
         self._is_own = np.zeros(snapshot.entries + 1, bool) if scores <= _MOST_SCORES else None
         # Files whose owner has just failed to give them: this node is the next one.
         self._taken_over: set[Ino] = set()
-        self._counting = threading.Lock()
         self._limiter = Limiter(log)
-        self.received = [Received() for _ in clients]
-        self.failures: Counter[str] = Counter()
-        # Requests to which the owner answered that it does not keep the file.
-        self.not_kept = 0
+
+    @property
+    def not_kept(self) -> int:
+        """The requests to which the owner answered that it does not keep the file."""
+        return self._requests.not_kept
 
     def fetch_by(self, datapath: PeerFetcher) -> None:
         """Lets the datapath fetch files whose owner is known, and files that a member has given.
@@ -129,7 +135,7 @@ class Peers:
             files, nbytes, slow, latencies_us = self._fetcher.received(index, limit_us)
             if files or slow:
                 client.used([latency / 1e6 for latency in latencies_us], slow)
-                with self._counting:
+                with self._requests.counting:
                     self.received[index].files += files
                     self.received[index].nbytes += nbytes
                     self.received[index].failed += slow
@@ -159,12 +165,15 @@ class Peers:
         self, inos: npt.NDArray[np.int64], sizes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:
         """The bytes of each file that this node keeps while all members answer: its size, and 0 if
-        only other nodes keep it. Only after ``curve``."""
+        only other nodes keep it; of a large file its part of the blocks, on average. Only after
+        ``curve``."""
+        is_small = sizes <= np.uint64(self._largest)
+        part = (sizes * self.share).astype(np.uint64)
+        if self.ranges is None:
+            part = np.where(is_small, part, sizes)
         if self._is_own is None:
-            kept = (sizes * self.share).astype(np.uint64)
-        else:
-            kept = sizes * self._is_own[inos]
-        return np.where(sizes <= np.uint64(self._largest), kept, sizes).astype(np.uint64)
+            return part
+        return np.where(is_small, sizes * self._is_own[inos], part).astype(np.uint64)
 
     def is_shared(self, ino: Ino, size: int) -> bool:
         """Whether a file has an owner: it is in the snapshot, and small."""
@@ -198,37 +207,18 @@ class Peers:
                 # The limit of the member must not wait for the next count.
                 self.catch_up()
             return None
-        asked = 0
-        for index in self._asked_for(ino):
-            client = self.clients[index]
-            if client is None:
-                if asked:
-                    self._take_over(ino)
-                return None
-            if asked == _ASKED:
-                return None
-            if not asked and not self._may_ask(ino, identity):
-                return None
-            if not client.breaker.admits(time.monotonic()):
-                continue
-            asked += 1
-            try:
-                content = self._from(client, ino, identity.size)
-            except PeerFailed as error:
-                self._failed(index, error.kind)
-                is_down = error.kind == "unreachable" or client.breaker.is_out(time.monotonic())
-                if not is_down or error.kind == "damaged":
-                    # The member is there: another one would keep the file in vain.
-                    return None
-                continue
-            if content is not None:
-                self._givers[ino] = index + 1
-                with self._counting:
-                    received = self.received[index]
-                    received.files += 1
-                    received.nbytes += len(content)
-            return content
-        return None
+        if not self._may_ask(ino, identity):
+            return None
+        asked = self._requests.ask(
+            self._asked_for(ino), partial(self._from, ino=ino, size=identity.size)
+        )
+        if asked.takes_over:
+            self._take_over(ino)
+        if asked.content is not None:
+            self._givers[ino] = asked.giver + 1
+            with self._requests.counting:
+                self.received[asked.giver].files += 1
+        return asked.content
 
     def _asked_for(self, ino: Ino) -> Iterable[int]:
         """The members that are asked for a file, one after the other, up to this node. An owner
@@ -279,12 +269,7 @@ class Peers:
         known = int(self._digests[ino])
         # Without its digest the copy is of no use, and the daemon of the member knows it.
         name = f"c/{copy_name(ino)}" if known else f"d/{ino}"
-        until_s = time.monotonic() + self._coming_s
-        answer = client.get(name, size)
-        while answer.status == COMING:
-            if time.monotonic() > until_s:
-                raise PeerFailed("slow")
-            answer = client.get(name, size)
+        answer = self._requests.answer(client, name, size)
         if answer.status == NOT_KEPT:
             self._givers[ino] = 0
             self._note_not_kept(ino)
@@ -293,8 +278,7 @@ class Peers:
 
     def _note_not_kept(self, ino: Ino) -> None:
         self._not_kept[ino] = _turn()
-        with self._counting:
-            self.not_kept += 1
+        self._requests.note_not_kept()
 
     def _checked(self, client: PeerClient, ino: Ino, answer: Answer, known: int) -> bytes:
         """The bytes of an answer if they are right. Raises PeerFailed."""
@@ -311,20 +295,10 @@ class Peers:
         )
         raise client.damaged()
 
-    def _failed(self, index: int, kind: str) -> None:
-        with self._counting:
-            self.received[index].failed += 1
-            self.failures[kind] += 1
-
-    def close(self) -> None:
-        for client in self.clients:
-            if client is not None:
-                client.close()
-
 
 class PeerSource(Source):
-    """A directory whose small files other nodes may give. ``peers`` is None until the parts of the
-    mount are built."""
+    """A directory whose files other nodes may give. ``peers`` is None until the parts of the mount
+    are built."""
 
     def __init__(self, path: bytes, close: Callable[[int], None] = os.close) -> None:
         super().__init__(path, close)
@@ -339,17 +313,39 @@ class PeerSource(Source):
     def fetch_shared(self, path: bytes, identity: Identity, ino: Ino) -> Fetched:
         """As ``fetch``; of a file from another node the numbers of calls are 0."""
         content = None
+        if self.peers is not None:
+            content = self._or_none(self.peers.fetch, ino, identity)
+        if content is not None:
+            return Fetched(content, 0, 0)
+        began_s = time.monotonic()
+        fetched = self.fetch(path, identity)
+        self.took(time.monotonic() - began_s)
+        return fetched
+
+    def read_shared(self, ino: Ino, identity: Identity, offset: int, size: int) -> bytes | None:
+        ranges = None if self.peers is None else self.peers.ranges
+        if ranges is None or not ranges.is_shared(ino, identity):
+            return None
+        return self._or_none(ranges.read, ino, offset, size)
+
+    def took(self, seconds: float) -> None:
+        if self.peers is not None:
+            self.peers.source_took(seconds)
+
+    def _or_none(
+        self, call: Callable[[Unpack[Args]], bytes | None], *args: Unpack[Args]
+    ) -> bytes | None:
+        """The result of a request to other nodes. The source is the truth, whatever happens with
+        them."""
         try:
-            if self.peers is not None:
-                content = self.peers.fetch(ino, identity)
+            return call(*args)
         except Exception:
-            # The source is the truth, whatever happens with other nodes.
             self._limiter.exception(
                 "unexpected",
                 "internal error in a request to another node: the source is read instead. This is a"
                 " bug, please report it",
             )
-        return self.fetch(path, identity) if content is None else Fetched(content, 0, 0)
+            return None
 
 
 def _turn() -> int:

@@ -275,9 +275,10 @@ class Controller:
     def begin_part(self, item: Item, *, overhead: int) -> PartAdmission | None:
         """Begins a partial copy, with ``overhead`` bytes beside the granules; None if the file may
         not have one: it has or will have a whole copy, or no tier has a place for it."""
-        tiers = self.tiers_for_part(item.ino)
-        placement = self._choose(item, forced=False, may_evict=False)
-        return self.parts.begin(item, placement, tiers, overhead=overhead)
+        kept = self.parts.kept(item)
+        is_part = kept is not None
+        placement = self._choose(kept or item, forced=False, may_evict=False, is_part=is_part)
+        return self.parts.begin(item, placement, self.tiers_for_part(item.ino), overhead=overhead)
 
     def part_completed(self, ino: Ino) -> None:
         """A partial copy has become the whole copy, and is recorded."""
@@ -338,9 +339,16 @@ class Controller:
         return Promote(item, placement.tier, tuple(victim.ino for victim in placement.evict))
 
     def _choose(
-        self, item: Item, *, forced: bool, may_evict: bool, job: int | None = None
+        self,
+        item: Item,
+        *,
+        forced: bool,
+        may_evict: bool,
+        job: int | None = None,
+        is_part: bool = False,
     ) -> Placement | None:
-        """The tier for an item, and the copies that leave for it, by its rule or the policy."""
+        """The tier for an item, and the copies that leave for it, by its rule or the policy.
+        ``is_part``: it is the part of a file that this node keeps."""
         rules, ledger = self._rules, self._ledger
         rule = rules.of(item.ino) if rules is not None else None
         if rule is not None and rule.never:
@@ -358,7 +366,7 @@ class Controller:
             return placement or self._replacement.make(
                 item, ledger.tiers, lambda ino: self._is_pinned(ino) or quotas.is_charged(ino)
             )
-        if not (forced or self.keeps(item)):
+        if not (forced or is_part or self.keeps(item)):
             return None
         placement = self._keep_pinned(item, ledger, forced=forced)
         if forced or not may_evict or self._admission is None:

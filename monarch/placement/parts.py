@@ -4,7 +4,8 @@ A partial copy takes its space granule by granule. A file that the policy admits
 granules. A file that is larger than every tier gets a share: the bytes of a tier that the policy
 does not give to whole files. Its blocks are admitted by hash, as many as fit into the share, so
 each pass over the file has the same hits. No copy is removed for a partial copy. A file has either
-a whole copy, or a partial one, or none.
+a whole copy, or a partial one, or none. If other nodes keep some blocks of a file, only the other
+blocks count for its admission.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ BLOCK = 4 * MiB
 @dataclass(frozen=True, slots=True)
 class PartAdmission:
     """The ``tier`` for a partial copy. ``blocks`` has one byte for each block of the file, 1 if it
-    is admitted; None: all are."""
+    is admitted; None: all are. Blocks may be added later."""
 
     tier: int
-    blocks: bytes | None = None
+    blocks: bytearray | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +62,8 @@ class Parts:
         self._policy = policy
         self._accounts: dict[Ino, _Account] = {}
         self.on_drop: Callable[[Ino], None] = lambda ino: None
+        # The blocks of a file that this node keeps, as in ``PartAdmission``; None: it keeps all.
+        self.blocks_of: Callable[[Item], bytearray | None] = _all_blocks
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -88,11 +91,22 @@ class Parts:
         self._ledger.load(tier, held)
         self._policy.placed(Item(item.ino, held, item.key), tier)
 
+    def kept(self, item: Item) -> Item | None:
+        """The part of a file that this node keeps, if other nodes keep the rest; None if it is not
+        shared."""
+        blocks = self.blocks_of(item)
+        return None if blocks is None else _kept(item, blocks)
+
+    def owns_block(self, ino: Ino, block: int) -> bool:
+        """Whether a block is one that this node keeps if it has the space."""
+        blocks = self.blocks_of(self._accounts[ino].item)
+        return blocks is None or blocks[block] == 1
+
     def begin(
         self, item: Item, placement: Placement | None, tiers: range, *, overhead: int
     ) -> PartAdmission | None:
-        """As ``Controller.begin_part``. ``placement`` is that of a whole copy, ``tiers`` are those
-        that the rule of the file allows."""
+        """As ``Controller.begin_part``. ``placement`` is that of a copy of all that this node keeps
+        of the file, ``tiers`` are those that the rule of the file allows."""
         ino = item.ino
         if (
             ino in self._accounts
@@ -101,7 +115,7 @@ class Parts:
             or self._residency.is_wanted(ino)
         ):
             return None
-        tier, share = self._place_for(item, placement, tiers)
+        tier, share = self._place_for(self.kept(item) or item, placement, tiers)
         if tier == SOURCE or not self._ledger.reserve(tier, overhead):
             return None
         self._ledger.commit(tier, overhead)
@@ -110,7 +124,10 @@ class Parts:
         return self.admission(ino)
 
     def _place_for(self, item: Item, placement: Placement | None, tiers: range) -> tuple[int, int]:
-        """A tier, SOURCE if there is none, and the share of a file that is larger than all."""
+        """A tier, SOURCE if there is none, and the share of a file that is larger than all. None of
+        the file may be for this node."""
+        if not item.size:
+            return SOURCE, 0
         if tiers and all(item.size > self._ledger.capacity(tier) for tier in tiers):
             share, tier = max((self._share(tier), -tier) for tier in tiers)
             return (-tier, share) if share > 0 else (SOURCE, 0)
@@ -134,17 +151,22 @@ class Parts:
         same as at the last mount, if the tiers and the other such files are the same."""
         account = self._accounts[ino]
         item, tier = account.item, account.tier
-        if item.size <= self._ledger.capacity(tier):
-            return PartAdmission(tier)
+        own = self.blocks_of(item)
+        kept = item if own is None else _kept(item, own)
+        if kept.size <= self._ledger.capacity(tier):
+            return PartAdmission(tier, own)
         if not account.share:
             # It was loaded: what it holds is a part of its share.
             account.share = self._share(tier, account.held)
         count = -(-item.size // BLOCK)
         most = max(0, account.share - account.overhead) // BLOCK
         keys = mixed(np.arange(count, dtype=np.uint64) ^ np.uint64(mix(item.key)))
+        order = np.argsort(keys, kind="stable")
+        if own is not None:
+            order = order[np.frombuffer(bytes(own), np.uint8)[order] == 1]
         blocks = np.zeros(count, np.uint8)
-        blocks[np.argsort(keys, kind="stable")[:most]] = 1
-        return PartAdmission(tier, blocks.tobytes())
+        blocks[order[:most]] = 1
+        return PartAdmission(tier, bytearray(blocks.tobytes()))
 
     def room(self, ino: Ino) -> int:
         """The bytes that granules of a partial copy can take now."""
@@ -198,3 +220,15 @@ class Parts:
         self._ledger.release(account.tier, account.held)
         self._policy.removed(ino)
         return account.tier
+
+
+def _all_blocks(item: Item) -> None:
+    return None
+
+
+def _kept(item: Item, blocks: bytearray) -> Item:
+    """The part of a file that has these blocks."""
+    size = blocks.count(1) * BLOCK
+    if blocks and blocks[-1]:
+        size -= -item.size % BLOCK
+    return Item(item.ino, size, item.key)

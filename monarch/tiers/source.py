@@ -276,6 +276,14 @@ class Source:
         number of the file in the snapshot."""
         return self.fetch(path, identity)
 
+    def read_shared(self, ino: Ino, identity: Identity, offset: int, size: int) -> bytes | None:
+        """``size`` bytes of a large file that other nodes give, fewer only at its end; None if they
+        must be read from the source."""
+        return None
+
+    def took(self, seconds: float) -> None:
+        """Records how long a read of the source has taken."""
+
     def fetch(self, path: bytes, identity: Identity) -> Fetched:
         """Opens a small file, reads it completely and closes it.
 

@@ -58,6 +58,7 @@ class Binding:
     ``pause_s``. ``copy`` is the origin of ``fd``. ``is_watched``: its first reads decide how it is
     copied. ``has_old_pages``: at its first open the kernel may have had pages of another version,
     or its pages must not be used. ``job`` is measured, so its reads of the source come here.
+    ``is_shared``: other nodes may give bytes in the place of ``file``, so all reads come here.
     """
 
     ino: Ino
@@ -70,6 +71,7 @@ class Binding:
     is_watched: bool = False
     has_old_pages: bool = False
     job: MeasuredJob | None = None
+    is_shared: bool = False
     users: int = 0
     outdated: bool = False
     offer_s: float = 0.0
@@ -188,7 +190,10 @@ class Bindings:
         if self._fast is None:
             return
         fd = binding.file.fd if binding.file is not None else binding.fd
-        if fd >= 0:
+        if binding.is_shared and binding.fd < 0:
+            size = names.attributes(binding.ino).size
+            self._fast.bind(binding.ino, -1, tier=binding.tier, size=size, backing_id=0)
+        elif fd >= 0:
             copy, size = binding.copy, names.attributes(binding.ino).size
             backing_id = copy.take_backing_id() if copy is not None else 0
             self._fast.bind(binding.ino, fd, tier=binding.tier, size=size, backing_id=backing_id)

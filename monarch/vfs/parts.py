@@ -92,6 +92,8 @@ class PartialCopies:
         self._jobs: list[Callable[[], Awaitable[None]]] = []
         self._added = trio.Event()
         self._running = 0
+        # Whether other nodes keep blocks of a file, too.
+        self.is_shared: Callable[[Attributes], bool] = _never
         self._fetches = UnitFetches(
             self._source_files,
             self._doubts,
@@ -124,6 +126,7 @@ class PartialCopies:
                     await part.settling.wait()
                 continue
             binding = Binding(ino, attributes.size, part=part, users=1)
+            binding.is_shared = self.is_shared(attributes)
             part.users += 1
             try:
                 current = part.identity == attributes.identity and await self._is_current(binding)
@@ -184,7 +187,7 @@ class PartialCopies:
         in_order = offset <= self._source_files.reached(ino, file) + _IN_ORDER
         whole = is_same and in_order and self._copy_whole(binding, attributes)
         if is_same and not whole:
-            begun = self._begin(binding, attributes)
+            begun = self.begin(binding, attributes)
             if not begun and not in_order:
                 self._copy_whole(binding, attributes)
         if not in_order:
@@ -201,9 +204,10 @@ class PartialCopies:
             self._promotions.submit(promote, attributes.identity, file=file)
         return promote is not None or self._controller.is_wanted(binding.ino)
 
-    def _begin(self, binding: Binding, attributes: Attributes) -> bool:
+    def begin(self, binding: Binding, attributes: Attributes) -> bool:
         """Begins a partial copy. Returns False if the file may not have one. No reader waits for
-        the tier: the file is created behind the answer."""
+        the tier: the file is created behind the answer. That of a shared file begins at its first
+        open, since this node reads only its own blocks from the source."""
         ino, identity = binding.ino, attributes.identity
         if ino in self._open or ino in self._creating:
             # An earlier one, which was dropped, has not ended.
@@ -506,6 +510,10 @@ class PartialCopies:
         for part in self._open.values():
             part.file.close()
         self._open.clear()
+
+
+def _never(attributes: Attributes) -> bool:
+    return False
 
 
 def _become_copy(part: OpenPart, tier: Tier, records: Records, record: Record, young: bool) -> None:

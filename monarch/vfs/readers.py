@@ -17,7 +17,8 @@ from __future__ import annotations
 import errno
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import trio
 
@@ -156,12 +157,18 @@ class Readers:
         binding.users += 1
         return binding
 
-    async def fetch_for_peer(self, ino: Ino) -> bytes | memoryview | None:
-        """The bytes of a small file for another node, fetched and kept as for a reader of this one,
-        but not counted as its open; None if the file has a copy by now. Raises as ``_enter``."""
+    @asynccontextmanager
+    async def bound(self, ino: Ino, *, stays: bool) -> AsyncIterator[Binding]:
+        """The binding of a file for another node, made as for a reader of this one, but not counted
+        as its open. ``stays``: afterwards the file stays bound for a while, as for reads without an
+        open. Raises as ``_enter``."""
         binding = await self._enter(ino, renew=False, store=False)
         try:
-            return binding.content
+            if stays:
+                binding.users += ino not in self._visits
+                self._visits[ino] = trio.current_time() + _VISIT_S
+                self._visited.set()
+            yield binding
         finally:
             self._leave(ino)
 
@@ -273,7 +280,13 @@ class Readers:
             content = await self._fetched(attributes, store=store)
             self._promotions.keep(attributes, content, self._job(), quota=self._quota())
             return Binding(ino, size, content=content)
-        is_watched = self._parts.watches(size) and not self._residency.is_wanted(ino)
+        is_wanted = self._residency.is_wanted(ino)
+        if self._parts.is_shared(attributes) and not is_wanted:
+            binding = Binding(ino, size, file=await self._source_files.open(attributes))
+            binding.is_shared = True
+            self._parts.begin(binding, attributes)
+            return binding
+        is_watched = self._parts.watches(size) and not is_wanted
         quota = self._quota()
         promote = None if is_watched else self._promotions.opened(attributes, quota=quota)
         try:

@@ -155,6 +155,10 @@ class SourceFiles:
         ino, file = binding.ino, binding.file
         if file is None:
             raise SourceError(f"{self._names.path_text(ino)}: not open")
+        if binding.is_shared:
+            shared = await self._from_others(ino, identity_of(file.status), offset, size)
+            if shared is not None:
+                return shared
         file.retain()
         began = trio.current_time()
         self._load.begin(began)
@@ -170,7 +174,9 @@ class SourceFiles:
         finally:
             self._load.end(trio.current_time())
             file.release()
-        self._load.ended(trio.current_time() - began)
+        took_s = trio.current_time() - began
+        self._load.ended(took_s)
+        self._calls.source.took(took_s)
         self._metrics.source_read(len(data))
         file.note_read(offset, offset + len(data))
         return data
@@ -181,6 +187,10 @@ class SourceFiles:
         """``size`` bytes of the version ``identity``; None if the source has another version by
         now. ``alone``: the client of the source must not read ahead. Raises SourceError."""
         ino = binding.ino
+        if binding.is_shared:
+            shared = await self._from_others(ino, identity, offset, size)
+            if shared is not None and len(shared) == size:
+                return shared
         try:
             file = await self._opened(binding)
         except SourceChanged:
@@ -208,10 +218,20 @@ class SourceFiles:
                 self._alone.end(file)
             self._load.end(trio.current_time())
             file.release()
-        self._load.ended(trio.current_time() - began)
+        took_s = trio.current_time() - began
+        self._load.ended(took_s)
+        self._calls.source.took(took_s)
         self._metrics.source_read(len(data))
         file.note_read(offset, offset + len(data))
         return data if now == identity and len(data) == size else None
+
+    async def _from_others(
+        self, ino: Ino, identity: Identity, offset: int, size: int
+    ) -> bytes | None:
+        """Bytes that other nodes give; None if the source must be read. Raises SourceError."""
+        return await self._calls.call(
+            ino, self._calls.source.read_shared, ino, identity, offset, size
+        )
 
     async def continue_with(self, binding: Binding) -> None:
         """Opens the file of a binding at the source if it is not open there. Raises SourceError."""

@@ -16,7 +16,7 @@ from functools import partial
 import trio
 
 from monarch.errors import SourceError
-from monarch.placement.parts import Parts
+from monarch.placement.parts import BLOCK, Parts
 from monarch.tiers.doubts import Doubts
 from monarch.tiers.partial import GRANULE
 from monarch.tiers.source import SourceFile
@@ -101,16 +101,19 @@ class UnitFetches:
         is_young = self._doubts.by_bytes(part.ino, part.identity)
         if room < GRANULE or is_young or not part.admits(granule):
             end = min(end, part.missing_until(granule, stop) * GRANULE)
+            if binding.is_shared:
+                # Another node has each block.
+                end = min(end, (offset // BLOCK + 1) * BLOCK)
             return await self._fetched(binding, part, offset, end - offset)
         unit, *others = part.begin(granule, stop, room=room if binding.file is not None else 0)
         self._held += sum(part.size_of(each) for each in (unit, *others))
         part.storing += 1 + len(others)
         if unit.stop > stop and binding.file is not None:
             # The reader does not need all of it, and must not wait for it for long.
-            self._fetch_ahead(part, [unit], binding.file)
+            self._fetch_ahead(part, [unit], binding, binding.file)
         else:
             if others and binding.file is not None:
-                self._fetch_ahead(part, others, binding.file)
+                self._fetch_ahead(part, others, binding, binding.file)
             await self._fetch(binding, part, unit)
         return await self.join(binding, part, unit, offset, end)
 
@@ -122,17 +125,20 @@ class UnitFetches:
         if not part.is_used:
             part.unused(part)
 
-    def _fetch_ahead(self, part: OpenPart, units: Sequence[Unit], file: SourceFile) -> None:
+    def _fetch_ahead(
+        self, part: OpenPart, units: Sequence[Unit], reader: Binding, file: SourceFile
+    ) -> None:
         waiting = iter(units)
         for _ in range(min(_AT_ONCE, len(units))):
-            self._ahead.append(partial(self._fetch_waiting, part, waiting, file.retain()))
+            binding = Binding(part.ino, part.identity.size, file=file.retain(), users=1)
+            binding.is_shared = reader.is_shared
+            self._ahead.append(partial(self._fetch_waiting, part, waiting, binding))
         self.wake()
 
     async def _fetch_waiting(
-        self, part: OpenPart, waiting: Iterator[Unit], file: SourceFile
+        self, part: OpenPart, waiting: Iterator[Unit], binding: Binding
     ) -> None:
         """Fetches units, each once. They are given up if no process has the file open."""
-        binding = Binding(part.ino, part.identity.size, file=file, users=1)
         try:
             for unit in waiting:
                 if part.users and not part.is_dropped:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from monarch.peers.breaker import Breaker
 
 
@@ -56,3 +58,55 @@ def test_the_pause_has_a_limit() -> None:
         breaker.failed(now)
         now += 400.0
         assert breaker.admits(now)
+
+
+@pytest.mark.promise(341)
+def test_the_time_that_a_member_answers_late_is_limited() -> None:
+    breaker, now, late_s = Breaker(0.05), 0.0, 0.0
+    breaker.source_takes(0.02)
+    assert breaker.fair_s == 0.05
+    while now < 100_000.0:
+        if breaker.admits(now):
+            # One second later than it should, again and again, and never a failure.
+            now += 1.05
+            late_s += 1.0
+            breaker.late(now, 1.0)
+            breaker.answered(1.05)
+        else:
+            now += 1.0
+    assert 10.0 < late_s <= 10.0 + 0.01 * now + 1.0
+
+
+def test_late_answers_at_the_same_time_count_once() -> None:
+    breaker = Breaker(0.05)
+    for _ in range(64):
+        breaker.late(5.0, 1.0)
+    breaker.late(5.5, 1.0)
+    assert breaker.admits(5.5)
+    for second in range(6, 15):
+        breaker.late(float(second), 1.0)
+        assert breaker.admits(second)
+    breaker.late(15.0, 1.0)
+    assert breaker.is_out(15.0)
+    breaker.answered(0.01)
+    assert breaker.is_out(15.0), "one good answer is not enough"
+
+
+def test_a_member_that_used_up_its_time_gets_some_back() -> None:
+    breaker = Breaker(0.05)
+    breaker.late(100.0, 11.0)
+    assert not breaker.admits(299.0)
+    assert breaker.admits(301.0)
+    breaker.answered(0.01)
+    assert not breaker.is_failing and breaker.admits(301.0)
+    breaker.late(303.0, 2.0)
+    assert breaker.is_out(303.0)
+
+
+def test_an_answer_that_is_not_slower_than_the_source_is_not_late() -> None:
+    breaker = Breaker(0.05)
+    breaker.source_takes(8.0)
+    assert breaker.fair_s == 8.0
+    for second in range(1000):
+        breaker.late(float(second), -0.1)
+    assert breaker.admits(1000.0)

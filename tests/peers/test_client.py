@@ -71,6 +71,23 @@ def test_bytes_arrive_with_their_digest_over_one_connection(member: Callable[...
         assert is_hello != (b"X-Monarch-Token: " + TOKEN + b"\r\n" in request)
 
 
+def test_a_part_of_a_copy_is_requested_by_its_place(member: Callable[..., Member]) -> None:
+    made = member(
+        say(head(5, status="206 Partial Content"), b"hello"),
+        say(head(100, status="206 Partial Content"), b"hello"),
+        say(head(0, status="416 Range Not Satisfiable")),
+    )
+    client = client_of(made.port)
+    answer = client.get("s/01/257/3-3", 5, 393216)
+    assert (answer.status, answer.data) == (200, b"hello")
+    assert made.requests[1].endswith(b"\r\nRange: bytes=393216-393220\r\n\r\n")
+    for _ in range(2):
+        with pytest.raises(PeerFailed) as failed:
+            client.get("s/01/257/3-3", 5, 393216)
+        assert failed.value.kind == "broken"
+    client.close()
+
+
 @pytest.mark.promise(273)
 @pytest.mark.parametrize(
     ("act", "kind"),

@@ -18,13 +18,15 @@ import trio
 
 from monarch.errors import MonarchError, UsageError
 from monarch.peers import engine as engines
-from monarch.peers.answers import Answers, Content, Copy, digest_of
+from monarch.peers.answers import Answers, Found, Wanted, digest_of
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient, PeerFailed
 from monarch.peers.engine import SOCKET, Engine, Site, find_engine
 from monarch.peers.hello import PROOFS_BYTES, MemberKey, hello_request, new_challenge
 from monarch.peers.members import Endpoint
-from monarch.tiers.contents import copy_name
+from monarch.peers.spans import Span, granule_digests, span_digest
+from monarch.tiers.contents import PARTS, copy_name, part_name
+from monarch.tiers.partial import GRANULE
 from monarch.types import Ino
 
 HOST, SET, SECRET = "127.0.0.1", "ab" * 16, b"the secret of the job"
@@ -40,9 +42,11 @@ class Files:
 
     def __init__(self, directory: Path) -> None:
         self.tiers = [directory / "tier1", directory / "tier2"]
-        self.copies: dict[Ino, Copy] = {}
-        self.source = {SMALL: b"small" * 100, LARGE: os.urandom(3_000_000)}
-        self.fetched: list[Ino] = []
+        self.copies: dict[Ino, Found] = {}
+        self.source: dict[Wanted, bytes] = {SMALL: b"small" * 100, LARGE: os.urandom(3_000_000)}
+        self.fetched: list[Wanted] = []
+        # Spans whose granules the engine has.
+        self.spans: dict[Span, Found] = {}
         self.may_arrive = trio.Event()
         self.fails = False
         self.error: Exception = MonarchError("the source fails")
@@ -53,22 +57,26 @@ class Files:
         path = self.tiers[tier - 1] / copy_name(ino)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
-        self.copies[ino] = Copy(tier, digest_of(content))
+        self.copies[ino] = Found(digest_of(content), place=f"{tier}/{copy_name(ino)}")
 
-    def copy_of(self, ino: Ino) -> Copy | None:
+    def copy_of(self, ino: Ino) -> Found | None:
         if ino == ODD:
             raise LookupError("a bug")
         return self.copies.get(ino)
 
-    def size_to_fetch(self, ino: Ino) -> int | None:
-        return len(self.source[ino]) if ino in self.source else None
+    def size_to_fetch(self, wanted: Wanted) -> int | None:
+        if wanted in self.spans:
+            return 1
+        return len(self.source[wanted]) if wanted in self.source else None
 
-    async def fetch(self, ino: Ino) -> Content | None:
-        self.fetched.append(ino)
+    async def fetch(self, wanted: Wanted) -> Found | None:
+        self.fetched.append(wanted)
         await self.may_arrive.wait()
         if self.fails:
             raise self.error
-        return self.source[ino]
+        if isinstance(wanted, Span) and wanted in self.spans:
+            return self.spans[wanted]
+        return Found(digest_of(self.source[wanted]), self.source[wanted])
 
 
 class Node:
@@ -158,6 +166,45 @@ def test_copies_come_from_the_engine_and_other_files_from_the_daemon_once(tmp_pa
         assert large.data == files.source[LARGE]
         client.close()
         other.close()
+
+    with_node(tmp_path, check)
+
+
+@pytest.mark.promise(340)
+def test_granules_come_from_the_engine_if_the_file_has_them_and_otherwise_from_the_daemon(
+    tmp_path: Path,
+) -> None:
+    whole, partial_, missing = Ino(0x1FF), Ino(0x2FF), Ino(0x3FF)
+    data = os.urandom(3 * GRANULE + 5)
+
+    async def check(node: Node) -> None:
+        files, client = node.files, node.client()
+        files.may_arrive.set()
+        get = partial(trio.to_thread.run_sync, client.get)
+        files.put(whole, data, 2)
+        (files.tiers[0] / PARTS).mkdir()
+        # The map and the digests of a partial copy follow its data.
+        (files.tiers[0] / part_name(partial_)).write_bytes(data + b"x" * 1000)
+        for ino in (whole, partial_):
+            span, size = Span(ino, 1, 3), 2 * GRANULE + 5
+            answer = await get(span.name_at_engine, size, GRANULE)
+            assert (answer.status, answer.data, answer.digest) == (200, data[GRANULE:], None)
+            span = Span(ino, 0, 1)
+            answer = await get(span.name_at_engine, 2 * GRANULE, 0)
+            assert answer.data == data[: 2 * GRANULE]
+        assert files.fetched == []
+        # The daemon names the granules that the engine sends, and gives others itself.
+        span, digest = Span(partial_, 2, 2), span_digest(granule_digests(data[2 * GRANULE :]))
+        files.spans[span] = Found(digest, place=f"1/{part_name(partial_)}")
+        answer = await get(span.name, GRANULE, span.offset)
+        assert (answer.data, answer.digest) == (data[2 * GRANULE : 3 * GRANULE], digest)
+        span = Span(missing, 4, 4)
+        files.source[span] = data[:GRANULE]
+        for name in (span.name, span.name_at_engine):
+            answer = await get(name, GRANULE, span.offset)
+            assert (answer.data, answer.digest) == (data[:GRANULE], digest_of(data[:GRANULE]))
+        assert (await get(Span(missing, 5, 5).name, 5, 0)).status == 404
+        client.close()
 
     with_node(tmp_path, check)
 

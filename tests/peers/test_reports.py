@@ -7,14 +7,15 @@ from types import SimpleNamespace
 from typing import cast
 
 from monarch.daemon.health_checks import PeersCheck
-from monarch.daemon.peers import Sharing
+from monarch.daemon.peers import SharedFiles, Sharing
 from monarch.peers.answers import Answers
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient
 from monarch.peers.engine import Engine, Site
 from monarch.peers.hello import MemberKey
 from monarch.peers.members import Endpoint
-from monarch.peers.source import Peers, Received
+from monarch.peers.requests import Received
+from monarch.peers.source import Peers
 
 OUT, ANSWERING = 400, 3
 
@@ -44,6 +45,7 @@ def test_all_nodes_that_are_left_out_are_counted_and_some_are_named() -> None:
         cast("Engine", SimpleNamespace(port=1, starts=1, sent_bytes=lambda: None)),
         Site([], MemberKey("own", "ab" * 16, b"secret"), "127.0.0.1", [1]),
         "own",
+        cast("SharedFiles", None),
     )
     report = sharing.report()
     assert report.out == OUT

@@ -42,7 +42,7 @@ class FakeMember:
         self.answers = list(answers)
         self.asked: list[str] = []
 
-    def get(self, name: str, size: int) -> Answer:
+    def get(self, name: str, size: int, offset: int | None = None) -> Answer:
         self.asked.append(name)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, str):
@@ -52,6 +52,9 @@ class FakeMember:
 
     def damaged(self) -> PeerFailed:
         return PeerFailed("damaged")
+
+    def late(self, seconds: float) -> None:
+        self.breaker.late(0.0, seconds)
 
     def used(self, latencies_s: Sequence[float], slow: int) -> None:
         self.latencies_s, self.slow = list(latencies_s), slow

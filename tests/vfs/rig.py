@@ -275,6 +275,7 @@ class FakeFastPath:
     def __init__(self) -> None:
         self.events: list[Served] = []
         self.bound: dict[Ino, tuple[int, int, int]] = {}
+        self.descriptors: dict[Ino, int] = {}
         self.parts: dict[Ino, tuple[int, int]] = {}
         self.watched: dict[Ino, int] = {}
         self.open: set[Ino] = set()
@@ -297,6 +298,7 @@ class FakeFastPath:
 
     def bind(self, ino: Ino, fd: int, *, tier: int, size: int, backing_id: int) -> bool:
         self.bound[ino] = (tier, size, backing_id)
+        self.descriptors[ino] = fd
         return True
 
     def end_binding(self, ino: Ino) -> None:

@@ -75,12 +75,12 @@ PyObject *datapath_bind(Datapath *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KiO&Ki", &ino, &fd, to_place, &tier, &size, &backing_id))
         return NULL;
     /* Files of the source are relayed: so their reads are counted, and copies can follow the
-     * readers. */
+     * readers. Without a descriptor all reads go to Python, but for those of a partial copy. */
     int own = -1;
     bool resized = dp->started && opens_resize(&dp->opens, ino, size), bound = false;
     if (dp->started && !resized && opens_can_bind(&dp->opens, ino)) {
-        own = backing_id ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0);
-        bound = backing_id || own >= 0;
+        own = backing_id || fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0);
+        bound = backing_id || fd < 0 || own >= 0;
         /* Python has the file open already: the last descriptors are kept for calls without one. */
         if (bound && tier == 0 && is_scarce(own))
             bound = false;
