@@ -187,8 +187,10 @@ def test_a_connection_that_the_member_has_closed_is_passed_over(tmp_path: Path) 
 
     def gives_and_ends(connection: socket.socket) -> None:
         connection.sendall(head(SIZE) + contents("one", SIZE))
-        hang_up(connection)
-        ended.set()
+        try:
+            hang_up(connection)
+        finally:
+            ended.set()
 
     with job_of(tmp_path, gives_and_ends, gives("one"), breaks_off) as job:
         ino = job.rig.ino("one")

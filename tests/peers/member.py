@@ -78,7 +78,9 @@ def say(*parts: bytes) -> Act:
 
 
 def hang_up(connection: socket.socket) -> None:
+    """Closes the connection. A request that has arrived meanwhile is not read."""
     connection.shutdown(socket.SHUT_RDWR)
+    raise ConnectionAbortedError
 
 
 def without_end(part: bytes) -> Act:
