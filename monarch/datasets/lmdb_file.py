@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from monarch.datasets.lmdb_pages import META_BYTES, Meta, page_bytes_of, parse_meta
+from monarch.datasets.range_reads import RangeReads
+from monarch.datasets.ranges import Range
 from monarch.errors import LmdbError
 from monarch.text import KiB, escape_text
 
@@ -43,6 +45,7 @@ class LmdbFile:
         self.meta = meta
         self.version = version
         self._fd = fd
+        self._reads = RangeReads()
 
     @classmethod
     def open(cls, path: AnyPath) -> LmdbFile:
@@ -76,6 +79,14 @@ class LmdbFile:
             if not count:
                 raise LmdbError(f"ends at byte {offset}; it was changed")
             into, offset = into[count:], offset + count
+
+    def read_ranges(self, into: memoryview, ranges: Sequence[Range]) -> None:
+        """Fills ``into`` with the bytes of ranges, one behind the other. Several are read at the
+        same time (``RangeReads``). Raises LmdbError if the file ends."""
+        counts = self._reads.read(self._fd, ranges, into)
+        for count, found in zip(counts, ranges, strict=True):
+            if count < found.length:
+                raise LmdbError(f"ends at byte {found.offset + count}; it was changed")
 
     def fetch(self, offset: int, length: int) -> None:
         """Has the kernel read these bytes into the page cache in large parts, in the background;

@@ -88,7 +88,8 @@ class LmdbReader:
     def get_many(self, indices: Iterable[int]) -> list[memoryview]:
         """The values of the records ``indices``, in this order; an index may occur several times.
 
-        Values that lie at most 64 KiB apart are read at once. The views are read-only, and share
+        Values that lie at most 64 KiB apart are read at once, and up to 8 such ranges at the same
+        time if the file system lets them wait. The views are read-only, and share
         one buffer for the call, which is as large as the ranges: copy a value (``bytes``) to
         keep it longer than the others. Raises IndexError for an index below 0 or beyond the last
         record, LmdbError if the file was changed since it was opened, and OSError.
@@ -165,8 +166,8 @@ class LmdbReader:
         buffer = np.empty(sum(found.length for found in ranges), np.uint8).data
         values = [buffer] * len(offsets)
         place = 0
+        self._file.read_ranges(buffer, ranges)
         for found in ranges:
-            self._file.read_into(buffer[place : place + found.length], found.offset)
             for member in found.members.tolist():
                 offset, length = int(offsets[member]), int(lengths[member])
                 begin = place + offset - found.offset

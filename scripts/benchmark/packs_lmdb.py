@@ -35,6 +35,8 @@ EPOCHS = 2
 WORKERS = 4
 BATCH = 64
 GROUP = 8
+# Reads that the source serves at the same time, as a parallel file system does.
+SOURCE_READS = 64
 # The time of the file: an old one is not checked again.
 _OLD_NS = 10**18
 
@@ -135,7 +137,7 @@ class Bench:
         monarch("lmdb", "index", data / "train.mdb", "-o", self.index, "-q")
         with LmdbReader(data / "train.mdb", self.index) as reader:
             self._extents = reader.extents()
-        self.source = stack.enter_context(SlowSource(data, work / "slow"))
+        self.source = stack.enter_context(SlowSource(data, work / "slow", background=SOURCE_READS))
         self.source.rules(f"lat * {options.latency}", f"read_MBps {options.bandwidth}")
 
     def epochs(self, contender: Contender) -> Iterator[Epoch]:

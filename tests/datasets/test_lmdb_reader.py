@@ -13,8 +13,10 @@ from pathlib import Path
 
 import lmdb
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+from monarch.datasets import range_reads
 from monarch.datasets.lmdb_index import Index, write_index
 from monarch.datasets.lmdb_reader import EXTENT_BYTES, LmdbReader
 from monarch.errors import LmdbError
@@ -49,7 +51,17 @@ class Reads:
             self.calls.append((offset, sum(map(len, buffers))))
             return preadv(fd, buffers, offset)
 
+        read_ranges = range_reads._read_ranges
+        assert read_ranges is not None, "the extension was not built"
+
+        def counting_ranges(
+            fd: int, table: npt.NDArray[np.int64], buffer: memoryview, least: int, most: int
+        ) -> tuple[bytes, int]:
+            self.calls += [(offset, length) for offset, length, _ in table.tolist()]
+            return read_ranges(fd, table, buffer, least, most)
+
         monkeypatch.setattr(os, "preadv", counting)
+        monkeypatch.setattr(range_reads, "_read_ranges", counting_ranges)
 
 
 def ranges_of(places: Sequence[tuple[int, int]], gap: int) -> list[list[int]]:

@@ -538,6 +538,12 @@ static void *s_init(struct fuse_conn_info *c, struct fuse_config *k) {
     c->want |=
         c->capable &
         FUSE_CAP_PARALLEL_DIROPS; /* without it the kernel serialises lookups of one directory */
+    /* the kernel sends no more reads of pages at the same time, 12 by default */
+    const char *most = getenv("SLOW_BACKGROUND");
+    if (most && atoi(most)) {
+        c->max_background = atoi(most);
+        c->congestion_threshold = c->max_background / 4 * 3;
+    }
     const char *t = getenv("SLOW_ATTR_S");
     k->entry_timeout = k->attr_timeout = t ? atof(t) : 1.0;
     k->negative_timeout = 0;

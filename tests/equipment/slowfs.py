@@ -63,16 +63,25 @@ class SlowSource:
     """``root`` seen through slowfs at ``mountpoint``, for the length of a ``with`` block.
 
     ``attribute_s`` is how long the kernel may keep attributes and names: 0 makes each stat a call
-    that is counted. With ``flush`` each close of a file is a call, too.
+    that is counted. With ``flush`` each close of a file is a call, too. ``background`` is
+    the number of reads of pages that the kernel sends at the same time; 0: as for any FUSE mount,
+    12.
     """
 
     def __init__(
-        self, root: Path, mountpoint: Path, *, attribute_s: float = 1.0, flush: bool = False
+        self,
+        root: Path,
+        mountpoint: Path,
+        *,
+        attribute_s: float = 1.0,
+        flush: bool = False,
+        background: int = 0,
     ) -> None:
         self.root = root
         self.path = mountpoint
         self._attribute_s = attribute_s
         self._flush = flush
+        self._background = background
         self._control_dir: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -93,6 +102,7 @@ class SlowSource:
                 "SLOW_ROOT": str(self.root),
                 "SLOW_CTL": str(self._control_file),
                 "SLOW_ATTR_S": str(self._attribute_s),
+                "SLOW_BACKGROUND": str(self._background),
                 **({"SLOW_FLUSH": "1"} if self._flush else {}),
             },
             stdin=subprocess.DEVNULL,
