@@ -321,17 +321,7 @@ class ChunkReads:
     async def _read(self, job: Job, piece: Piece) -> None:
         """Reads a piece, and hands over its files."""
         try:
-            pause_s = self._reader.spend(piece.nbytes)
-            if not job.is_near:
-                # Copies keep within ``limits.source_bandwidth``; readers do not wait for it.
-                await trio.sleep(pause_s)
-            inos = [member.ino for member in piece.members]
-            fetch = partial(self._chunks.fetch, piece.members)
-            run, kept = await self._reader.fetch_together(inos, fetch)
-            if None in run.contents:
-                self._fail(job)
-            self._depth.ended(piece.nbytes, trio.current_time())
-            await self._hand_over(job, piece, run.contents, kept)
+            await self._hand_over(job, piece, *await self._fetched(job, piece))
         except (OSError, MonarchError) as error:
             self._fail(job)
             self._engine.hold_failed(piece.members[0].ino, error)
@@ -339,13 +329,32 @@ class ChunkReads:
         finally:
             self._give_up(piece)
             job.pieces -= 1
-            self._running -= 1
-            if not self._running:
-                self._depth.idle()
             self._end_job(job)
             self._woken.set()
         # Not at the end of the mount, where each would be given up.
         self._begin_pieces()
+        if not self._running:
+            self._depth.idle()
+
+    async def _fetched(
+        self, job: Job, piece: Piece
+    ) -> tuple[Sequence[memoryview | None], Sequence[memoryview | None]]:
+        """The bytes of the files of a piece, and the copies of them that the datapath has. Raises
+        OSError, MonarchError."""
+        try:
+            pause_s = self._reader.spend(piece.nbytes)
+            if not job.is_near:
+                # Copies keep within ``limits.source_bandwidth``; readers do not wait for it.
+                await trio.sleep(pause_s)
+            inos = [member.ino for member in piece.members]
+            fetch = partial(self._chunks.fetch, piece.members)
+            run, kept = await self._reader.fetch_together(inos, fetch)
+        finally:
+            self._running -= 1
+        if None in run.contents:
+            self._fail(job)
+        self._depth.ended(piece.nbytes, trio.current_time())
+        return run.contents, kept
 
     def _fail(self, job: Job) -> None:
         """Leaves the rest of a chunk to its readers."""
@@ -364,12 +373,14 @@ class ChunkReads:
         kept: Sequence[memoryview | None],
     ) -> None:
         """Gives the files of a piece to their readers, to the tier and to the window. ``kept``: the
-        copies of ``contents`` that the datapath has."""
+        copies of ``contents`` that the datapath has. The next piece is read meanwhile: the source
+        must not wait for this."""
         for flight, content, copy in zip(piece.flights, contents, kept, strict=True):
             flight.is_kept = copy is not None
             if flight.arrival is not None:
                 flight.arrival.content = content if copy is None else copy
         piece.done.set()
+        self._begin_pieces()
         for member, content, copy in zip(piece.members, contents, kept, strict=True):
             is_here = self._end(piece, content if copy is None else copy)
             if job.is_ahead and is_here:

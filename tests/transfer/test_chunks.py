@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -15,7 +16,8 @@ from trio.testing import MockClock
 from monarch.errors import SourceError
 from monarch.foresight import foresight
 from monarch.packs.pack import chunk_name, large_name
-from monarch.transfer import chunk_jobs, tier_monitor
+from monarch.transfer import chunk_jobs, chunks, tier_monitor
+from monarch.transfer.queue import Flight
 from monarch.types import Ino
 from tests.conftest import contents
 from tests.transfer.ahead_rig import InlinePool, until
@@ -255,6 +257,31 @@ async def test_a_file_of_a_later_piece_is_read_alone_and_not_again(
     assert rig.source.nbytes == LARGE_CHUNK
     assert rig.source.reads == {0: 6}
     assert rig.threads.most_running == 3
+
+
+async def test_the_next_piece_is_read_while_files_are_handed_over(
+    large_pack: Path, rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_jobs, "PIECE_BYTES", 8 * LARGE_SIZE)
+    monkeypatch.setattr(chunks, "_LEAST_DEPTH", 1)
+    # Other tasks run after each file.
+    monkeypatch.setattr(chunks, "_STRIDE", 1)
+    rig = rigs(large_pack, model=Latency(5.0))
+    chunk = rig.by_chunk()[0]
+    running: dict[Ino, int] = {}
+    end_fetch = rig.engine.end_fetch
+
+    def noting(flight: Flight, *rest: Any) -> bool:
+        running[flight.ino] = rig.threads.running
+        return end_fetch(flight, *rest)
+
+    monkeypatch.setattr(rig.engine, "end_fetch", noting)
+    async with rig.running():
+        assert rig.chunks is not None
+        assert rig.chunks.warm(chunk[0])
+        await until(lambda: all(map(rig.residency.tier_of, chunk)))
+    # At the last file of the first of two pieces.
+    assert running[chunk[7]] == 1
 
 
 @pytest.mark.usefixtures("small_pieces")
