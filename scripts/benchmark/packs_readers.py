@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import monarch
 from monarch.order import pack_sampler
 from scripts.benchmark.rows import BenchError
 from scripts.tools.loader import WORKERS, Files
@@ -55,16 +56,29 @@ class Place:
 Read = Callable[[Place], Epoch]
 
 
-def by_files(place: Place) -> Epoch:
-    """A shuffle of all files, by a program that knows nothing of Monarch."""
+class FilesTogether(Files):
+    """As ``Files``, with ``get_many`` for the files of a batch (docs/training.md)."""
+
+    def __init__(self, root: Path, names: Sequence[str]) -> None:
+        super().__init__([f"{root}/{name}" for name in names])
+        self._names = names
+        self._directory = monarch.open_dataset(root)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[int]:
+        return [*map(len, self._directory.get_many(self._names[index] for index in indices))]
+
+
+def by_files(place: Place, *, together: bool = False) -> Epoch:
+    """A shuffle of all files, by a program that knows nothing of Monarch. ``together``: it reads
+    the files of a batch by ``get_many``."""
     import torch.utils.data
 
     begin = time.perf_counter()
     order = random.Random(place.seed).sample(range(len(place.names)), len(place.names))
-    return _timed(_loader(torch.utils.data.DataLoader, place, order), begin)
+    return _timed(_loader(torch.utils.data.DataLoader, place, order, together), begin)
 
 
-def by_chunks(place: Place) -> Epoch:
+def by_chunks(place: Place, *, together: bool = False) -> Epoch:
     """The chunk-wise order of a pack, announced, as docs/packs.md recommends."""
     import torch.utils.data
 
@@ -73,7 +87,8 @@ def by_chunks(place: Place) -> Epoch:
     assert place.pack is not None
     begin = time.perf_counter()
     sampler = pack_sampler(place.pack, place.names, group=GROUP, seed=place.seed)
-    return _timed(announce(_loader(torch.utils.data.DataLoader, place, sampler)), begin)
+    loader = _loader(torch.utils.data.DataLoader, place, sampler, together)
+    return _timed(announce(loader), begin)
 
 
 def by_webdataset(place: Place) -> Epoch:
@@ -187,9 +202,13 @@ def available(asked: Sequence[str] | None) -> list[Peer]:
     return wanted
 
 
-def _loader(kind: Any, place: Place, order: Any) -> Any:
+def _loader(kind: Any, place: Place, order: Any, together: bool) -> Any:
+    if together:
+        files: Files = FilesTogether(place.root, place.names)
+    else:
+        files = Files([f"{place.root}/{name}" for name in place.names])
     return kind(
-        Files([f"{place.root}/{name}" for name in place.names]),
+        files,
         batch_size=BATCH,
         num_workers=WORKERS,
         sampler=order,

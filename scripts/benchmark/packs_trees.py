@@ -46,8 +46,10 @@ from tests.equipment.slowfs import SlowSource
 
 # Files of a run, and of a run with --quick, by their size in KB.
 FILES = {10: (20_000, 3000), 110: (20_000, 800)}
-# The least ratio to the plain tree, by the size of the files in KB.
+# The least ratio to the plain tree at the source, by the size of the files in KB, and to the
+# mounted tree, which reads files of 10 KB with two fifths of the bandwidth of the source.
 BARS = {10: 3.0, 110: 0.98}
+MOUNTED_BAR = 0.98
 # Files that are read by their names after an epoch.
 NAMED = 200
 # Directories of the tree, the pack, and the formats of the peers, at the source.
@@ -68,9 +70,13 @@ class Contender:
 
 SOURCE = Contender("tree at the source", by_files, _TREE)
 TREE = Contender("tree, mounted", by_files, _TREE, is_mounted=True)
+# The plain tree, by a program that was changed as that of the packs with ``get_many``.
+SOURCE_TOGETHER = Contender("tree at the source, get_many", partial(by_files, together=True), _TREE)
 PACKS = (
     Contender("pack, file-wise", by_files, _PACK, is_mounted=True),
     Contender("pack, chunk-wise", by_chunks, _PACK, is_mounted=True),
+    Contender("pack, file-wise, get_many", partial(by_files, together=True), _PACK, True),
+    Contender("pack, chunk-wise, get_many", partial(by_chunks, together=True), _PACK, True),
 )
 
 
@@ -136,7 +142,7 @@ class Bench:
         self._source.rules(f"lat * {options.latency}", f"read_MBps {options.bandwidth}")
 
     def in_turn(self) -> list[Contender]:
-        contenders = [SOURCE, TREE, *PACKS, *self.peers]
+        contenders = [SOURCE, SOURCE_TOGETHER, TREE, *PACKS, *self.peers]
         begin = self._turn % len(contenders)
         self._turn += 1
         return [*contenders[begin:], *contenders[:begin]]
@@ -210,19 +216,22 @@ def _peers(peers: Sequence[Peer]) -> tuple[Contender, ...]:
 
 
 def rows_of(kilobytes: int, peers: Sequence[Contender]) -> Iterator[Row[Lab]]:
-    size, bar = f"{kilobytes} KB", BARS[kilobytes]
-    unit = "files/s"
+    size, unit = f"{kilobytes} KB", "files/s"
     for contender in PACKS:
         ours = partial(_rate, contenders=(contender,))
-        for other in (SOURCE, TREE):
+        for other, bar in (
+            (SOURCE, BARS[kilobytes]),
+            (SOURCE_TOGETHER, None),
+            (TREE, MOUNTED_BAR),
+        ):
             theirs = partial(_rate, contenders=(other,))
             yield Row(f"{size}, {contender.name}", ours, unit, theirs, other.name, bar, True)
         if peers:
             theirs = partial(_rate, contenders=tuple(peers))
             name = "the best other format"
             yield Row(f"{size}, {contender.name}", ours, unit, theirs, name, 1.0, True)
-    everyone = (SOURCE, TREE, *PACKS, *peers)
-    for contender in (TREE, *peers):
+    everyone = (SOURCE, SOURCE_TOGETHER, TREE, *PACKS, *peers)
+    for contender in (SOURCE_TOGETHER, TREE, *peers):
         yield Row(f"{size}, {contender.name}", partial(_rate, contenders=(contender,)), unit)
     for contender in everyone:
         first = partial(_first_batch, contender=contender)
