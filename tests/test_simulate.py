@@ -290,6 +290,31 @@ def test_a_simulation_that_is_impossible_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
+    ("tiers", "sizes", "complaint"),
+    [
+        (["source"], [1 << 63], "line 2, is not of a trace"),
+        (["source"], [-1], "line 2, is not of a trace"),
+        (["source"], [1 << 62], "files of impossible sizes"),
+        ([], [5], "line 1, is not of a trace"),
+        (["source"], [0], "no file with bytes"),
+        (["source"], [], "no file with bytes"),
+    ],
+)
+def test_a_trace_with_impossible_values_is_refused_in_one_line(
+    run: Run, tmp_path: Path, tiers: list[str], sizes: list[int], complaint: str
+) -> None:
+    header = TraceHeader(VERSION, "/mnt/x", "/pfs/x", "abc", 17, tiers, "open")
+    lines = [object_line(header.to_dict())]
+    for number, size in enumerate(sizes):
+        lines += [file_line(number, f"{number}", size)]
+        lines += [open_line(number / 10, number, 1, '"source"', None, 7)]
+    (tmp_path / "opens.jsonl").write_text("".join(lines))
+    with pytest.raises(MonarchError, match=complaint) as raised:
+        run(tmp_path / "opens.jsonl", "--capacity", "30%")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
     ("option", "complaint"),
     [
         (["--capacity", "x"], "or like 35%"),

@@ -92,12 +92,18 @@ def encode(profile: Profile) -> str:
 
 def decode(text: str) -> Profile:
     """Raises ValueError if ``text`` is not a profile of this version."""
-    raw = json.loads(text)
+    return profile_of(json.loads(text))
+
+
+def profile_of(raw: object) -> Profile:
+    """Raises ValueError if ``raw`` is not the JSON value of a profile of this version."""
     if not isinstance(raw, dict) or "monarch_profile" not in raw:
         raise ValueError("it is not a profile of monarch analyze")
     if raw["monarch_profile"] != VERSION:
         raise ValueError(f"its format has version {raw['monarch_profile']!r}, not {VERSION}")
     profile = Profile.from_dict(raw)
+    if profile.cores < 1 or profile.data_bytes < 0 or profile.source_limit < 0:
+        raise ValueError("it has a number out of its range")
     measured(profile.runs)
     return profile
 

@@ -8,6 +8,7 @@ script cannot distinguish them. Only waiting that the training does not hide cou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, pstdev
@@ -117,6 +118,8 @@ def rate_of(rounds: Sequence[Iterable[float]], window: int) -> Rate:
 def measured(runs: Sequence[Run]) -> Measured:
     """The rates of all runs. Raises ValueError if a phase was not measured."""
     by_phase: dict[tuple[Phase, float], list[Run]] = {}
+    if not all(_is_possible(run) for run in runs):
+        raise ValueError("a run has a number out of its range")
     for run in sorted(runs, key=lambda run: run.round):
         by_phase.setdefault((run.phase, run.share), []).append(run)
     cached = [of for (phase, _), of in by_phase.items() if phase == "cached"]
@@ -129,6 +132,19 @@ def measured(runs: Sequence[Run]) -> Measured:
         synthetic=rate_of([run.report.train_s for run in first], first[0].report.window),
         cached=_share(cached[0]),
         real=[_share(of) for of in real],
+    )
+
+
+def _is_possible(run: Run) -> bool:
+    report = run.report
+    counts = (report.hits, report.misses, report.source_bytes, report.batches)
+    lengths = (report.workers, report.epoch_batches)
+    return (
+        0 <= run.share <= 1
+        and report.window > 0
+        and min(counts) >= 0
+        and all(each is None or each >= 0 for each in lengths)
+        and all(0 < seconds < math.inf for seconds in (*report.train_s, *report.load_s))
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from monarch.cli.written_files import replace_whole
 from monarch.errors import MonarchError, UsageError
 from monarch.text import escape_text
 
@@ -60,7 +62,7 @@ def draw(
     y_label: str,
     is_logarithmic: bool = False,
 ) -> None:
-    """Writes a figure of ``lines``. Raises OSError."""
+    """Writes a figure of ``lines``. Raises OSError; a figure that exists is then unchanged."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -87,5 +89,7 @@ def draw(
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format=path.suffix.removeprefix("."))
     pyplot.close(figure)
+    replace_whole(path, drawn.getvalue())

@@ -22,6 +22,8 @@ from monarch.types import ROOT_INO, Ino, Progress
 _GZIP = b"\x1f\x8b"
 # Entries of a snapshot, and opens of a trace, between two reports of the progress.
 _REPORTED = 1 << 16
+# The sums of sizes have 64 bits.
+_MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ def _read_trace(path: Path, progress: Progress) -> Recorded:
             if len(opens) % _REPORTED == 0:
                 progress(len(opens), None, "reading the trace")
         is_cut_off = trace.end is None
+    if sum(sizes) >= _MOST_BYTES:
+        raise UsageError(f"{escape_text(os.fspath(path))} has files of impossible sizes")
     files = Files(np.array(sizes, np.int64), np.arange(1, len(sizes) + 1).astype(np.uint64))
     starts = _starts(opens, epochs, len(sizes))
     order = np.array(opens, np.int64)

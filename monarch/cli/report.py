@@ -9,11 +9,13 @@ from pathlib import Path
 
 import click
 
-from monarch.analysis.profile import Profile, Result, decode, result_of
+from monarch.analysis.profile import result_of
 from monarch.analysis.summary import summary_of
 from monarch.cli.daemon_call import JSON, ask, last_state
 from monarch.cli.output import emit_json, remark
+from monarch.cli.profile_file import read_profile
 from monarch.cli.report_page import page
+from monarch.cli.written_files import replace_whole
 from monarch.config.defaults import state_root
 from monarch.control.registry import MountRecord, Registry, alive
 from monarch.control.state_directory import read_figures, read_note
@@ -57,26 +59,16 @@ def report(place: str, output: Path | None, profile: Path | None, as_json: bool)
     """
     figures = _figures(place)
     summary = summary_of(figures)
-    found = None if profile is None else _result(profile)
+    found = None if profile is None else result_of(read_profile(profile))
     if output is None and not as_json:
         output = _OUTPUT
     if output is not None:
         text = page(summary, found, "" if profile is None else os.fspath(profile))
-        output.write_text(text, encoding="utf-8")
+        replace_whole(output, text)
         size = format_bytes(len(text.encode()))
         remark(f"monarch: {escape_text(os.fspath(output))}, {size}: open it in a browser")
     if as_json:
         emit_json({**summary.to_dict(), "stalls": None if found is None else found.to_dict()})
-
-
-def _result(path: Path) -> Result:
-    try:
-        profile: Profile = decode(path.read_text())
-        return result_of(profile)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{escape_text(os.fspath(path))}: {error}", hint="name a file of `monarch analyze run`"
-        ) from error
 
 
 def _figures(place: str) -> Figures:

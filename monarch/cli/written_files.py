@@ -17,17 +17,20 @@ def require_writable(out: Path) -> None:
         out.unlink()
 
 
-def replace_whole(out: Path, text: str) -> None:
+def replace_whole(out: Path, content: str | bytes) -> None:
     """Replaces the file as a whole, or, where that is impossible, as a device or in a directory of
     another user, its content. Raises OSError; a file that is replaced as a whole is then
     unchanged."""
+    if isinstance(content, str):
+        content = content.encode()
     target = Path(os.path.realpath(out))
-    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
-        target.write_text(text)
+    # /dev/stdout may be a pipe, which has no path.
+    if (out.exists() and not out.is_file()) or not os.access(target.parent, os.W_OK):
+        out.write_bytes(content)
         return
-    part = target.with_name(f".profile.{os.getpid()}.part")
+    part = target.with_name(f".monarch.{os.getpid()}.part")
     try:
-        part.write_text(text)
+        part.write_bytes(content)
         if target.exists():
             shutil.copymode(target, part)
         part.replace(target)

@@ -20,6 +20,8 @@ from monarch.errors import MonarchError
 from monarch.telemetry.report import Report
 
 VERSION = 1
+# No file system has larger files.
+MOST_FILE_BYTES = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ class Trace:
                 hint=f"this version of monarch reads version {VERSION}",
             )
         self.header: TraceHeader = self._decode(TraceHeader, raw)
+        if not self.header.tiers:
+            raise self._damaged()
 
     def __iter__(self) -> Iterator[TracedOpen]:
         files: dict[int, tuple[str, int]] = {}
@@ -110,7 +114,9 @@ class Trace:
                 case {"t": float() | int() as time_s, "file": int(file), **rest} if file in files:
                     yield self._open(time_s, *files[file], rest, lost)
                     lost = 0
-                case {"file": int(file), "path": str(path), "bytes": int(size)}:
+                case {"file": int(file), "path": str(path), "bytes": int(size)} if (
+                    0 <= size <= MOST_FILE_BYTES
+                ):
                     files[file] = path, size
                 case {"end": str(), **_rest}:
                     self.end = self._decode(TraceEnd, raw)

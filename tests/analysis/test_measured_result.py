@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from monarch.analysis.profile import decode
 from monarch.analysis.stalls import Run
 from monarch.cli import analyze
+from monarch.cli.measured_mount import MeasuredMount
 from tests.analysis.test_stalls import NOISY, STEADY, runs
 
 
@@ -25,10 +26,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         def all(self, *_: object) -> list[Run]:
             return runs(0.1, 0.2, 0.8)
 
-    figures = {"open": "open", "datapath": "auto", "bytes": 10**9, "tiers": [{"capacity": 10**8}]}
     monkeypatch.setattr(analyze, "JobRuns", Measured)
-    monkeypatch.setattr(analyze, "_mountpoint", lambda place: "/mnt/data")
-    monkeypatch.setattr(analyze, "_figures", lambda mountpoint: figures)
+    mount = MeasuredMount("/mnt/data", data_bytes=10**9, tier_bytes=10**8)
+    monkeypatch.setattr(analyze, "measured_mount", lambda place: mount)
 
 
 def run(out: Path) -> Result:
@@ -48,14 +48,14 @@ def test_a_profile_that_cannot_be_written_as_a_whole_leaves_the_one_before(
     out = tmp_path / "profile.json"
     out.write_text("the profile before")
     out.chmod(0o640)
-    write_text = Path.write_text
+    write_bytes = Path.write_bytes
 
-    def half(path: Path, text: str) -> int:
-        write_text(path, text[: len(text) // 2])
+    def half(path: Path, content: bytes) -> int:
+        write_bytes(path, content[: len(content) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", half)
+        patched.setattr(Path, "write_bytes", half)
         done = run(out)
     assert isinstance(done.exception, OSError)
     assert "fetch-bound" in done.output

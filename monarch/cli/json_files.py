@@ -1,0 +1,33 @@
+"""JSON files that a user names: read with a limit, and refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from monarch.errors import UsageError
+from monarch.text import MiB, escape_text, format_bytes
+
+# Many times the largest file that a command writes.
+MOST_BYTES = 64 * MiB
+
+
+def read_json(path: Path, *, made_by: str) -> Any:
+    """The value in a file that the command ``made_by`` writes. Raises OSError, and UsageError if
+    the file is too large, or is not JSON."""
+    name = escape_text(os.fspath(path))
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    try:
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"it is larger than {format_bytes(MOST_BYTES)}")
+        return json.loads(content)
+    except RecursionError:
+        what = "it is nested too deeply"
+    except ValueError as error:
+        what = f"it is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+    raise UsageError(
+        f"{name} cannot be used: {escape_text(what)}", hint=f"`{made_by}` writes such a file"
+    )
