@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
 from monarch import __version__
 from monarch.analysis import profile as profiles
-from monarch.analysis.loader_model import TOLERANCE, JobModel
-from monarch.analysis.plan import WINDOWS, Phase
+from monarch.analysis.loader_model import TOLERANCE
+from monarch.analysis.plan import Phase
 from monarch.analysis.profile import Profile, Result, model_of, result_of
 from monarch.cli.daemon_call import JSON
 from monarch.cli.job_runs import JobRuns
-from monarch.cli.options import FILE, aligned, bandwidth, counts_of, listed, parse_rate
+from monarch.cli.measured_mount import COMMAND, ITERS, PLACE, WARMUP, limit_of, measured_mount
+from monarch.cli.options import FILE, aligned, bandwidth
 from monarch.cli.output import duration, progress_bar, show
 from monarch.cli.output import remark as to_stderr
+from monarch.cli.profile_file import PROFILE, read_profile
+from monarch.cli.whatif import whatif
 from monarch.cli.written_files import replace_whole, require_writable
-from monarch.errors import MonarchError, MountPointError, NotMountedError, UsageError
-from monarch.foresight.messages import LEAST_LIMIT
-from monarch.posix.mounts import mount_table
-from monarch.text import escape_text, format_bytes, parse_bytes
-
-T = TypeVar("T")
+from monarch.text import escape_text, format_bytes
 
 # The exit code without a verdict.
 UNSURE = 15
-# The attribute of the root of a mount that has its public figures.
-_FIGURES = "user.monarch.status"
-# The shares of the files in a tier that ``whatif`` shows without --tier.
-_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Cores that the report considers for a job that waits for prepared batches.
 _MOST_CORES = 256
-
-_PROFILE = click.argument("file", metavar="PROFILE", type=FILE)
 
 
 @click.group()
@@ -73,22 +61,8 @@ Examples:
   monarch analyze run --x 0,.25,.5 --repeat 2 --source 200MB/s -- ./train.sh
 """,
 )
-@click.option(
-    "--iters",
-    type=click.IntRange(min=2 * WINDOWS),
-    default=100,
-    show_default=True,
-    metavar="N",
-    help="Batches that each run measures.",
-)
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    metavar="N",
-    help="Batches before the measured ones.",
-)
+@ITERS
+@WARMUP
 @click.option(
     "--x",
     "shares",
@@ -111,13 +85,7 @@ Examples:
     "limit",
     help="Measure as if the source gave at most RATE, like 200MB/s; at least 1MiB/s.",
 )
-@click.option(
-    "--mount",
-    "place",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="MOUNT",
-    help="The mount that the job reads. Default: the only mount of this node.",
-)
+@PLACE
 @click.option(
     "--out",
     type=FILE,
@@ -127,7 +95,7 @@ Examples:
     help="The profile to write; a file that exists is replaced.",
 )
 @JSON
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
+@COMMAND
 def run(
     iters: int,
     warmup: int,
@@ -147,21 +115,11 @@ def run(
     script as soon as it is measured. The exit code is 15 if there is no verdict, since the runs
     differ too much or the tiers do not hold the files.
     """
-    if limit is not None and limit < LEAST_LIMIT:
-        raise UsageError("--source is a rate of at least 1MiB/s")
-    mountpoint = _mountpoint(place)
-    figures = _figures(mountpoint)
-    if figures["open"] == "none" or figures["datapath"] == "python":
-        where = escape_text(mountpoint)
-        raise MountPointError(
-            f"{where} is mounted so that its daemon does not see the opens of one job",
-            hint="mount it again with -o open=open,datapath=auto",
-        )
-    source_limit = int(limit or 0)
+    source_limit, mount = limit_of(limit), measured_mount(place)
     require_writable(out)
     phases: list[tuple[Phase, float]] = [("synthetic", 1.0), ("cached", 1.0)]
     phases += [("real", share) for share in reversed(shares)]
-    jobs = JobRuns(command, mountpoint, iters, warmup, source_limit)
+    jobs = JobRuns(command, mount.mountpoint, iters, warmup, source_limit)
     started_ns = time.time_ns()
     with progress_bar(quiet=as_json) as advance:
         runs = jobs.all(phases, repeat, advance)
@@ -172,9 +130,9 @@ def run(
         cores=len(os.sched_getaffinity(0)),
         started_ns=started_ns,
         command=list(command),
-        mountpoint=mountpoint,
-        data_bytes=figures["bytes"],
-        tier_bytes=sum(tier["capacity"] for tier in figures["tiers"]),
+        mountpoint=mount.mountpoint,
+        data_bytes=mount.data_bytes,
+        tier_bytes=mount.tier_bytes,
         source_limit=source_limit,
         iterations=iters,
         warmup=warmup,
@@ -194,134 +152,14 @@ Examples:
   monarch analyze report profile.json --json | jq .verdict
 """
 )
-@_PROFILE
+@PROFILE
 @JSON
 def report(file: Path, as_json: bool) -> int:
     """Show the verdict of a profile, its reason, and what to do next.
 
     The exit code is 15 if there is no verdict.
     """
-    return _show(_read(file), as_json)
-
-
-@analyze.command(
-    epilog="""\b
-Examples:
-  monarch analyze whatif profile.json --tier 100GiB,200GiB,400GiB
-  monarch analyze whatif profile.json --cores 4,8,16 --source 500MB/s
-  monarch analyze whatif profile.json --tier 1TB --json
-"""
-)
-@_PROFILE
-@click.option(
-    "--tier", "tiers", callback=listed(parse_bytes), metavar="LIST", help="Sizes of the tiers."
-)
-@click.option(
-    "--cores",
-    callback=counts_of,
-    metavar="LIST",
-    help="Numbers of cores, with at least as many workers of the loader.",
-)
-@click.option(
-    "--source",
-    "sources",
-    callback=listed(parse_rate),
-    metavar="LIST",
-    help="Rates of the source, like 1GB/s.",
-)
-@JSON
-def whatif(
-    file: Path, tiers: list[int], cores: list[int], sources: list[int], as_json: bool
-) -> None:
-    """Predict the rate of a job with other tiers, cores and rates of its source.
-
-    The prediction is that of the model that describes the measured runs best. The table has its
-    error in these runs. It assumes that placement keeps a fixed share of the files (the policy
-    no_evict, the default), and that nothing is fetched ahead.
-    """
-    profile = _read(file)
-    result = result_of(profile)
-    model, _ = model_of(profile)
-    if model is None:
-        raise MonarchError(
-            "nothing can be predicted: all runs read the same share of the files from the tiers",
-            hint="copy the files into the tiers first (monarch warm), and measure again",
-        )
-    if sources and not model.source_bytes_s:
-        raise UsageError(
-            "--source: the job did not read faster from the tiers than from the source",
-            hint="measure with a slower source: monarch analyze run --source RATE",
-        )
-    rows = list(_rows(model, result, tiers, cores, sources))
-    error = result.model_error or 0.0
-    lines = [*_table(rows), "", f"model: {model.kind}, error {error:.1%} in the measured runs"]
-    if any(row.cores > profile.cores for row in rows):
-        lines.append("with more cores than measured: at most, if the source keeps up")
-    document = {"model": model.kind, "model_error": error, "rows": [asdict(row) for row in rows]}
-    show(document, as_json, *lines)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A prediction: ``tier`` bytes hold ``share`` of the files, the source gives at most
-    ``source`` bytes/s, None: as when it was measured. ``rate`` in batches/s."""
-
-    tier: int
-    share: float
-    cores: int
-    source: int | None
-    rate: float
-    epoch_s: float | None
-    fetch_stall: float
-    prep_stall: float
-
-
-def _rows(
-    model: JobModel, result: Result, tiers: list[int], cores: list[int], sources: list[int]
-) -> Iterator[Row]:
-    whole = max(result.epoch_bytes, 1.0)
-    sizes = tiers or [round(share * whole) for share in _SHARES]
-    for tier, number, source in product(sizes, _or(cores, model.cores), _or(sources, None)):
-        changed = model if number == model.cores else model.with_cores(number)
-        if source is not None:
-            changed = changed.with_source(source)
-        share = min(1.0, tier / whole)
-        rate, cached = changed.rate(share), changed.rate(1.0)
-        length = result.epoch_batches
-        yield Row(
-            tier=tier,
-            share=share,
-            cores=number,
-            source=source,
-            rate=rate,
-            epoch_s=None if length is None else length / rate,
-            fetch_stall=1 - rate / cached,
-            prep_stall=max(0.0, rate / cached - rate * model.training_s),
-        )
-
-
-def _or(values: list[int], otherwise: T) -> Sequence[int | T]:
-    return values or [otherwise]
-
-
-def _table(rows: Sequence[Row]) -> list[str]:
-    cells = [
-        ["tier", "of data", "cores", "source", "batches/s", "epoch", "fetch stall", "prep stall"]
-    ]
-    for row in rows:
-        cells.append(
-            [
-                format_bytes(row.tier),
-                f"{row.share:.0%}",
-                str(row.cores),
-                "as now" if row.source is None else f"{format_bytes(row.source)}/s",
-                f"{row.rate:.4g}",
-                _epoch(row.epoch_s),
-                f"{row.fetch_stall:.0%}",
-                f"{row.prep_stall:.0%}",
-            ]
-        )
-    return aligned(cells)
+    return _show(read_profile(file), as_json)
 
 
 def _epoch(seconds: float | None) -> str:
@@ -396,39 +234,4 @@ def _cores(profile: Profile) -> str:
     return f"not even {_MOST_CORES} cores prepare as fast as this job trains: prepare in advance"
 
 
-def _read(file: Path) -> Profile:
-    try:
-        return profiles.decode(file.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
-        raise UsageError(f"{escape_text(os.fspath(file))} cannot be used: {error}") from error
-
-
-def _mountpoint(place: Path | None) -> str:
-    """The mount at or above ``place``, or the only one of this node. Raises NotMountedError."""
-    found = [
-        os.fspath(mount.mount_point) for mount in mount_table() if mount.kind == "fuse.monarch"
-    ]
-    if place is not None:
-        real = os.path.realpath(place)
-        above = [each for each in found if f"{real}/".startswith(f"{each.rstrip('/')}/")]
-        if not above:
-            raise NotMountedError(f"{escape_text(os.fspath(place))} is not in a mount of Monarch")
-        return max(above, key=len)
-    if len(found) != 1:
-        which = ", ".join(map(escape_text, found)) or "none"
-        raise NotMountedError(
-            f"the job needs one mount of Monarch, and there are: {which}",
-            hint="name it with --mount",
-        )
-    return found[0]
-
-
-def _figures(mountpoint: str) -> dict[str, Any]:
-    """The public figures of a mount. Raises NotMountedError if it gives none."""
-    try:
-        figures = json.loads(os.getxattr(mountpoint, _FIGURES))
-    except OSError as error:
-        raise NotMountedError(
-            f"the mount {escape_text(mountpoint)} does not answer: {error.strerror}"
-        ) from error
-    return dict(figures)
+analyze.add_command(whatif)

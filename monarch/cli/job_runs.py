@@ -8,9 +8,11 @@ import signal
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from monarch.analysis.plan import (
     PHASE_VARIABLE,
@@ -36,6 +38,10 @@ _GRACE_S = 5.0
 _SHOWN = 15
 # Characters of a command in a message.
 _LONGEST = 80
+
+# Measures one run: its phase, the share of the files that the tiers may serve, and the number of
+# cores that it may use, None: all.
+Measure: TypeAlias = Callable[[Phase, float, int | None], RunReport]
 
 
 class JobRuns:
@@ -67,19 +73,26 @@ class JobRuns:
         not measured. Raises MonarchError if a run was not measured."""
         total = 1 + rounds * len(phases)
         runs: list[Run] = []
-        with tempfile.TemporaryDirectory(prefix="monarch-analyze-") as directory:
-            advance(0, total, "runs: files get copies")
-            self._measure("fill", 1.0, Path(directory))
+        advance(0, total, "runs: files get copies")
+        with self.begun() as measure:
             for number in range(rounds):
                 for phase, share in phases if number % 2 == 0 else reversed(phases):
                     of = "" if phase == "synthetic" else f", {share:.0%} from the tiers"
                     advance(1 + len(runs), total, f"runs: {phase}{of}")
-                    report = self._measure(phase, share, Path(directory))
-                    runs.append(Run(phase, share, number, report))
-            advance(total, total, "runs: all measured")
+                    runs.append(Run(phase, share, number, measure(phase, share, None)))
+        advance(total, total, "runs: all measured")
         return runs
 
-    def _measure(self, phase: Phase, share: float, directory: Path) -> RunReport:
+    @contextmanager
+    def begun(self) -> Iterator[Measure]:
+        """Runs the command once, so that its files get copies, and yields a function that measures
+        one run of it."""
+        with tempfile.TemporaryDirectory(prefix="monarch-analyze-") as directory:
+            measure = partial(self._measure, Path(directory))
+            measure("fill", 1.0, None)
+            yield measure
+
+    def _measure(self, directory: Path, phase: Phase, share: float, cores: int | None) -> RunReport:
         report, log = directory / "report", directory / "log"
         report.unlink(missing_ok=True)
         plan = Plan(
@@ -94,7 +107,7 @@ class JobRuns:
         )
         environment = {**os.environ, VARIABLE: encode(plan), PHASE_VARIABLE: phase}
         with log.open("wb") as output:
-            code = self._run(environment, output.fileno())
+            code = self._run(environment, output.fileno(), cores)
         if not report.exists():
             for line in _last_lines(log):
                 remark(f"  | {line}")
@@ -104,20 +117,27 @@ class JobRuns:
                 hint="its loop must be over monarch.watch(loader), and must not end before"
                 f" {self._warmup + self._iterations} batches (--warmup, --iters)",
             )
-        return decode_report(report.read_text())
+        try:
+            return decode_report(report.read_text())
+        except ValueError as error:
+            raise MonarchError(
+                f"the run {phase!r} of `{self._shown}` left a report that cannot be read: {error}",
+                hint="let it import the same version of monarch",
+            ) from error
 
-    def _run(self, environment: dict[str, str], output: int) -> int:
+    def _run(self, environment: dict[str, str], output: int, cores: int | None) -> int:
         """Runs the command in a session of its own: the limits of a run are those of its session.
         Its processes end with it."""
         try:
-            process = subprocess.Popen(
-                self._command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            with _on_cores(cores):
+                process = subprocess.Popen(
+                    self._command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
         except OSError as error:
             name = escape_text(self._command[0])
             raise UsageError(f"{name} cannot be run: {error.strerror}") from error
@@ -125,6 +145,20 @@ class JobRuns:
             return process.wait()
         finally:
             _end(process)
+
+
+@contextmanager
+def _on_cores(count: int | None) -> Iterator[None]:
+    """A process that this thread starts meanwhile, and all processes that this one starts, run on
+    ``count`` of the cores of this process; None: on all of them."""
+    usable = os.sched_getaffinity(0)
+    if count is not None:
+        os.sched_setaffinity(0, sorted(usable)[:count])
+    try:
+        yield
+    finally:
+        if count is not None:
+            os.sched_setaffinity(0, usable)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -50,3 +50,37 @@ for epoch in range(1000):
         assert len(batch) == files
         time.sleep(training_s)
 """
+
+# Two threads prepare batches on as many cores: arguments are the mount, the files of a batch, the
+# rounds of the hash that is the preparation, and a file for the cores of each run.
+PREPARED = """
+import hashlib, os, queue, sys, threading
+import monarch
+mount, files, rounds, log = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+names = sorted(name for name in os.listdir(mount) if name.isdigit())
+with open(log, "a") as file:
+    print(os.environ["MONARCH_PHASE"], len(os.sched_getaffinity(0)), file=file)
+
+class Loader:
+    num_workers, prefetch_factor = 2, 1
+
+    def __len__(self):
+        return 60
+
+    def __iter__(self):
+        ready, numbers = queue.Queue(2), iter(range(len(self)))
+        for _ in range(2):
+            threading.Thread(target=self.work, args=(numbers, ready), daemon=True).start()
+        for _ in range(len(self)):
+            yield ready.get()
+
+    def work(self, numbers, ready):
+        for number in numbers:
+            of_batch = [names[(number * files + k) % len(names)] for k in range(files)]
+            batch = b"".join(open(f"{mount}/{name}", "rb").read() for name in of_batch)
+            ready.put(hashlib.pbkdf2_hmac("sha256", batch, b"salt", rounds))
+
+for epoch in range(1000):
+    for batch in monarch.watch(Loader()):
+        assert len(batch) == 32
+"""

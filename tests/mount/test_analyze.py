@@ -20,7 +20,7 @@ from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.processes import is_running
 from tests.equipment.waiting import wait_until
 from tests.mount.command import needs_fuse, needs_root, one_line
-from tests.mount.measured_job import LIMITED, TRAINED
+from tests.mount.measured_job import LIMITED, PREPARED, TRAINED
 from tests.mount.observe import account, settled
 from tests.mount.test_hints import Process
 
@@ -250,12 +250,57 @@ def test_a_job_that_cannot_be_measured_is_named(
     assert "not a profile" in one_line(monarch("analyze", "report", _out(monarch), check=False))
 
 
+@pytest.mark.promise(320)
+@pytest.mark.modes("passthrough")
+def test_the_rates_of_a_plan_are_measured_with_the_cores_and_the_share_asked_for(
+    monarch: MonarchCommand, mounted: Mounted, pytestconfig: pytest.Config
+) -> None:
+    """Without --soak only what was measured: the rates are those of a busy machine."""
+    usable = len(os.sched_getaffinity(0))
+    is_quiet = bool(pytestconfig.getoption("--soak")) and usable > 1
+    cores, checks, rounds = ("1,2", "2", "60000") if is_quiet else ("1", "1", "1")
+    log, out = monarch.directory / "runs", monarch.directory / "job.json"
+    done = monarch(
+        *("plan", "profile", "job", "--mount", str(mounted.path), "--cores", cores),
+        *("--tiers", "25%,100%", "--verify", checks, "--source", "1MiB/s", "--json"),
+        *("--iters", "50" if is_quiet else "10", "--warmup", "1", "--repeat", "1"),
+        *("-o", str(out), "--", sys.executable, "-c", PREPARED, str(mounted.path)),
+        *("16", rounds, str(log)),
+        check=False,
+        timeout_s=300,
+    )
+    assert done.returncode in (0, 15), done.stderr
+    found = json.loads(done.stdout)
+    assert json.loads(out.read_text()) == found
+    # Two runs for the verified rate and for the job without a tier.
+    begun = [line.split() for line in log.read_text().splitlines()]
+    of_one = [["cached", "1"], ["real", "1"], ["synthetic", "1"], ["real", "1"]]
+    assert begun[0] == ["fill", str(usable)]
+    assert is_quiet or begun[1:] == of_one
+    assert all(map(all, found["measured"])) and len(found["verified"]) == int(checks)
+    wait_until(lambda: measured(mounted) == [], "the limits have ended")
+    assert len(os.sched_getaffinity(0)) == usable
+    if is_quiet:
+        checked = [(each["computed"], each["measured"]) for each in found["verified"]]
+        full = [(row[-1], row[-1]) for row in found["rates"]]
+        cells = [*checked, *full]
+        for computed, rate in cells:
+            for other, its_rate in cells:
+                if computed > 1.25 * other:
+                    assert rate > its_rate, cells
+
+
 @pytest.mark.modes("no_open", "python")
 def test_a_mount_whose_daemon_sees_no_opens_says_how_to_mount_it(
     monarch: MonarchCommand, mounted: Mounted
 ) -> None:
     done = monarch("analyze", "run", "--mount", str(mounted.path), "--", "true", check=False)
     assert done.returncode == 3 and "open=open" in one_line(done)
+    key = "open: none" if monarch.mode == "no_open" else "datapath: python"
+    assert f"is mounted with `{key}`" in one_line(done)
+    out = str(monarch.directory / "job.json")
+    options = ("--mount", str(mounted.path), "-o", out, "--", "true")
+    assert monarch("plan", "profile", "a", *options, check=False).returncode == 3
 
 
 # The files of a batch, its preparation and its training in seconds, and the rate of the source in
