@@ -7,9 +7,10 @@ import re
 from fractions import Fraction
 from typing import Annotated
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, ValidationError, model_validator
 
 from monarch.config.values import AbsolutePath, Section, Size, size_of
+from monarch.errors import UsageError
 
 # Each job with a quota has a bit for each file (MOST_JOBS of placement/quotas.py).
 MOST_QUOTAS = 16
@@ -77,3 +78,13 @@ class QuotaSettings(Section):
         if self.cgroup is not None:
             return f"cgroup {self.cgroup}"
         return "all others" if self.user is None else f"user {self.user}"
+
+
+def quota_of(raw: object) -> QuotaSettings:
+    """A quota that does not come from a configuration. Raises UsageError."""
+    try:
+        return QuotaSettings.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{where}: {first['msg']}" if where else first["msg"]) from error

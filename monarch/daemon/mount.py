@@ -33,6 +33,7 @@ from monarch.daemon import subsystems
 from monarch.daemon.figures import FigureKeeper
 from monarch.daemon.hints import Hints
 from monarch.daemon.peers import Sharing, build_sharing
+from monarch.daemon.quota_verbs import QuotaVerbs
 from monarch.daemon.remarks import remarks
 from monarch.daemon.ruled_files import RuledFiles
 from monarch.daemon.status import Status
@@ -328,6 +329,7 @@ class Mount:
             )
             table = {**verbs.table(), **self.written_verbs.table(), **self._traces.table()}
             table.update(self._figures.table())
+            table.update(self._quota_verbs().table())
             await service.start(Server(socket, table).serve)
             self.session.mount()
             failpoints.failpoint("mount-made")
@@ -407,6 +409,12 @@ class Mount:
         if self._undrained is not None:
             tasks["undrained"] = self._undrained.run
         return tasks
+
+    def _quota_verbs(self) -> QuotaVerbs:
+        ledger = self.tiers.ledger
+        return QuotaVerbs(
+            self.filesystem.readers.quotas, lambda: sum(map(ledger.capacity, ledger.tiers))
+        )
 
     def _stop(self) -> None:
         """Ends the mount. A request that waits for a hanging source is not answered."""

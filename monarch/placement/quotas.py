@@ -24,11 +24,16 @@ class Quotas:
     the highest inode number of a file that may have a copy."""
 
     def __init__(self, limits: Sequence[int | None], entries: int) -> None:
-        self._limits = tuple(limits)
+        self._limits = list(limits)
         # The jobs that share each copy. Pages of zeros that are not written take no memory.
         self._sharers = np.zeros(entries + 1, np.uint16)
         # The bytes of the copies that each set of jobs shares.
         self._bytes: Counter[int] = Counter()
+
+    def change(self, job: int, limit: int | None) -> None:
+        """Sets the quota of a job, which may be a new one with the next number. Copies that it is
+        charged for beyond its quota stay."""
+        self._limits[job : job + 1] = [limit]
 
     def charged(self, job: int) -> Fraction:
         """The bytes that a job is charged for."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import PurePosixPath
 
-from monarch.placement.quotas import Quotas
+from monarch.placement.quotas import MOST_JOBS, Quotas
 from monarch.posix.cgroups import group_of, group_runs
 from monarch.posix.processes import runs_any_of, user_of
 from monarch.telemetry.report import QuotaReport
@@ -31,6 +31,10 @@ class Quota:
     tier: int | None = None
     source: SourceLimit = field(default_factory=SourceLimit)
 
+    @property
+    def is_of_all_others(self) -> bool:
+        return self.user is None and self.group is None
+
     def covers(self, user: int, group: Callable[[], PurePosixPath | None]) -> bool:
         """Whether a process of a user in a control group belongs to the job."""
         if self.group is None:
@@ -49,8 +53,47 @@ class JobQuotas:
     none covers gets no copies. ``copies`` has the bytes that each is charged for."""
 
     def __init__(self, jobs: Sequence[Quota], copies: Quotas) -> None:
-        self._jobs = tuple(jobs)
+        self._jobs = list(jobs)
+        # The jobs after these were added later.
+        self._configured = len(self._jobs)
         self.copies = copies
+
+    def of(self, user: int | None, group: PurePosixPath | None) -> Quota | None:
+        """The quota of a job, None if it has none."""
+        for job in self._jobs:
+            if (job.user, job.group) == (user, group):
+                return job
+        return None
+
+    def charged(self, quota: Quota) -> int:
+        """The bytes of copies that the job of a quota is charged for."""
+        return round(self.copies.charged(self._jobs.index(quota)))
+
+    def room(self) -> int:
+        """How many quotas can be added."""
+        return MOST_JOBS - len(self._jobs) + len(self._over())
+
+    def change(self, quota: Quota) -> None:
+        """Gives a job another quota, or one at all. A job that was added and has ended leaves its
+        place to it. Raises ValueError without a place."""
+        known = self.of(quota.user, quota.group)
+        if known is not None:
+            known.tier = quota.tier
+            known.source.change(quota.source.rate)
+            self.copies.change(self._jobs.index(known), quota.tier)
+            return
+        over = self._over()
+        if len(self._jobs) >= MOST_JOBS and not over:
+            raise ValueError("there are too many quotas")
+        number = len(self._jobs) if len(self._jobs) < MOST_JOBS else over[0]
+        if number < len(self._jobs):
+            self.copies.ended(number)
+        self._jobs[number : number + 1] = [quota]
+        self.copies.change(number, quota.tier)
+
+    def _over(self) -> list[int]:
+        """The numbers of jobs that were added and have no process any more."""
+        return [n for n in range(self._configured, len(self._jobs)) if not self._jobs[n].runs()]
 
     def job_of(self, caller: Caller | None) -> int | None:
         """The number of the job that a process belongs to; None if there is none."""
@@ -88,4 +131,11 @@ class JobQuotas:
 
     def _number(self, user: int, pid: int) -> int | None:
         group = cache(lambda: group_of(pid))
-        return next((n for n, job in enumerate(self._jobs) if job.covers(user, group)), None)
+        # The job of all others counts last: jobs may have been added after it.
+        others = None
+        for number, job in enumerate(self._jobs):
+            if job.is_of_all_others:
+                others = number
+            elif job.covers(user, group):
+                return number
+        return others
