@@ -2,8 +2,10 @@
 
 Either only the axis of the cores is measured, with all files in the tier. The axis of the tier then
 follows from the arithmetic of a fixed share of residents: of each file a share 1 - x comes from the
-source (the optimistic profile of Synergy, OSDI 2022, section 4.1). Or all rates are those of the
-model that describes a measured job best (profile.py).
+source (the optimistic profile of Synergy, OSDI 2022, section 4.1). Synergy takes the larger of the
+times for fetching and for preparing, which holds for a loader with stages. ``optimistic`` has the
+model of the loader instead, since the workers of PyTorch do one after the other. Or all rates are
+those of the model that describes a measured job best (profile.py).
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from monarch.analysis.loader_model import JobModel
 from monarch.telemetry.report import Report
@@ -20,6 +23,10 @@ VERSION = 1
 
 _MOST_OPTIONS = 10_000
 _MOST_GPUS = 1_000_000
+# Fewer cores are as good if they cost at most this share of the rate.
+_SAME = 0.10
+# A job is limited by its source if it is slower than its fetches by more than this share.
+_LEAST_EXCESS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,23 @@ class Option:
     source: float
 
 
+class FullTier(NamedTuple):
+    """A job with all files in the tier: its ``rate``, that of its loader alone (``load``), in
+    batches a second, and the workers of the loader, at least 1."""
+
+    rate: float
+    load: float
+    workers: int
+
+
+class WithoutTier(NamedTuple):
+    """The rate of the loader alone with hardly any files in the tier, in batches a second; ``hits``
+    of its opens were served by it all the same, less than 1."""
+
+    hits: float
+    load: float
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A job that needs ``gpus``, and its options."""
@@ -43,10 +67,23 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class Verified:
+    """A rate that was computed, and then measured; ``error`` is their difference, as a share of the
+    measured one."""
+
+    cores: int
+    tier_bytes: int
+    computed: float
+    measured: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sensitivity(Report):
     """The file of a job. ``rates`` has the files or batches a second for each number of cores, and
     in it for each size of the tier; ``source`` the bytes a second from the source. ``measured``:
-    whether the rate was measured, or computed from one that was."""
+    whether the rate was measured, or computed from one that was. ``verified`` has the rates that
+    were measured after they had been computed."""
 
     monarch_sensitivity: int
     job: str
@@ -56,6 +93,125 @@ class Sensitivity(Report):
     rates: list[list[float]]
     source: list[list[float]]
     measured: list[list[bool]]
+    verified: list[Verified] = field(default_factory=list)
+
+
+def next_cores(measured: Mapping[int, float], gpus: int) -> int | None:
+    """The number of cores to measure next, given the rates of those that were; None if all are.
+
+    The search of Synergy (OSDI 2022): from the most cores on, half as many while that costs at most
+    ``_SAME`` of the rate, else one less for each GPU, and at least one for each GPU."""
+    few, *more = sorted(measured)
+    is_same = not more or measured[few] >= measured[more[0]] * (1 - _SAME)
+    cores = few // 2 if is_same else few - gpus
+    cores -= cores % gpus
+    return cores if gpus <= cores < few else None
+
+
+def optimistic(
+    job: str,
+    gpus: int,
+    model: JobModel,
+    full: Mapping[int, FullTier],
+    empty: Mapping[int, WithoutTier],
+    *,
+    total: float,
+    tiers: Sequence[int],
+) -> Sensitivity:
+    """The matrix of a job from its rates with all files in the tier, in batches a second. ``model``
+    describes it on some number of cores, ``empty`` has at least one other measurement; ``total``
+    bytes are read in an epoch."""
+    cores, sizes = sorted(full), sorted(set(tiers))
+    shares = [min(1.0, size / total) for size in sizes]
+    models = _fetching(
+        {
+            each: replace(
+                model,
+                workers=found.workers,
+                cores=each,
+                prep_s=min(found.workers, each) / found.load,
+            )
+            for each, found in full.items()
+        },
+        empty,
+    )
+    rates = [
+        [
+            full[each].rate if share == 1 else min(full[each].rate, models[each].rate(share))
+            for share in shares
+        ]
+        for each in cores
+    ]
+    return Sensitivity(
+        monarch_sensitivity=VERSION,
+        job=job,
+        gpus=gpus,
+        cores=cores,
+        tier_bytes=sizes,
+        rates=rates,
+        source=_source_of(rates, shares, model.batch_bytes),
+        measured=[[share == 1 for share in shares] for _ in cores],
+    )
+
+
+def _fetching(
+    models: Mapping[int, JobModel], empty: Mapping[int, WithoutTier]
+) -> dict[int, JobModel]:
+    """The models with the time of a fetch, and with what the source gives all workers at most.
+
+    The time that a worker needs beyond its preparation is at least that of a fetch, and more if
+    workers wait for each other at the source. So the least one is the time of a fetch; and where
+    the job is slower than that, the source limits it."""
+    waits = []
+    for cores, found in empty.items():
+        model = models[cores]
+        is_shared = model.kind == "pipelined"
+        batch_s = 1 / found.load if is_shared else model.workers / found.load - model.prep_s
+        waits.append(max(0.0, batch_s) / (1 - found.hits))
+    made = {cores: replace(each, miss_s=min(waits)) for cores, each in models.items()}
+    is_limited = any(
+        made[cores].load_rate(found.hits) > found.load * (1 + _LEAST_EXCESS)
+        for cores, found in empty.items()
+    )
+    bytes_s = max(
+        found.load * (1 - found.hits) * models[cores].batch_bytes for cores, found in empty.items()
+    )
+    if not is_limited or not bytes_s:
+        return made
+    return {cores: replace(each, source_limit=bytes_s) for cores, each in made.items()}
+
+
+def verified(
+    found: Sensitivity, rates: Mapping[tuple[int, int], float], *, total: float, batch_bytes: float
+) -> Sensitivity:
+    """The matrix with measured ``rates`` in place of computed ones, by cores and size of the
+    tier."""
+    changed = [list(row) for row in found.rates]
+    known = [list(row) for row in found.measured]
+    checks = []
+    for (cores, size), rate in sorted(rates.items()):
+        row, column = found.cores.index(cores), found.tier_bytes.index(size)
+        computed = changed[row][column]
+        checks.append(Verified(cores, size, computed, rate, abs(computed - rate) / rate))
+        changed[row][column], known[row][column] = rate, True
+    shares = [min(1.0, size / total) for size in found.tier_bytes]
+    return replace(
+        found,
+        rates=changed,
+        source=_source_of(changed, shares, batch_bytes),
+        measured=known,
+        verified=checks,
+    )
+
+
+def _source_of(
+    rates: Sequence[Sequence[float]], shares: Sequence[float], batch_bytes: float
+) -> list[list[float]]:
+    """The bytes a second from the source, of batches of ``batch_bytes``."""
+    return [
+        [rate * (1 - share) * batch_bytes for rate, share in zip(row, shares, strict=True)]
+        for row in rates
+    ]
 
 
 def sensitivity_of(
@@ -113,13 +269,7 @@ def modelled(
         cores=numbers,
         tier_bytes=sizes,
         rates=rates,
-        source=[
-            [
-                rate * (1 - share) * model.batch_bytes
-                for rate, share in zip(row, shares, strict=True)
-            ]
-            for row in rates
-        ],
+        source=_source_of(rates, shares, model.batch_bytes),
         measured=[[False] * len(sizes) for _ in numbers],
     )
 

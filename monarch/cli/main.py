@@ -63,7 +63,8 @@ EXIT_CODES = {
     12: "failing, says status --check: some reads or writes fail or wait now",
     13: "not all written files are at the source yet (umount, ckpt wait); nothing was undone",
     14: "the pack cannot be used, or cannot be written",
-    15: "no verdict: the measured runs differ too much, or are not comparable (analyze)",
+    15: "no verdict: the measured runs differ too much, or are not comparable (analyze, plan"
+    " profile)",
     130: "interrupted from the keyboard",
 }
 

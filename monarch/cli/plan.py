@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
-from monarch.analysis import profile as profiles
 from monarch.analysis.allocation import POLICIES, Grant, Server, bound, divided_source
 from monarch.analysis.allocation import allocate as allocate_jobs
+from monarch.analysis.profile import model_of, result_of
 from monarch.analysis.sensitivity import (
     Job,
     Option,
@@ -22,57 +22,31 @@ from monarch.analysis.sensitivity import (
     sensitivity_of,
 )
 from monarch.cli.daemon_call import JSON
-from monarch.cli.options import (
-    FILE,
-    Capacity,
-    aligned,
-    bandwidth,
-    capacity_of,
-    counts_of,
-    parse_rate,
-)
-from monarch.cli.output import progress_bar, remark, say, show
+from monarch.cli.json_files import read_json
+from monarch.cli.options import FILE, Capacity, aligned, bandwidth, counts_of, parse_rate
+from monarch.cli.output import progress_bar, remark, show
+from monarch.cli.plan_apply import apply
+from monarch.cli.plan_file import VERSION, GrantReport, PlanReport
+from monarch.cli.plan_nodes import nodes
+from monarch.cli.plan_profile import profile
+from monarch.cli.profile_file import read_profile
 from monarch.cli.recorded import read
+from monarch.cli.sensitivity_file import (
+    GPUS,
+    OUTPUT,
+    TIERS,
+    rate_text,
+    show_matrix,
+    write_matrix,
+)
+from monarch.cli.written_files import replace_whole
 from monarch.config.document import read_document
-from monarch.errors import ConfigError, MonarchError, UsageError
+from monarch.errors import ConfigError, UsageError
 from monarch.peers.members import expand
 from monarch.text import counted, escape_text, format_bytes, parse_bytes
 
 _MOST_JOBS = 10_000
-_MOST_JSON_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class GrantReport:
-    """What a job gets. Rates are in files or batches a second, as in the file of the job, and
-    ``source`` is in bytes a second; the source gives the job at most ``source_limit`` (None: no
-    limit is needed). ``tier_bytes`` is for each node, and so is ``mount``, which is missing without
-    a tier: then the job reads the source itself."""
-
-    job: str
-    gpus: dict[str, int]
-    cores: int
-    tier_bytes: dict[str, int]
-    rate: float
-    fair_rate: float
-    speedup: float
-    source: float
-    source_limit: float | None
-    sbatch: str
-    mount: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class PlanReport:
-    """``speedup`` is the mean over all jobs that run; no division has more than ``bound``."""
-
-    policy: str
-    nodes: int
-    gpus: int
-    jobs: list[GrantReport]
-    waiting: list[str]
-    speedup: float
-    bound: float
+_MAKES_JOBS = "monarch plan profile"
 
 
 def _rates(
@@ -92,19 +66,21 @@ def _rates(
     return measured
 
 
-def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> list[Capacity]:
-    return [capacity_of(context, parameter, part) for part in value.split(",")]
-
-
 @click.group()
 def plan() -> None:
     """Divide the cores and tiers of nodes among jobs.
 
-    A job with few GPUs may need many cores, and another one none of its share. `sensitivity` writes
-    for one job how its rate depends on both, and `allocate` divides the nodes among such jobs.
-    Slurm gives a job its cores; the capacity of its tier is an option of its mount
-    (docs/planning.md).
+    A job with few GPUs may need many cores, and another one none of its share. `profile` measures
+    for one job how its rate depends on both, and `sensitivity` computes it from measurements that
+    exist. `nodes` asks Slurm for the nodes, `allocate` divides them among such jobs, and `apply`
+    carries the plan out: Slurm gives a job its cores; the capacity of its tier is an option of its
+    mount, or a quota of a mount that jobs share (docs/planning.md).
     """
+
+
+plan.add_command(apply)
+plan.add_command(nodes)
+plan.add_command(profile)
 
 
 @plan.command()
@@ -143,30 +119,10 @@ def plan() -> None:
     help="Bytes that the source gives this job in a second, like 500MB. Default with a profile: as"
     " when it was measured.",
 )
-@click.option(
-    "--tiers",
-    default="0%,10%,25%,50%,75%,100%",
-    show_default=True,
-    callback=_sizes,
-    metavar="SIZES",
-    help="The sizes of the tier to compute, as sizes or shares of the data set.",
-)
-@click.option(
-    "--gpus",
-    type=click.IntRange(1, 1_000_000),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="The GPUs of the job.",
-)
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=FILE,
-    metavar="FILE",
-    help="The JSON file to write.",
-)
+@TIERS
+@GPUS
+@OUTPUT
+@JSON
 def sensitivity(
     job: str,
     profile: Path | None,
@@ -177,6 +133,7 @@ def sensitivity(
     tiers: list[Capacity],
     gpus: int,
     output: Path,
+    as_json: bool,
 ) -> None:
     """Write how the rate of JOB depends on its cores and on the size of its tier.
 
@@ -195,7 +152,7 @@ def sensitivity(
         found = _from_profile(profile, job, gpus, cores=cores, source=source, tiers=tiers)
     elif profile is None and data is not None and measured and source is not None and not cores:
         unit = "files"
-        with progress_bar() as progress:
+        with progress_bar(quiet=as_json) as progress:
             files = read(data, progress).files
         found = sensitivity_of(
             job,
@@ -212,14 +169,8 @@ def sensitivity(
         job_of(found)
     except ValueError as error:
         raise UsageError(f"{escape_text(job)}: {error}") from error
-    output.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
-    rows = [["cores", *map(format_bytes, found.tier_bytes)]]
-    for number, row in zip(found.cores, found.rates, strict=True):
-        rows.append([str(number), *map(_rate_text, row)])
-    where = escape_text(os.fspath(output))
-    say(f"{where}: {unit} a second by cores and size of the tier")
-    for line in aligned(rows):
-        say(line)
+    write_matrix(found, output)
+    show_matrix(found, output, unit, as_json)
 
 
 def _from_profile(
@@ -231,13 +182,9 @@ def _from_profile(
     source: float | None,
     tiers: list[Capacity],
 ) -> Sensitivity:
-    name = escape_text(os.fspath(file))
-    try:
-        profile = profiles.decode(file.read_text())
-        total = profiles.result_of(profile).epoch_bytes
-        model, _ = profiles.model_of(profile)
-    except ValueError as error:
-        raise UsageError(f"{name} cannot be used: {escape_text(str(error))}") from error
+    name, profile = escape_text(os.fspath(file)), read_profile(file)
+    total = result_of(profile).epoch_bytes
+    model, _ = model_of(profile)
     if model is None:
         raise UsageError(
             f"{name} has no model: all runs read the same share of the files from the tiers",
@@ -261,10 +208,6 @@ def _from_profile(
     )
 
 
-def _rate_text(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 @plan.command()
 @click.argument("nodes", type=FILE, metavar="NODES")
 @click.argument(
@@ -282,13 +225,23 @@ def _rate_text(value: float) -> str:
     help="How to divide: fair (in proportion to the GPUs), greedy (the full demand of each, while"
     " there is room), or tune (the demand, but no job less than its fair share).",
 )
+@click.option(
+    "-o",
+    "--output",
+    type=FILE,
+    metavar="FILE",
+    help="Write the plan into this JSON file, for `monarch plan apply`.",
+)
 @JSON
-def allocate(nodes: Path, jobs: tuple[Path, ...], policy: str, as_json: bool) -> None:
+def allocate(
+    nodes: Path, jobs: tuple[Path, ...], policy: str, output: Path | None, as_json: bool
+) -> None:
     """Divide the cores and tiers of NODES among jobs.
 
-    NODES is a YAML file with the nodes. JOB is a file of `monarch plan sensitivity`; the first ones
-    have priority if there are too few GPUs. Shown are for each job its cores, tier and rate, the
-    flags of sbatch and the options of its mount. `bound` is an upper limit of the mean speed-up.
+    NODES is a YAML file with the nodes; `monarch plan nodes` writes it where there is Slurm. JOB is
+    a file of `monarch plan profile` or `sensitivity`; the first ones have priority if there are too
+    few GPUs. Shown are for each job its cores, tier and rate, the flags of sbatch and the options
+    of its mount. `bound` is an upper limit of the mean speed-up.
 
     \b
     Example of NODES:
@@ -298,15 +251,15 @@ def allocate(nodes: Path, jobs: tuple[Path, ...], policy: str, as_json: bool) ->
 
     \b
     Examples:
-      monarch plan allocate nodes.yaml resnet18.json bert.json
+      monarch plan allocate nodes.yaml resnet18.json bert.json -o plan.json
       monarch plan allocate nodes.yaml *.json --policy fair --json
     """
     budget, servers = _read_nodes(nodes)
     if len(jobs) > _MOST_JOBS:
         raise UsageError(f"{len(jobs):,} jobs are more than {_MOST_JOBS:,}")
     read_jobs = [_read_job(path) for path in jobs]
-    names = [job.name for job in read_jobs]
-    twice = [name for name in names if names.count(name) > 1]
+    names = Counter(job.name for job in read_jobs)
+    twice = [name for name, count in names.items() if count > 1]
     if twice:
         raise UsageError(f"two files have the job {escape_text(twice[0])}")
     try:
@@ -320,6 +273,7 @@ def allocate(nodes: Path, jobs: tuple[Path, ...], policy: str, as_json: bool) ->
         raise UsageError(escape_text(str(error))) from error
     count = max(1, len(reports))
     report = PlanReport(
+        VERSION,
         policy,
         len(servers),
         sum(server.gpus for server in servers),
@@ -328,6 +282,8 @@ def allocate(nodes: Path, jobs: tuple[Path, ...], policy: str, as_json: bool) ->
         sum(each.speedup for each in reports) / count,
         limit / count,
     )
+    if output is not None:
+        replace_whole(output, json.dumps(report.to_dict(), indent=2) + "\n")
     show(report, as_json, *_lines(report))
     if found.waiting:
         waiting = ", ".join(map(escape_text, found.waiting))
@@ -380,8 +336,8 @@ def _lines(report: PlanReport) -> list[str]:
                 str(sum(each.gpus.values())),
                 str(each.cores),
                 format_bytes(sum(each.tier_bytes.values())),
-                _rate_text(each.rate),
-                _rate_text(each.fair_rate),
+                rate_text(each.rate),
+                rate_text(each.fair_rate),
                 f"{each.speedup:.2f}",
                 f"{format_bytes(each.source_limit or each.source)}/s",
             ]
@@ -403,20 +359,15 @@ def _lines(report: PlanReport) -> list[str]:
 
 
 def _read_job(path: Path) -> Job:
-    name = escape_text(os.fspath(path))
-    with path.open("rb") as file:
-        content = file.read(_MOST_JSON_BYTES + 1)
+    raw = read_json(path, made_by=_MAKES_JOBS)
     try:
-        if len(content) > _MOST_JSON_BYTES:
-            raise ValueError(f"it is larger than {format_bytes(_MOST_JSON_BYTES)}")
-        raw = json.loads(content)
         if not isinstance(raw, dict) or "monarch_sensitivity" not in raw:
             raise ValueError("it has no key monarch_sensitivity")
         return job_of(Sensitivity.from_dict(raw))
-    except (ValueError, RecursionError) as error:
-        raise MonarchError(
-            f"{name} is not a file of a job: {escape_text(str(error))}",
-            hint="`monarch plan sensitivity` writes one",
+    except ValueError as error:
+        raise UsageError(
+            f"{escape_text(os.fspath(path))} is not a file of a job: {escape_text(str(error))}",
+            hint=f"`{_MAKES_JOBS}` writes one",
         ) from error
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monarch.cli.plan_file import GrantReport, PlanReport
 from tests.conftest import MODES, MonarchCommand, Tree, contents
 from tests.equipment.waiting import wait_until
 from tests.mount.command import needs_fuse, needs_root, registered
@@ -76,3 +78,19 @@ mounts:
         process.end()
     wait_until(lambda: quotas()[0]["charged"] == 0, "the user has no process any more")
     assert quotas()[1]["charged"] > 0
+    # The plan of an administrator changes the quota of the user in the mount.
+    plan = tmp_path / "plan.json"
+    limit = 5e6
+    grant = GrantReport(
+        *("a", {"n1": 1}, 1, {"n1": 2 * SIZE}, 1.0, 1.0, 1.0, 0.0, limit, "--gpus=1", {})
+    )
+    plan.write_text(json.dumps(PlanReport(1, "tune", 1, 1, [grant], [], 1.0, 1.0).to_dict()))
+    apply = ("plan", "apply", str(plan), "--mount", str(mounted.path), "--node", "n1")
+    apply += ("--job", f"a=user:{ALICE}")
+    before = quotas()
+    assert "would set in" in monarch(*apply, "--dry-run").stdout and quotas() == before
+    monarch(*apply)
+    assert [(each["tier"], each["source_limit"]) for each in quotas()] == [
+        (2 * SIZE, int(limit)),
+        (before[1]["tier"], 0),
+    ]

@@ -1,0 +1,239 @@
+"""``monarch plan nodes``: asks Slurm for the nodes that ``monarch plan allocate`` divides."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from monarch.cli.daemon_call import JSON
+from monarch.cli.options import FILE, bandwidth
+from monarch.cli.output import remark, show
+from monarch.cli.written_files import replace_whole
+from monarch.errors import MonarchError, UsageError
+from monarch.peers.members import expand
+from monarch.text import MiB, counted, escape_text, parse_bytes
+
+# Names, CPUs, the temporary disk in MB, generic resources, state.
+_FORMAT = "%N|%c|%d|%G|%t"
+# A controller that does not answer is asked for ten seconds and more by default.
+_ANSWER_S = 60.0
+# States of nodes that run jobs or may soon, as `sinfo` abbreviates them.
+_IN_SERVICE = frozenset(("idle", "mix", "alloc", "comp", "resv", "plnd"))
+# After a state: powered down, not answering and so on; the node is in service all the same.
+_MARKS = "*~#!%$@^-+"
+# An entry of a generic resource: gpu:a100:4(S:0-1), gpu:4.
+_GPUS = re.compile(r"gpu(?::[^:,()]+)?:([0-9]{1,6})(?:\([^()]*\))?")
+_NUMBERED = re.compile(r"(.*?)([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Nodes that are alike: ``names`` is a list of hosts as in Slurm, ``tier`` in bytes."""
+
+    names: str
+    gpus: int
+    cores: int
+    tier: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Nodes that are left out, and the reason."""
+
+    names: str
+    why: str
+
+
+def _tier(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  monarch plan nodes -o nodes.yaml
+  monarch plan nodes --partition gpu --tier 800GB --source 5GB/s -o nodes.yaml
+  monarch plan nodes --json | jq .nodes
+"""
+)
+@click.option(
+    "--partition",
+    metavar="NAME",
+    help="Only the nodes of this partition.",
+)
+@click.option(
+    "--tier",
+    callback=_tier,
+    metavar="SIZE",
+    help="The bytes for tiers on each node. Default: the temporary disk that Slurm knows"
+    " (TmpDisk).",
+)
+@click.option(
+    "--gpus",
+    type=click.IntRange(1, 1_000_000),
+    metavar="N",
+    help="The GPUs of a node for which Slurm has none. Default: such a node is left out.",
+)
+@bandwidth("--source", "source", help="Bytes that the source gives all jobs in a second.")
+@click.option(
+    "-o",
+    "--output",
+    type=FILE,
+    metavar="FILE",
+    help="Write the nodes into this YAML file. Default: print them.",
+)
+@JSON
+def nodes(
+    partition: str | None,
+    tier: int | None,
+    gpus: int | None,
+    source: float | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Ask Slurm for its nodes, and write them as a file for `monarch plan allocate`.
+
+    Nodes that are down or drained, that have no GPUs, or no disk for a tier, are left out and
+    named. A job gets whole cores as Slurm counts them: with several threads in a core these are
+    threads.
+    """
+    groups, left = groups_of(_ask_slurm(partition), tier=tier, gpus=gpus)
+    for each in left:
+        remark(f"monarch: {escape_text(each.names)} left out: {each.why}")
+    if not groups:
+        raise MonarchError("Slurm has no node that a plan could divide")
+    text = yaml_of(groups, source)
+    if output is not None:
+        replace_whole(output, text)
+        names = sum(len(expand(each.names)) for each in groups)
+        remark(f"monarch: {escape_text(os.fspath(output))}: {counted(names, 'node', 'nodes')}")
+    if as_json:
+        shown = [asdict(each) for each in groups]
+        show({"nodes": shown, "left": [asdict(each) for each in left]}, True)
+    elif output is None:
+        show(None, False, *text.splitlines())
+
+
+def _ask_slurm(partition: str | None) -> list[str]:
+    command = ["sinfo", "--noheader", f"--format={_FORMAT}"]
+    if partition is not None:
+        command.append(f"--partition={partition}")
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_S,
+        )
+    except FileNotFoundError:
+        raise MonarchError(
+            "there is no Slurm here: sinfo is not found",
+            hint="write the file by hand (monarch plan allocate --help)",
+        ) from None
+    except OSError as error:
+        raise MonarchError(f"sinfo cannot be run: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise MonarchError(f"sinfo has not answered for {_ANSWER_S:.0f} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise MonarchError(f"Slurm does not answer: {escape_text(said[-1])}")
+    return done.stdout.splitlines()
+
+
+def groups_of(
+    lines: Iterable[str], *, tier: int | None, gpus: int | None
+) -> tuple[list[Group], list[Left]]:
+    """The nodes of the lines of ``sinfo``, and those that are left out. A node may be in several
+    lines. Raises MonarchError for a line that is not one of ``sinfo``."""
+    alike: dict[tuple[int, int, int], list[str]] = {}
+    left: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for line in filter(str.strip, lines):
+        names, cores, disk, given, state = _fields(line)
+        number = _gpus_in(given) or gpus or 0
+        size = disk * MiB if tier is None else tier
+        why = ""
+        if state.rstrip(_MARKS) not in _IN_SERVICE:
+            why = f"its state is {state}"
+        elif not number:
+            why = "it has no GPUs; --gpus N counts them"
+        elif not size:
+            why = "Slurm knows no disk for a tier; name its size with --tier"
+        for name in names:
+            if name not in seen:
+                seen.add(name)
+                place = left.setdefault(why, []) if why else None
+                (alike.setdefault((number, cores, size), []) if place is None else place).append(
+                    name
+                )
+    groups = [Group(folded(names), *key) for key, names in alike.items()]
+    return groups, [Left(folded(names), why) for why, names in left.items()]
+
+
+def _fields(line: str) -> tuple[list[str], int, int, str, str]:
+    try:
+        names, cores, disk, given, state = line.strip().split("|")
+        # With several values in a group Slurm shows the least one and a plus sign.
+        return expand(names), int(cores.rstrip("+")), int(disk.rstrip("+")), given, state
+    except (ValueError, UsageError) as error:
+        raise MonarchError(
+            f"sinfo printed a line that is not known: {escape_text(line)}"
+        ) from error
+
+
+def _gpus_in(given: str) -> int:
+    """The GPUs in the generic resources of a node."""
+    return sum(
+        int(match[1])
+        for entry in re.split(r",(?![^()]*\))", given)
+        if (match := _GPUS.fullmatch(entry.strip()))
+    )
+
+
+def folded(names: Iterable[str]) -> str:
+    """A list of hosts as Slurm writes it: n01, n02 and n03 are ``n[01-03]``."""
+    return ",".join(_folded(sorted(set(names))))
+
+
+def _folded(names: list[str]) -> Iterator[str]:
+    by_form: dict[tuple[str, int], list[int]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is None or len(match[2]) > 15:
+            yield name
+        else:
+            by_form.setdefault((match[1], len(match[2])), []).append(int(match[2]))
+    for (prefix, width), numbers in by_form.items():
+        runs: list[list[int]] = []
+        for number in sorted(numbers):
+            if runs and number == runs[-1][-1] + 1:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        ends = [sorted({run[0], run[-1]}) for run in runs]
+        parts = ["-".join(f"{each:0{width}}" for each in pair) for pair in ends]
+        is_one = len(numbers) == 1
+        yield f"{prefix}{parts[0]}" if is_one else f"{prefix}[{','.join(parts)}]"
+
+
+def yaml_of(groups: Iterable[Group], source: float | None) -> str:
+    """The file for ``monarch plan allocate``; ``source`` in bytes/s."""
+    lines = [] if source is None else [f"source: {int(source)}"]
+    lines.append("nodes:")
+    for each in groups:
+        lines.append(
+            f'  - {{names: "{each.names}", gpus: {each.gpus}, cores: {each.cores},'
+            f" tier: {each.tier}}}"
+        )
+    return "\n".join(lines) + "\n"
