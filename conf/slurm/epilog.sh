@@ -20,6 +20,23 @@ comment() { # ENTRY...: what was saved on the first node of the job becomes its 
         log "sacctmgr failed: the job has no AdminComment"
 }
 
+report() { # ENTRY...: pages about the mounts of the job, written with the rights of its user
+    local entry path user page="$MONARCH_RUN/report-$JOB"
+    user=$(id -un "$SLURM_JOB_UID") || { log "user $SLURM_JOB_UID has no name: no page"; return 0; }
+    for entry; do
+        is_mounted "${entry#*:}" || continue
+        path=${MONARCH_REPORT//%u/$user} path=${path//%j/$JOB}
+        path=${path//%n/$SLURMD_NODENAME} path=${path//%m/${entry%%:*}}
+        # A directory of the user may hang, and anything may be in the place of the page.
+        timeout 60 monarch report "${entry#*:}" -o "$page" 8>&- &&
+            timeout -k 5 60 setpriv --reuid="$SLURM_JOB_UID" --regid="$(id -g "$SLURM_JOB_UID")" \
+                --init-groups sh -c 'cat >"$1.part" && mv -f "$1.part" "$1" || { rm -f "$1.part"; exit 1; }' \
+                sh "$path" <"$page" 8>&- ||
+            log "no page of ${entry#*:} at $path"
+        rm -f "$page"
+    done
+}
+
 status=0 of_job=()
 mkdir -p "$MONARCH_RUN"
 exec 9>"$MONARCH_RUN/lock"
@@ -54,6 +71,7 @@ exec 9>&-
 if [ ${#of_job[@]} != 0 ]; then
     lock_job "$JOB"
     [ "$MONARCH_COMMENT" != yes ] || comment "${of_job[@]}"
+    [ -z "$MONARCH_REPORT" ] || report "${of_job[@]}"
     end_job "$JOB" "$MONARCH_DRAIN" || status=1
 fi
 

@@ -6,7 +6,7 @@ set -u
 CONFIG=${MONARCH_SLURM_CONF:-/etc/monarch/slurm.conf}
 [ -r "$CONFIG" ] || exit 0
 MONARCH_MOUNTS='' MONARCH_CONFIG=/etc/monarch/monarch.yaml MONARCH_PATH='' MONARCH_STRICT=no
-MONARCH_EVICT=no MONARCH_DRAIN=10m MONARCH_COMMENT=no
+MONARCH_EVICT=no MONARCH_DRAIN=10m MONARCH_COMMENT=no MONARCH_REPORT=''
 MONARCH_JOBS=/var/lib/monarch-jobs MONARCH_KEY=/etc/monarch/key
 MONARCH_RUN=/run/monarch-slurm MONARCH_LOG=/var/log/monarch-slurm.log
 . "$CONFIG"

@@ -21,6 +21,10 @@
 #                                             the secrets of the jobs are made of them
 #   MONARCH_COMMENT=no                        yes: the AdminComment of the job shows what was saved on its
 #                                             first node (`sacct -o AdminComment`; needs slurmdbd)
+#   MONARCH_REPORT=''                         the page of `monarch report` about each mount with %j, which
+#                                             the epilog writes as the user of the job, like
+#                                             /scratch/%u/monarch-%j-%n-%m.html: %u is the user, %j the
+#                                             job, %n the node, %m the mount. '' writes none
 #
 # The prolog runs as root under slurmd, so the daemon is in no step's control group: one that a step
 # starts is killed when the step ends. Jobs that share the node share the mount; the epilog of the

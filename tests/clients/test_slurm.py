@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pwd
 import stat
 import sysconfig
 import uuid
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from monarch.cli.plan import _read_nodes
+from monarch.peers.members import expand
 from tests.conftest import contents, require_fuse
 from tests.equipment import slurm
 from tests.equipment.slurm import SlurmLab
@@ -174,6 +177,7 @@ def prepare(lab: SlurmLab, source: Path) -> None:
         f"MONARCH_PATH={where}\n"
         f"MONARCH_KEY={where}/key\n"
         "MONARCH_COMMENT=yes\n"
+        f"MONARCH_REPORT={lab.scratch}/pages-%u/%j-%n-%m.html\n"
         f"MONARCH_JOBS={lab.disk}/jobs MONARCH_RUN={lab.disk}/run\n"
         f"MONARCH_LOG={lab.disk}/slurm.log\n"
     )
@@ -276,15 +280,47 @@ def test_jobs_have_caches_of_their_own_and_a_node_that_fails_costs_no_byte(
     # next job there removes what is left.
     # Slurm may have returned it to service already, and then refuses this.
     lab.run("scontrol", "update", "node=n3", "state=resume")
-    third = cluster.submit(cluster.reader(mount, 1), "-N1", "-w", "n3")
+    # Its epilog writes a page with the rights of its user.
+    name = pwd.getpwuid(UID).pw_name
+    pages = lab.disk_of("n3") / lab.scratch.name / f"pages-{name}"
+    pages.mkdir()
+    os.chown(pages, UID, UID)
+    pages.chmod(0o700)
+    third = cluster.submit(cluster.reader(mount, 1), "-N1", "-w", "n3", user=True)
     third.passes("half-1", "whole-1")
     third.assert_read("n3")
     third.ends("COMPLETED")
     cluster.assert_nothing_is_left(*lab.nodes)
+    (page,) = pages.iterdir()
+    assert page.name == f"{third.number}-n3-data.html"
+    assert (page.stat().st_uid, stat.S_IMODE(page.stat().st_mode)) == (UID, 0o600)
+    assert page.read_text().rstrip().endswith("</html>")
     for node in lab.nodes:
         log = (lab.disk_of(node) / "slurm.log").read_text()
         assert "failed" not in log and "stays" not in log, log
+        # The user of the first jobs has no directory for pages, which has cost nothing else.
+        assert node == "n3" or "no page of" in log, log
         assert not any(secret.strip() in log for secret in secrets[0] | secrets[1])
+
+
+@pytest.mark.promise(289)
+def test_the_nodes_of_a_plan_are_those_of_slurm(cluster: Cluster, tmp_path: Path) -> None:
+    lab = cluster.lab
+    file = lab.directory / "nodes.yaml"
+    shown = lab.ask(
+        *(str(lab.directory / "monarch"), "plan", "nodes", "--json"),
+        *("--gpus", "2", "--tier", "1GB", "-o", str(file)),
+    )
+    nodes = json.loads(shown)
+    named = [name for each in nodes["nodes"] + nodes["left"] for name in expand(each["names"])]
+    assert sorted(named) == lab.nodes
+    for each in nodes["nodes"]:
+        assert (each["gpus"], each["cores"], each["tier"]) == (2, 8, 10**9)
+    budget, servers = _read_nodes(file)
+    assert budget is None and {each.name for each in servers} <= set(lab.nodes)
+    # The nodes of this Slurm have no GPUs and no temporary disk.
+    refused = lab.run(str(lab.directory / "monarch"), "plan", "nodes")
+    assert refused.returncode == 1 and "it has no GPUs" in refused.stderr
 
 
 def settled(cluster: Cluster, node: str, mount: str) -> dict[str, Any]:
