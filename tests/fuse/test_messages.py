@@ -971,6 +971,7 @@ def test_a_datapath_that_was_never_started_goes_quietly(tree: Tree, tmp_path: Pa
     from monarch.fuse.datapath import _extension
 
     native = _extension().Datapath
+    streams = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
     for entries, directories, bounds in ((1, 1, []), (2, 1, []), (1, 1, [1] * 40), (1, 1, [-1])):
         try:
             native(
@@ -987,6 +988,8 @@ def test_a_datapath_that_was_never_started_goes_quietly(tree: Tree, tmp_path: Pa
         except (ValueError, OverflowError):
             continue
         assert (entries, bounds) == (1, [])
+    # A descriptor that was never set has the number -1, and not 0.
+    assert [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)] == streams
 
 
 # -- whatever comes --------------------------------------------------------------------------------
