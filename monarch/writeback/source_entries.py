@@ -57,7 +57,7 @@ class SourceEntries:
             if there is None or not stat.S_ISDIR(there.st_mode):
                 raise
             # The drain may have made it, and was killed or has failed before it could record that.
-            if op.strict and not (there.st_uid == _uid(by) and _may_be_made_by(op, there)):
+            if op.strict and not _may_be_made_by(op, by, there, 0o700):
                 return shared(identity_of(there))
         return self._attributes.set_new(fd, name, op, by)
 
@@ -97,11 +97,11 @@ class SourceEntries:
                 self._log.note_refused("special files", error, op.path)
                 return None
             same = (stat.S_IFMT(there.st_mode), there.st_rdev) == (kind, op.rdev)
-            is_own = same and there.st_uid == _uid(by)
-            if not is_own or stat.S_IMODE(there.st_mode) != 0o600:
+            # As in ``mkdir``.
+            if not (same and _may_be_made_by(op, by, there, 0o600)):
                 why = "was made there by others, and stays as it is"
                 self._log.note_conflict(op.path, why)
-                return identity_of(there) if is_own else None
+                return identity_of(there) if same and there.st_uid == _uid(by) else None
         return self._attributes.set_new(fd, name, op, by)
 
     def link(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
@@ -404,13 +404,13 @@ def _found(
         return -1, b"", None
 
 
-def _may_be_made_by(mkdir: Op, there: os.stat_result) -> bool:
-    """Whether a directory has the mode with which the drain makes it, or all attributes that it
-    gets then."""
+def _may_be_made_by(op: Op, by: Credentials | None, there: os.stat_result, first: int) -> bool:
+    """Whether an entry is that of ``by``, and has the mode ``first`` with which the drain makes it,
+    or all attributes that it gets then."""
     mode = stat.S_IMODE(there.st_mode) & ~stat.S_ISGID
-    is_whole = mode == stat.S_IMODE(mkdir.mode or 0) & ~stat.S_ISGID
-    has_owner = mkdir.uid in (None, there.st_uid) and mkdir.gid in (None, there.st_gid)
-    return mode == 0o700 or (is_whole and has_owner)
+    is_whole = mode == stat.S_IMODE(op.mode or 0) & ~stat.S_ISGID
+    has_owner = op.uid in (None, there.st_uid) and op.gid in (None, there.st_gid)
+    return there.st_uid == _uid(by) and (mode == first or (is_whole and has_owner))
 
 
 def _uid(by: Credentials | None) -> int:

@@ -23,6 +23,7 @@ from monarch.tiers.source import Source, identity_of
 from monarch.writeback.drain import Drain
 from monarch.writeback.expected import Expected
 from monarch.writeback.journal import Op
+from monarch.writeback.op import Kind
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_writer import SourceWriter
@@ -72,10 +73,16 @@ async def test_a_directory_of_others_keeps_its_mode(shared: Model, clock: Clock)
 
 @pytest.mark.promise(67, 78)
 @pytest.mark.parametrize("maker", [ROOT, ALICE])
-async def test_a_directory_that_a_killed_mount_made_gets_the_later_changes(
-    shared: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, maker: Credentials
+@pytest.mark.parametrize(("kind", "type_bits"), [("mkdir", 0), ("mknod", stat.S_IFIFO)])
+async def test_an_entry_that_a_killed_mount_made_gets_the_later_changes(
+    shared: Model,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Kind,
+    type_bits: int,
+    maker: Credentials,
 ) -> None:
-    """The mount is killed after it has made the directory, and before it records that."""
+    """The mount is killed after it has made the entry, and before it records that."""
 
     def killed(name: str) -> None:
         if name == "drain-published":
@@ -86,15 +93,15 @@ async def test_a_directory_that_a_killed_mount_made_gets_the_later_changes(
         patched.setattr(failpoints, "failpoint", killed)
         try:
             async with draining(shared) as drain:
-                await drain.progress.wait(shared.mkdir(b"made", 0o740))
+                made = Op(kind=kind, path=b"made", ino=7, mode=0o740 | type_bits)
+                await drain.progress.wait(shared.record(made))
         except BaseException as error:
             if not is_killed(error):
                 raise
     assert stat.S_IMODE((shared.source / "made").stat().st_mode) == 0o740
     shared.drain, shared.by = None, ROOT
-    ino = shared.tree[b"made"].ino
-    shared.record(Op(kind="attr", path=b"made", ino=ino, uid=1002, gid=1002))
-    shared.chmod(b"made", 0o444)
+    shared.record(Op(kind="attr", path=b"made", ino=7, uid=1002, gid=1002))
+    shared.record(Op(kind="attr", path=b"made", ino=7, mode=0o444))
     async with draining(shared, shared.kill()) as drain:
         await drain.progress.wait(shared.last_seq)
         assert drain.backlog().conflicts == 0
