@@ -149,7 +149,8 @@ class Drain:
         ``load``."""
         ops = list(ops)
         known = self.state.known_of(ops, self.progress.is_done)
-        return replace(known, set_id=self._steps.set_id_of({op.object for _, op in ops}))
+        doubtful, withheld = self._steps.set_id_of({op.object for _, op in ops})
+        return replace(known, set_id=doubtful, withheld=withheld)
 
     def put(self, seq: int, op: Op) -> None:
         """A change was appended to the journal. Never waits."""
@@ -365,8 +366,12 @@ class Drain:
                 done[entry.seq] = self.state.identity(entry.op.object)
             if done[entry.seq] is None and self._steps.lacks_its_file(entry, step):
                 self._bring_back(entry)
+        withheld: dict[int, int] = {}
+        for entry, _ in batch:
+            if (bits := self._steps.arrived(entry, done[entry.seq])) is not None:
+                withheld[entry.seq] = bits
         if done:
-            await self._mark(done)
+            await self._mark(done, withheld)
             failpoints.failpoint("drain-marked")
         for entry, step in batch:
             self.queue.remove_front()
@@ -406,13 +411,13 @@ class Drain:
         # A caller that waits for the change waits for the content.
         self._order.await_later(entry)
 
-    async def _mark(self, done: dict[int, Identity | None]) -> None:
+    async def _mark(self, done: dict[int, Identity | None], withheld: dict[int, int]) -> None:
         upto = max(done)
         if self.queue.held:
             upto = min(upto, self.queue.held[0].seq - 1)
         while True:
             try:
-                self._marks.done(done, upto=upto)
+                self._marks.done(done, upto=upto, withheld=withheld)
             except OSError as error:
                 # The changes are not made once more for that.
                 await self._rest(error, errno_words(error.errno))
@@ -422,7 +427,6 @@ class Drain:
     def _arrived(self, entry: Entry, was_made: bool, identity: Identity | None) -> None:
         """A change is done, and not in the queue any more."""
         op = entry.op
-        self._steps.arrived(entry, identity)
         if op.kind == "content":
             self.state.rebase(op, identity)
         self._order.settle(entry)

@@ -178,14 +178,22 @@ class Journal:
         elif op.kind in ("create", "take", "content"):
             self._doubtful.add(op.object)
 
-    def mark_done(self, done: Mapping[int, Identity | None], *, upto: int | None = None) -> None:
+    def mark_done(
+        self,
+        done: Mapping[int, Identity | None],
+        *,
+        upto: int | None = None,
+        withheld: Mapping[int, int] | None = None,
+    ) -> None:
         """Records that the source has all of ``done``, each with the identity of the published or
-        created entry, and all changes up to ``upto``, by default the last of ``done``. Raises
-        OSError."""
+        created entry, and all changes up to ``upto``, by default the last of ``done``.
+        ``withheld``: the set-ID bits that are withheld since some of them. Raises OSError."""
         upto = max(done) if upto is None else max(upto, self._done_upto)
         record: Record = {"done": upto}
         if at := marks(done):
             record["at"] = at
+        if withheld:
+            record["withheld"] = [[seq, bits] for seq, bits in withheld.items()]
         if also := [seq for seq in done if seq > upto]:
             record["also"] = also
         self.file.append(record)
@@ -255,7 +263,7 @@ class Journal:
         kept = sorted(keep, key=lambda numbered: numbered[0])
         found = self._found_at(position)
         if known is not None:
-            found.known = known
+            found.now_known(known, kept)
         seqs = {seq for seq, _ in kept}
         self._rewrite(seqs, partial(found.rewritten, kept, self._boot), position)
 

@@ -48,7 +48,8 @@ class Replay:
     ``all_doubted``: the objects that any power cut has made doubtful; ``doubted`` has the last
     record, and its time, of those with a name. ``damaged``: objects whose last content the source
     has, and that lack bytes in the tier. ``aside``: changes that are set aside, since the
-    source refuses them. ``source`` is the path of the source.
+    source refuses them. ``source`` is the path of the source. ``withheld``: the set-ID bits that
+    the drain has withheld since a drained change, by its sequence number.
     """
 
     ops: tuple[Numbered, ...]
@@ -64,6 +65,7 @@ class Replay:
     damaged: frozenset[int] = frozenset()
     aside: frozenset[int] = frozenset()
     source: bytes = b""
+    withheld: Mapping[int, int] = field(default_factory=dict)
 
     def unpublished(self, objects: Iterable[int]) -> set[int]:
         """Those of ``objects`` with bytes that no recorded content will bring to the source: none
@@ -142,6 +144,7 @@ class Found(JournalState):
     def __init__(self, source: bytes, token: str = "") -> None:
         super().__init__(source, token)
         self.identities: dict[int, Identity] = {}
+        self.withheld: dict[int, int] = {}
         # Objects that were put aside since the journal has lost their records.
         self.unrecorded: tuple[Op, ...] = ()
         # The number of changes that were recorded before the last start of the machine.
@@ -188,6 +191,9 @@ class Found(JournalState):
 
     def published(self, seq: int, identity: Identity) -> None:
         self.identities[seq] = identity
+
+    def withholds(self, seq: int, bits: int) -> None:
+        self.withheld[seq] = bits
 
     def knows(self, record: Record) -> None:
         self.known = Known.of(record)
@@ -285,7 +291,15 @@ class Found(JournalState):
             damaged=frozenset(self.damaged),
             aside=frozenset(self.aside.intersection(undone)),
             source=self.source,
+            withheld=self.withheld,
         )
+
+    def now_known(self, known: Known, kept: Iterable[Numbered]) -> None:
+        """``known`` is the state of the source from which the changes ``kept`` follow."""
+        self.known, bits = known, known.withheld
+        self.withheld = {
+            seq: bits[op.object] for seq, op in kept if op.object in bits and self.is_done(seq)
+        }
 
     def rewritten(self, kept: Sequence[Numbered], boot: str) -> Iterator[Record]:
         """The records that lead to this state, with the changes ``kept`` only."""
@@ -299,7 +313,9 @@ class Found(JournalState):
             yield change(seq, self.recorded_ns.get(seq, 0), op)
         at = marks({seq: it for seq, it in self.identities.items() if seq in seqs})
         for start in range(0, len(at), MARKS_OF_A_RECORD):
-            yield self.mark(at[start : start + MARKS_OF_A_RECORD])
+            yield self.mark(at=at[start : start + MARKS_OF_A_RECORD])
+        if withheld := [[seq, bits] for seq, bits in self.withheld.items() if seq in seqs]:
+            yield self.mark(withheld=withheld)
         yield from self.ending(seqs, objects)
 
 

@@ -10,12 +10,14 @@ A record is a line: 16 hex digits of the xxh3-64 of the rest, a blank, JSON, a n
                                 change that it refuses, those in ``also``; ``at``: [seq, size,
                                 mtime_ns, ctime_ns, source_ino] of each content that was published
                                 and of each entry that was made; ``aside``: all refused changes that
-                                are set aside, if they have changed
+                                are set aside, if they have changed; ``withheld``: [seq, bits] of
+                                contents and changes of modes: the set-ID bits that the file is to
+                                get with its next content
     {"staged"}                  [object, source_ino, size, mtime_ns]: this daemon has staged that
                                 file at the source and is about to give it the object's name; or,
                                 [object, source_ino, -1, length]: it appends to the object's file,
                                 up to that length in bytes
-    {"known", "made", "over", "ours", "new", "present", "given_up", "settled", "set_id"}
+    {"known", "made", "over", "ours", "new", "present", "given_up", "settled", "set_id", "withheld"}
                                 in a rewritten journal: the state that the changes that it does not
                                 contain any more have left at the source (``Known``), each as a
                                 list of lists or of objects
@@ -62,7 +64,8 @@ class Known:
     under their name. ``settled``: files of the source that were copied up before the journal was
     rewritten, so that everything else here is newer. ``set_id``: of files whose mode was changed
     after their last bytes came, or whose last bytes came before their record, by object, the set-ID
-    bits that the drain may have withheld.
+    bits that the drain may have withheld: a Monarch that did not record ``withheld`` has changed
+    them. ``withheld``: by object, the set-ID bits that the file gets with its next content.
     """
 
     known: Mapping[int, Identity] = field(default_factory=dict)
@@ -74,6 +77,7 @@ class Known:
     given_up: frozenset[int] = frozenset()
     settled: frozenset[int] = frozenset()
     set_id: Mapping[int, int] = field(default_factory=dict)
+    withheld: Mapping[int, int] = field(default_factory=dict)
 
     def record(self) -> Record:
         return {
@@ -87,6 +91,7 @@ class Known:
             "settled": sorted(self.settled),
             # Older versions distinguish bits that were withheld from those that were given.
             "set_id": [[number, held, held] for number, held in self.set_id.items()],
+            "withheld": [[number, bits] for number, bits in self.withheld.items()],
         }
 
     @classmethod
@@ -109,6 +114,7 @@ class Known:
             given_up=frozenset(record.get("given_up", ())),
             settled=frozenset(record.get("settled", ())),
             set_id={number: held for number, held, _ in record.get("set_id", ())},
+            withheld=dict(record.get("withheld", ())),
         )
 
 

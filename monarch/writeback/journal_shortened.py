@@ -44,6 +44,8 @@ class Shortening:
         yield from state.beginning(found.objects)
         yield {"boot": boot}
         at: list[list[int]] = []
+        # Few files have set-ID bits.
+        withheld: list[list[int]] = []
         for line in self._file.lines(0, self._position):
             if line.startswith(_KNOWN, DIGITS):
                 yield line
@@ -54,11 +56,14 @@ class Shortening:
                 yield record if changed is None else change(seq, int(record["ns"]), changed)
             elif "done" in record:
                 at += [mark for mark in record.get("at", ()) if mark[0] in kept]
+                withheld += [each for each in record.get("withheld", ()) if each[0] in kept]
                 while len(at) >= MARKS_OF_A_RECORD:
-                    yield state.mark(at[:MARKS_OF_A_RECORD])
+                    yield state.mark(at=at[:MARKS_OF_A_RECORD])
                     del at[:MARKS_OF_A_RECORD]
         if at:
-            yield state.mark(at)
+            yield state.mark(at=at)
+        if withheld:
+            yield state.mark(withheld=withheld)
         yield from state.ending(kept, found.objects)
 
 

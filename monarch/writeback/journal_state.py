@@ -109,6 +109,8 @@ class JournalState:
                 self.durable.add(number)
                 self.staged.pop(number, None)
             self.published(seq, Identity(size, mtime_ns, ctime_ns, source_ino))
+        for seq, bits in record.get("withheld", ()):
+            self.withholds(seq, bits)
 
     def is_done(self, seq: int) -> bool:
         return seq <= self.done_upto or seq in self.done_beyond
@@ -118,6 +120,9 @@ class JournalState:
 
     def published(self, seq: int, identity: Identity) -> None:
         """The mark of a content that was published, or of an entry that was made, was added."""
+
+    def withholds(self, seq: int, bits: int) -> None:
+        """The mark of a change was added after which the drain withholds these set-ID bits."""
 
     def knows(self, record: Record) -> None:
         """The record of a rewritten journal about the changes that it does not contain any more was
@@ -139,9 +144,9 @@ class JournalState:
         if self.lost:
             yield {"lost": sorted(self.lost)}
 
-    def mark(self, at: list[list[int]]) -> Record:
-        """The record of some identities, as in ``marks``, in a rewritten journal."""
-        return {"done": self.done_upto, "at": at}
+    def mark(self, **lists: list[list[int]]) -> Record:
+        """A mark with some entries of its ``lists``, by their names, in a rewritten journal."""
+        return {"done": self.done_upto, **lists}
 
     def ending(self, seqs: Container[int], objects: Container[int]) -> Iterable[Record]:
         """The last records of a rewritten journal, which has the changes ``seqs``."""

@@ -64,10 +64,13 @@ class Marks:
         """Marks that the tier has lost the bytes of an object."""
         self._journal.mark_lost(number)
 
-    def done(self, done: Mapping[int, Identity | None], *, upto: int) -> None:
-        """Marks changes as drained: by their numbers, with identities, and all up to ``upto``."""
+    def done(
+        self, done: Mapping[int, Identity | None], *, upto: int, withheld: Mapping[int, int]
+    ) -> None:
+        """Marks changes as drained: by their numbers, with identities, and all up to ``upto``.
+        ``withheld`` as of ``Journal.mark_done``."""
         with of_tier():
-            self._journal.mark_done(done, upto=upto)
+            self._journal.mark_done(done, upto=upto, withheld=withheld)
         self._last_mark = self._journal.file.written
 
     async def sync_done(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -36,8 +36,8 @@ class Steps:
     # Set-ID bits by object. The drain has withheld them from the file at the source until the next
     # content comes, ...
     _withheld: dict[int, int] = field(default_factory=dict, init=False)
-    # ... or an earlier mount may have withheld them, and the drain has changed nothing of the file
-    # since but other attributes.
+    # ... or an earlier mount of a version that did not record that may have withheld them, and the
+    # drain has changed nothing of the file since but other attributes.
     _doubtful: dict[int, int] = field(default_factory=dict, init=False)
     # Objects whose older version the drain itself has removed at the source, for a rename or unlink
     # on the mount, until their next content comes.
@@ -54,6 +54,7 @@ class Steps:
             there |= replay.known.known.keys()
             absent |= there & replay.known.over.keys()
             self._doubtful.update(replay.known.set_id)
+            self._withheld.update(replay.known.withheld)
         for seq, op in replay.ops:
             identity, number = replay.done.get(seq), op.object
             is_new = number not in there or (number in absent and not is_given_away(op))
@@ -66,6 +67,11 @@ class Steps:
                 continue
             if op.kind not in ("attr", "xattr") or op.mode is not None:
                 self._doubtful.pop(number, None)
+            if (bits := replay.withheld.get(seq)) is not None:
+                self._withheld[number] = bits
+                continue
+            if _is_noted(op):
+                self._withheld.pop(number, None)
             if op.kind == "attr" and op.mode is not None:
                 # The earlier mount may have withheld them. The time of change at the source shows
                 # whether others have changed the file since.
@@ -76,18 +82,29 @@ class Steps:
                     # It came with newer bytes, and so without these bits.
                     self._doubtful[number] = (op.mode or 0) & _SET_ID
 
-    def set_id_of(self, objects: Iterable[int]) -> dict[int, int]:
-        """Of ``objects``, after ``load``, the set-ID bits that earlier mounts may have withheld:
-        ``Known.set_id``."""
-        bits = {each: self._doubtful.get(each, 0) for each in objects}
-        return {number: held for number, held in bits.items() if held}
+    def set_id_of(self, objects: Collection[int]) -> tuple[dict[int, int], dict[int, int]]:
+        """Of ``objects``, after ``load``, the set-ID bits that earlier mounts may have withheld,
+        and those that they have: ``Known.set_id`` and ``Known.withheld``."""
+        doubtful = {each: held for each in objects if (held := self._doubtful.get(each, 0))}
+        return doubtful, {each: self._withheld[each] for each in objects if each in self._withheld}
 
-    def arrived(self, entry: Entry, identity: Identity | None) -> None:
+    def arrived(self, entry: Entry, identity: Identity | None) -> int | None:
         """A change is done at the source, where the file is ``identity`` now; None if there is no
-        such file. Call this before the state of the source has the change."""
+        such file. Call this before the state of the source has the change.
+
+        Returns the set-ID bits that are withheld from the file now, for the mark of the change;
+        None if the next mount needs no mark of them.
+        """
         op, number = entry.op, entry.op.object
-        if not number:
-            return
+        before = self._withheld.get(number)
+        if number:
+            self._note_arrived(entry, identity)
+        after = self._withheld.get(number)
+        is_noted = identity is not None and _is_noted(op) and (before, after) != (None, None)
+        return after or 0 if is_noted else None
+
+    def _note_arrived(self, entry: Entry, identity: Identity | None) -> None:
+        op, number = entry.op, entry.op.object
         is_other = op.kind in ("attr", "xattr") and op.mode is None
         if op.kind == "unlink" or (identity is not None and not is_other):
             self._doubtful.pop(number, None)
@@ -325,6 +342,11 @@ class Steps:
             if later.kind in ("content", "attr") and later.mode is not None:
                 stay &= later.mode
         return _SET_ID & ~stay
+
+
+def _is_noted(op: Op) -> bool:
+    """Whether a change may give a file set-ID bits, or withhold them."""
+    return op.kind == "content" or (op.kind == "attr" and op.mode is not None)
 
 
 def with_rights_to_read(content: Op) -> Op:

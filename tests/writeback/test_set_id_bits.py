@@ -13,7 +13,8 @@ import trio.testing
 
 from monarch.posix.credentials import Credentials
 from monarch.writeback.drain import Drain
-from monarch.writeback.journal import Op
+from monarch.writeback.journal import Op, Replay
+from monarch.writeback.journal_records import decoded, encoded
 from tests.conftest import let_others_in
 from tests.writeback.rig import Model, draining
 from tests.writeback.test_others import ALICE, MALLORY, ROOT, owned, until
@@ -39,6 +40,23 @@ def shared(model: Model) -> Model:
 
 def mode_of(model: Model, name: str) -> int:
     return stat.S_IMODE((model.source / name).stat().st_mode)
+
+
+def next_mount(model: Model, journal: str) -> Replay:
+    """What the next mount finds after a kill. ``journal``: it was shortened before, is that of an
+    older version, or mounts with a new snapshot write it anew, once or twice."""
+    path = model.directory / "journal"
+    if journal == "shortened":
+        model.journal.shorten()
+    elif journal == "older":
+        records = [decoded(line) or {} for line in path.read_bytes().splitlines()]
+        for record in records:
+            record.pop("withheld", None)
+        path.write_bytes(b"".join(map(encoded, records)))
+    replay = model.kill()
+    for _ in range({"rewritten": 1, "rewritten twice": 2}.get(journal, 0)):
+        replay = model.look_anew()
+    return replay
 
 
 @contextmanager
@@ -274,11 +292,10 @@ async def test_bits_that_the_owner_has_removed_at_the_source_are_not_given_by_th
 
 @pytest.mark.promise(67)
 @pytest.mark.parametrize("is_changed", [False, True])
-@pytest.mark.parametrize("rewritten", [0, 1, 2])
+@pytest.mark.parametrize("journal", ["", "shortened", "older", "rewritten", "rewritten twice"])
 async def test_withheld_bits_come_after_a_kill(
-    shared: Model, clock: Clock, is_changed: bool, rewritten: int
+    shared: Model, clock: Clock, is_changed: bool, journal: str
 ) -> None:
-    """``rewritten``: how often mounts with a new snapshot write the journal anew meanwhile."""
     shared.by = ROOT
     async with draining(shared, abandon=False) as drain:
         node = shared.begin(b"a")
@@ -288,10 +305,7 @@ async def test_withheld_bits_come_after_a_kill(
     assert mode_of(shared, "a") == 0o777
     if is_changed:
         (shared.source / "a").chmod(0o700)
-    replay = shared.kill()
-    for _ in range(rewritten):
-        replay = shared.look_anew()
-    async with draining(shared, replay) as drain:
+    async with draining(shared, next_mount(shared, journal)) as drain:
         if not node.is_recorded:
             shared.content(node)
         await drain.progress.wait(shared.last_seq)
@@ -300,8 +314,41 @@ async def test_withheld_bits_come_after_a_kill(
 
 
 @pytest.mark.promise(67)
+@pytest.mark.parametrize("journal", ["", "shortened", "rewritten", "rewritten twice"])
+@pytest.mark.parametrize("change", ["unlink", "rename", "link"])
+async def test_withheld_bits_come_after_a_kill_and_a_change_of_names(
+    shared: Model, clock: Clock, change: str, journal: str
+) -> None:
+    """The drain makes ``change`` between the withholding of the bits and the next content, and so
+    gives the file another time of change."""
+    shared.by, shared.owner = ROOT, 1001
+    async with draining(shared, abandon=False) as drain:
+        shared.link(b"a", b"linked")
+        node = shared.begin(b"a")
+        shared.store(node, b"half")
+        await drain.progress.wait(shared.chmod(b"a", 0o4777))
+        if change == "unlink":
+            shared.unlink(b"linked")
+        else:
+            # A content is recorded before the file gets a name, and comes with newer bytes.
+            getattr(shared, change)(b"a", b"new")
+            shared.store(node, b"newer")
+            node.writers = 0
+        await drain.progress.wait(shared.last_seq)
+        await drain.progress.settle()
+    name = "new" if change == "rename" else "a"
+    assert mode_of(shared, name) == 0o777
+    async with draining(shared, next_mount(shared, journal)) as drain:
+        if not node.is_recorded:
+            shared.content(node)
+        await drain.progress.wait(shared.last_seq)
+    assert (shared.source / name).read_bytes() == node.content
+    assert mode_of(shared, name) == 0o4777
+
+
+@pytest.mark.promise(67)
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("change", ["xattr", "times"])
+@pytest.mark.parametrize("change", ["xattr", "times", "unlink"])
 @pytest.mark.parametrize("is_new", [False, True])
 async def test_withheld_bits_come_after_a_kill_and_another_change(
     shared: Model, clock: Clock, is_new: bool, change: str, when: str
@@ -313,8 +360,10 @@ async def test_withheld_bits_come_after_a_kill_and_another_change(
     async def changed(drain: Drain) -> None:
         if change == "xattr":
             seq = shared.setxattr(name, b"user.n", b"1")
-        else:
+        elif change == "times":
             seq = shared.utime(name, 10**18)
+        else:
+            seq = shared.unlink(b"linked")
         await drain.progress.wait(seq)
         await drain.progress.settle()
 
@@ -323,12 +372,16 @@ async def test_withheld_bits_come_after_a_kill_and_another_change(
             name = b"new"
             shared.create(name, mode=0o2777)
             shared.write(name, b"of root")
+            if change == "unlink":
+                shared.link(name, b"linked")
             node = shared.begin(name)
             shared.store(node, b"newer")
             # The newer bytes come without a record of their own.
             node.writers = 0
         else:
             name = b"a"
+            if change == "unlink":
+                shared.link(name, b"linked")
             node = shared.begin(name)
             shared.store(node, b"newer")
             shared.chmod(name, 0o2777)
@@ -337,7 +390,7 @@ async def test_withheld_bits_come_after_a_kill_and_another_change(
         if when == "before":
             await changed(drain)
     assert mode_of(shared, name.decode()) == 0o777
-    async with draining(shared, shared.kill()) as drain:
+    async with draining(shared, shared.kill(), catch_up=False) as drain:
         if when == "after":
             await changed(drain)
         await drain.progress.wait(shared.content(node))
