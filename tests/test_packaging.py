@@ -15,6 +15,7 @@ import tarfile
 import venv
 import zipfile
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -355,13 +356,17 @@ def test_a_cache_with_written_files_stays_if_its_daemon_was_killed(
     node = Node(monarch, tmp_path, f'MONARCH_MOUNTS="train:{tmp_path}/mnt-%j"\nMONARCH_JOBS={jobs}')
     try:
         assert node.run("prolog.sh", 1) == 0
-        (mountpoint / "ckpt" / "f").write_bytes(b"written")
-        if is_killed:
-            pid = json.loads(monarch("status", str(mountpoint), "--json").stdout)["pid"]
-            os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: not is_running(pid), "the daemon has ended")
-            # As if it had been killed before it noted the file.
-            (jobs / "1" / "state" / "undrained.json").unlink(missing_ok=True)
+        pid = json.loads(monarch("status", str(mountpoint), "--json").stdout)["pid"]
+        # While a process may write to a file, its bytes may be here alone.
+        fd = os.open(mountpoint / "ckpt" / "f", os.O_CREAT | os.O_WRONLY)
+        try:
+            os.write(fd, b"written")
+            if is_killed:
+                os.kill(pid, signal.SIGKILL)
+                wait_until(lambda: not is_running(pid), "the daemon has ended")
+        finally:
+            with suppress(OSError):
+                os.close(fd)
         assert node.run("epilog.sh", 1) == 0
         assert (jobs / "1").exists() == is_killed, node.log.read_text()
         assert is_killed or (source / "ckpt" / "f").read_bytes() == b"written"

@@ -39,14 +39,6 @@ lock_job() { # ID: waits; the lock ends with the shell that has it
     flock "${@:2}" 8
 }
 
-has_written() { # DIRECTORY: whether it may have written files that are not at the source
-    [ -z "$(find "$1" -name undrained.json -print -quit)" ] || return 0
-    # undrained.json is right at an orderly end, which leaves figures.json. It may lack what was
-    # written in the last seconds before a daemon was killed.
-    [ -z "$(find "$1" -name figures.json -print -quit)" ] &&
-        [ -n "$(find "$1" -path '*/absorbed-*' -type f -print -quit)" ]
-}
-
 end_job() { # ID TIME: unmounts the cache of a job, drains for TIME, and removes the cache
     local directory=$MONARCH_JOBS/$1 mountpoint code
     is_cache "$directory" || return 0
@@ -64,7 +56,8 @@ end_job() { # ID TIME: unmounts the cache of a job, drains for TIME, and removes
         fi
         rmdir "$mountpoint"
     done < <(cat "$directory/mounts" 2>/dev/null)
-    if has_written "$directory"; then
+    # A daemon notes that before it answers the first call that writes.
+    if [ -n "$(find "$directory" -name undrained.json -print -quit)" ]; then
         log "job $1: $directory stays: it has written files that are not at the source"
         return 1
     fi

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 NOTE = "mount.json"
 _UNDRAINED = "undrained.json"
+_PREPARED = "undrained-first.part"
 _NOTE_VERSION = 1
 # Files that may exist before the first mount writes its note: left by a failed mount, or a snapshot
 # that was built or copied there.
@@ -164,9 +165,9 @@ class UndrainedNote(Report):
 
     ``tier`` is the path of the tier, ``directory`` that of the journal, and ``journal`` the token
     of the journal. ``in_memory``: the tier was a directory in memory in the start ``boot`` of the
-    machine. ``operations`` counts the changes, and the open files with bytes that the journal does
-    not have yet. ``bytes`` is the size of the contents among the changes. ``names`` are the paths
-    in the mount of the files concerned. Paths are text as in ``MountNote``.
+    machine. ``operations`` counts the changes, and the files that are open for writing: the journal
+    may lack bytes of them. ``bytes`` is the size of the contents among the changes. ``names`` are
+    the paths in the mount of the files concerned. Paths are text as in ``MountNote``.
     """
 
     version: int
@@ -190,6 +191,20 @@ def write_undrained(state: Path, note: UndrainedNote | None) -> None:
         undrained_file(state).unlink(missing_ok=True)
     else:
         replace_private(undrained_file(state), json.dumps(note.to_dict()))
+
+
+def prepare_undrained(state: Path, note: UndrainedNote | None) -> None:
+    """Prepares a note for ``put_undrained``; None removes it. Raises OSError."""
+    if note is None:
+        (state / _PREPARED).unlink(missing_ok=True)
+    else:
+        replace_private(state / _PREPARED, json.dumps(note.to_dict()))
+
+
+def put_undrained(state: Path) -> None:
+    """Makes the prepared note the note of undrained changes. That needs no room on the disk, and
+    outlives the daemon. Raises OSError, FileNotFoundError if none is prepared."""
+    (state / _PREPARED).rename(undrained_file(state))
 
 
 def read_undrained(state: Path) -> UndrainedNote | None:

@@ -292,6 +292,7 @@ class Mount:
         if (written := self.write_back) is not None:
             table = written.front.object_table
             self._undrained = UndrainedNotes(self.parts.state, written.place, written.drain, table)
+            written.front.recorder.begins = self._undrained.begin
         self._timed_out = 0
         readers, epochs = self.filesystem.readers, self.tiers.epochs
         self._traces = Traces(self.filesystem.names, readers, epochs, self.status.report)

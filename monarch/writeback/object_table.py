@@ -134,6 +134,14 @@ class ObjectTable:
         self.states.forget(number)
         self._inos.pop(number, None)
 
+    def being_written(self) -> set[Ino]:
+        """Open files that have a name and that a process may write, or has written."""
+        return {
+            file.ino
+            for number, file in self.open.items()
+            if (file.writers or file.is_changed) and not self.is_dead(number)
+        }
+
     def unrecorded(self) -> set[Ino]:
         """Open files that have a name and have changed since the journal recorded them."""
         return {

@@ -155,12 +155,6 @@ class Progress:
         """Waits until all changes up to ``seq`` are drained."""
         await self._wakeups.until(lambda: self.has_all(seq))
 
-    async def until_waiting(self) -> None:
-        """Waits until the source lacks a change. The caller does not count as one that waits for
-        the source."""
-        while not self._queue.last_seq:
-            await self._wakeups.change()
-
     async def settle(self) -> None:
         """Waits until all changes recorded by now are drained."""
         await self.wait_all(self._queue.last_seq)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -33,10 +33,14 @@ log = logging.getLogger(__name__)
 _QUIET_S = 2.0
 
 
+def _nothing() -> None: ...
+
+
 @dataclass(eq=False, repr=False)
 class Recorder:
     """Belongs to the event loop. Raises Refused where the journal takes nothing. ``is_broken``: the
-    journal has failed, so nothing can be changed until the next mount."""
+    journal has failed, so nothing can be changed until the next mount. ``begins`` is called before
+    each change that the source is to get, and before a process may write to a file."""
 
     _names: Namespace
     _object_table: ObjectTable
@@ -44,6 +48,7 @@ class Recorder:
     _drain: Drain
     _objects: TierObjects
     is_broken: bool = field(default=False, init=False)
+    begins: Callable[[], None] = field(default_factory=lambda: _nothing, init=False)
     # Changes that were made and did not fit into the journal, in order, and files whose content
     # did not.
     _delayed: list[Op] = field(default_factory=list, init=False)
@@ -73,7 +78,7 @@ class Recorder:
         try:
             if self._delayed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            seq = self._journal.append(op)
+            seq = self._append(op)
         except OSError as error:
             number = error.errno or errno.EIO
             if number in FULL:
@@ -85,6 +90,11 @@ class Recorder:
             self._objects.count_failure(number)
             raise Refused(number) from error
         return self._noted(seq, op)
+
+    def _append(self, op: Op) -> int:
+        if op.kind != "gone":
+            self.begins()
+        return self._journal.append(op)
 
     def _noted(self, seq: int, op: Op) -> int:
         if op.object and op.kind != "gone":
@@ -106,7 +116,7 @@ class Recorder:
         while self._delayed:
             op = self._delayed[0]
             try:
-                seq = self._journal.append(op)
+                seq = self._append(op)
             except OSError:
                 return
             del self._delayed[0]
@@ -149,6 +159,7 @@ class Recorder:
 
     def may_write(self, file: OpenFile, by: Credentials) -> None:
         """A user has opened a file for writing."""
+        self.begins()
         file.writers[by] = None
         self._unwritten.discard(file.object)
 

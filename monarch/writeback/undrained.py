@@ -1,7 +1,8 @@
 """The note in the state directory of the changes that the tier has and the source lacks.
 
 The next mount compares the note with the journal in the tier (earlier.py). Without the note, a tier
-whose disk is not mounted would look like a new tier.
+whose disk is not mounted would look like a new tier. The first change waits until there is a note:
+a prepared one, which names no files and gets its name by a rename. A full note replaces it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 import trio
 
-from monarch.control.state_directory import UndrainedNote, write_undrained
+from monarch.control.state_directory import (
+    UndrainedNote,
+    prepare_undrained,
+    put_undrained,
+    write_undrained,
+)
+from monarch.errors import Unanswered
+from monarch.posix.bounded_calls import BoundedCalls
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
 from monarch.text import KiB, errno_words
@@ -32,15 +41,17 @@ _VERSION = 1
 _STEP_S = 2.0
 # Time limit for the state directory's disk at the end of the mount, in seconds.
 _LAST_S = 5.0
+# How long the event loop waits for that disk with the first change, in seconds.
+_WAIT_S = 1.0
 # The note names the files of at most this many changes, in at most this many bytes of JSON.
 _MOST_CHANGES = 4096
 _MOST_NAME_BYTES = 100 * KiB
 
 
 class UndrainedNotes:
-    """Writes the note when the source begins to lack changes, and removes it when they are drained.
-    ``state`` is the state directory. Belongs to the event loop. Raises OSError if the start of the
-    machine cannot be read."""
+    """Writes the note when the source begins to lack changes or a file is opened for writing, and
+    removes it when the source has all. ``state`` is the state directory. Belongs to the event loop.
+    Raises OSError if the start of the machine cannot be read."""
 
     def __init__(self, state: Path, place: WriteStore, drain: Drain, table: ObjectTable) -> None:
         self._state = state
@@ -50,58 +61,101 @@ class UndrainedNotes:
         self._boot = boot_now()
         # Writes in the order of the calls.
         self._threads = ThreadPool(1, "undrained", abandon=True)
+        # Calls for which the event loop waits: no change is recorded meanwhile.
+        self._calls = BoundedCalls("first undrained", wait_s=_WAIT_S)
+        # Whether there is a note, as far as the disk has answered.
+        self._is_there = False
+        self._begins = trio.Event()
         # Whether the file is known to be as ``_noted``: an earlier mount may have left one.
         self._is_known = False
         self._noted: UndrainedNote | None = None
         self._limiter = Limiter(log)
 
+    def begin(self) -> None:
+        """Writes a note unless there is one. Call this before a change is recorded, and before a
+        process may write to a file."""
+        if self._is_there:
+            return
+        self._is_there, self._is_known = True, False
+        self._begins.set()
+        try:
+            self._calls.call(self._put_first)
+        except (OSError, Unanswered) as error:
+            self._warn(error)
+
+    def _put_first(self) -> None:
+        try:
+            put_undrained(self._state)
+        except FileNotFoundError:
+            write_undrained(self._state, self._note(1, []))
+
     async def run(self) -> None:
         """Keeps the note up to date, until cancelled."""
         while True:
             await self._update()
-            if self._is_known and self._noted is None:
-                await self._drain.progress.until_waiting()
-            else:
+            if self._is_there or not self._is_known:
                 await trio.sleep(_STEP_S)
+            else:
+                await self._begins.wait()
 
     async def finish(self) -> None:
         """Updates the note for the last time, after the drain of the mount's end."""
         with trio.move_on_after(_LAST_S, shield=True):
             await self._update()
+            with suppress(OSError):
+                await self._threads.run(prepare_undrained, self._state, None)
 
     async def _update(self) -> None:
         note = self._now()
         if self._is_known and note == self._noted:
             return
-        self._is_known, self._noted = True, note
         try:
-            await self._threads.run(write_undrained, self._state, note)
-        except OSError as error:
+            if note is not None:
+                self._is_there = True
+                await self._threads.run(write_undrained, self._state, note)
+            else:
+                await self._threads.run(prepare_undrained, self._state, self._note(1, []))
+                if self._now() is not None:
+                    return
+                self._is_there, self._begins = False, trio.Event()
+                self._calls.call(write_undrained, self._state, None)
+        except (OSError, Unanswered) as error:
             self._is_known = False
-            self._limiter.warning(
-                "undrained",
-                "the state directory cannot note what the source lacks: %s; the next mount may not"
-                " notice that the tier is missing",
-                errno_words(error.errno),
-            )
+            self._warn(error)
+        else:
+            # A call that was given up may still be made.
+            self._is_known, self._noted = not self._calls.is_stuck, note
+
+    def _warn(self, error: OSError | Unanswered) -> None:
+        self._limiter.warning(
+            "undrained",
+            "the state directory cannot note what the source lacks: %s; the next mount may not"
+            " notice that the tier is missing",
+            errno_words(error.errno) if isinstance(error, OSError) else "no answer",
+        )
 
     def _now(self) -> UndrainedNote | None:
-        """None if the source has all changes."""
-        queue, journal = self._drain.queue, self._place.journal
-        count, unrecorded = len(queue) + len(queue.held), len(self._table.unrecorded())
-        if not count and not unrecorded:
+        """None if the source has all changes, and no file is open for writing."""
+        queue = self._drain.queue
+        count, written = len(queue) + len(queue.held), len(self._table.being_written())
+        if not count and not written:
             return None
         ops = [entry.op for entry in islice(queue.entries(), _MOST_CHANGES)]
+        return self._note(count + written, ops, changes=count)
+
+    def _note(self, operations: int, ops: Sequence[Op], *, changes: int = 0) -> UndrainedNote:
+        """A note of ``operations``, of which ``ops`` are the first of some ``changes``."""
+        token = self._place.journal.token
         return UndrainedNote(
             version=_VERSION,
             tier=os.fspath(self._place.tier.path),
             directory=os.fspath(self._place.directory),
-            journal=journal.token,
+            journal=token,
             in_memory=self._place.tier.in_memory,
             boot=self._boot,
-            operations=count + unrecorded,
-            bytes=queue.waiting_bytes,
-            names=_names(ops, count, f"undrained-{journal.token}"),
+            operations=operations,
+            bytes=self._drain.queue.waiting_bytes,
+            names=_names(ops, changes, f"undrained-{token}"),
         )
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import trio
 
 from monarch.config.settings import MountSettings, TierSettings
+from monarch.control import state_directory
 from monarch.control.state_directory import (
     UndrainedNote,
     read_undrained,
@@ -185,14 +188,13 @@ class Waiting:
     def __init__(self, tmp_path: Path) -> None:
         self.state = tmp_path
         self.ops: list[Op] = []
-        self.unrecorded: set[int] = set()
-        self.changed = trio.Event()
+        self.written: set[int] = set()
         directory = tmp_path / "tier/monarch/absorbed-1"
         tier = SimpleNamespace(path=tmp_path / "tier", in_memory=False)
         journal = SimpleNamespace(token="0123")
         place = SimpleNamespace(tier=tier, directory=directory, journal=journal)
         drain = SimpleNamespace(queue=self, progress=self)
-        table = SimpleNamespace(unrecorded=lambda: self.unrecorded)
+        table = SimpleNamespace(being_written=lambda: self.written)
         self.notes = UndrainedNotes(
             self.state,
             cast(WriteStore, place),
@@ -211,18 +213,18 @@ class Waiting:
     def entries(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(op=op) for op in self.ops]
 
-    async def until_waiting(self) -> None:
-        await self.changed.wait()
-        self.changed = trio.Event()
-
     def put(self, *ops: Op) -> None:
+        self.notes.begin()
         self.ops += ops
-        self.changed.set()
 
     async def named(self) -> list[str]:
         await self.notes.finish()
-        note = read_undrained(self.state)
-        return [] if note is None else note.names
+        return names_in(self.state)
+
+
+def names_in(state: Path) -> list[str]:
+    note = read_undrained(state)
+    return [] if note is None else note.names
 
 
 async def becomes(holds: Callable[[], bool]) -> None:
@@ -248,18 +250,99 @@ def test_the_note_comes_with_the_first_change_and_goes_with_the_last(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(waiting.notes.run)
             await becomes(lambda: not undrained_file(tmp_path).exists())
-            waiting.put(change("create", b"a", 1), change("content", b"a", 1, size=5))
-            await becomes(undrained_file(tmp_path).exists)
-            note = read_undrained(tmp_path)
-            assert note is not None
-            assert (note.names, note.operations, note.bytes) == (["a"], 2, 5)
-            assert (note.journal, note.boot, note.in_memory) == ("0123", boot_now(), False)
-            waiting.ops.clear()
-            waiting.unrecorded.add(1)
-            assert await waiting.named() == ["undrained-0123"]
-            waiting.unrecorded.clear()
-            await becomes(lambda: not undrained_file(tmp_path).exists())
+            for _ in range(2):
+                waiting.put(change("create", b"a", 1), change("content", b"a", 1, size=5))
+                # The caller has no answer yet.
+                note = read_undrained(tmp_path)
+                assert note is not None and note.names == ["undrained-0123"]
+                assert (note.journal, note.boot, note.in_memory) == ("0123", boot_now(), False)
+                await becomes(lambda: names_in(tmp_path) == ["a"])
+                note = read_undrained(tmp_path)
+                assert note is not None and (note.operations, note.bytes) == (2, 5)
+                waiting.ops.clear()
+                waiting.written.add(1)
+                assert await waiting.named() == ["undrained-0123"]
+                waiting.written.clear()
+                await becomes(lambda: not undrained_file(tmp_path).exists())
             nursery.cancel_scope.cancel()
+        await waiting.notes.finish()
+        assert os.listdir(tmp_path) == []
+
+    trio.run(run)
+
+
+@pytest.mark.promise(179)
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_the_first_note_needs_no_turn_of_the_loop_and_a_prepared_one_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_prepared: bool
+) -> None:
+    async def run() -> None:
+        waiting = Waiting(tmp_path)
+        async with trio.open_nursery() as nursery:
+            if is_prepared:
+                nursery.start_soon(waiting.notes.run)
+                prepared = tmp_path / "undrained-first.part"
+                await becomes(lambda: prepared.exists() and waiting.notes._is_known)
+                monkeypatch.setattr(state_directory, "replace_private", full)
+            # A process opens a file for writing.
+            waiting.notes.begin()
+            waiting.written.add(1)
+            assert names_in(tmp_path) == ["undrained-0123"]
+            nursery.cancel_scope.cancel()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    trio.run(run)
+
+
+@pytest.mark.promise(179)
+def test_a_change_that_comes_while_the_note_is_removed_has_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepares = state_directory.prepare_undrained
+
+    async def run() -> None:
+        waiting = Waiting(tmp_path)
+        undrained_file(tmp_path).write_text("{}")
+        token = trio.lowlevel.current_trio_token()
+
+        def prepared(*arguments: Any) -> None:
+            prepares(*arguments)
+            trio.from_thread.run_sync(waiting.put, change("mkdir", b"d"), trio_token=token)
+
+        monkeypatch.setattr(undrained, "prepare_undrained", prepared)
+        await waiting.notes._update()
+        assert names_in(tmp_path) == ["undrained-0123"]
+        await waiting.notes._update()
+        assert names_in(tmp_path) == ["d"]
+
+    trio.run(run)
+
+
+@pytest.mark.promise(179)
+def test_a_state_directory_that_does_not_answer_delays_one_change_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(undrained, "_WAIT_S", 0.01)
+
+    def hanging(state: Path) -> None:
+        answers.wait()
+        raise FileNotFoundError
+
+    monkeypatch.setattr(undrained, "put_undrained", hanging)
+
+    async def run() -> None:
+        waiting = Waiting(tmp_path)
+        with caplog.at_level(logging.WARNING):
+            waiting.put(change("mkdir", b"d"))
+        assert "what the source lacks: no answer" in caplog.text
+        waiting.put(change("mkdir", b"e"))
+        assert names_in(tmp_path) == []
+        answers.set()
+        await becomes(lambda: not waiting.notes._calls.is_stuck)
+        assert await waiting.named() == ["d", "e"]
 
     trio.run(run)
 
