@@ -76,7 +76,7 @@ class Listing:
     names that it has. Some added names may be in ``spill``; those in memory are newer.
     """
 
-    __slots__ = ("_added", "_ino", "_moves", "_order", "changed", "end", "spill")
+    __slots__ = ("_added", "_ino", "_most", "_moves", "_order", "changed", "end", "spill")
 
     def __init__(self, ino: Ino) -> None:
         self._ino = ino
@@ -84,6 +84,8 @@ class Listing:
         # Names that the snapshot has, and their inodes now.
         self.changed: dict[bytes, Ino] = {}
         self._added: dict[bytes, tuple[int, Ino]] = {}
+        # How many names the table of the added ones has had at once.
+        self._most = 0
         # Every name that was added, by index, and with them some that were removed again.
         self._order: list[tuple[int, bytes]] = []
         # How often a name was moved to the file or removed from it.
@@ -124,6 +126,7 @@ class Listing:
         elif name not in self._added:
             insort(self._order, (index, name))
         self._added[name] = (index, ino)
+        self._most = max(self._most, len(self._added))
 
     def remove(self, name: bytes, *, in_snapshot: bool) -> bool:
         """Returns whether the file still has the name (``forgotten``)."""
@@ -132,6 +135,7 @@ class Listing:
             return False
         if self.spill is not None and self.spill.find(self._ino, name) is not None:
             self._added[name] = (0, REMOVED)
+            self._most = max(self._most, len(self._added))
             return True
         del self._added[name]
         self._tidy()
@@ -153,8 +157,13 @@ class Listing:
         self._moves += 1
         if self._added.get(name, (0, Ino(1)))[1] == REMOVED:
             del self._added[name]
+            self._tidy()
 
     def _tidy(self) -> None:
+        if self._most > 2 * len(self._added) + 8:
+            # Python's table keeps the memory of names that have left it.
+            self._added = dict(self._added)
+            self._most = len(self._added)
         if len(self._order) > 2 * len(self._added) + 64:
             # A new list: a caller that reads the old one continues in it.
             added = self._added

@@ -7,7 +7,9 @@ import gc
 import os
 import sqlite3
 import stat
+import sys
 import threading
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -31,30 +33,42 @@ Clock = trio.testing.MockClock
 FILES = 240
 # What may be left whatever is written: a few directories, and what was used last.
 FEW = 40
+# The most memory that the tables of the names in a directory may keep of a drained file, in bytes.
+BYTES_A_FILE = 8
 
 
-def tables(*of: object) -> int:
-    """How many entries all tables of some objects have."""
-    kinds = (dict, set, list, frozenset)
-    return sum(len(it) for each in of for it in vars(each).values() if isinstance(it, kinds))
+def tables(session: Session) -> list[Any]:
+    """All tables of everything that is kept of written files."""
+    write_back, front, names = session.write_back, session.front, session.names
+    drain, others = write_back.drain, write_back.others
+    owners = (
+        *(front.object_table, front.object_table.states, front.object_table.attributes),
+        *(drain, drain.queue, drain.queue.pending, drain.state, drain.state.entries),
+        *(drain.progress, drain._order, drain._steps, drain._marks, drain._marks.unsynced),
+        write_back.place.journal,
+        *(front.opens, front.objects, front.recorder, front.unlinked),
+        *(front.drained, front.source, front.failures, front.files),
+        *(write_back.place.objects, others, names),
+        *(names._known, names._overlay, names._listings),
+    )
+    kinds = (dict, set, list, frozenset, bytearray, deque)
+    return [it for each in owners if each for it in vars(each).values() if isinstance(it, kinds)]
 
 
 def in_memory(session: Session) -> int:
     """How many entries everything has that is kept of written files."""
-    write_back, front, names = session.write_back, session.front, session.names
-    owners = (
-        write_back.front.object_table,
-        write_back.front.object_table.states,
-        write_back.drain,
-        write_back.place.journal,
-        *(front.opens, front.objects, front.recorder, front.unlinked),
-        *(front.drained, front.source, front.failures, front.files),
-        write_back.place.objects,
-    )
-    listings = sum(map(len, names._listings._listings.values()))
+    listings = sum(map(len, session.names._listings._listings.values()))
     gc.collect()
     nodes = sum(type(it) is overlay.Node for it in gc.get_objects())
-    return tables(*owners, names, names._known, names._overlay, names._listings) + listings + nodes
+    return sum(map(len, tables(session))) + listings + nodes
+
+
+def bytes_of_names(session: Session) -> list[int]:
+    """The memory of the tables of the names in each directory, in bytes."""
+    return [
+        sum(map(sys.getsizeof, (listing._added, listing._order, listing.changed)))
+        for listing in session.names._listings._listings.values()
+    ]
 
 
 @pytest.fixture
@@ -99,6 +113,7 @@ async def test_files_that_are_drained_take_no_memory_and_are_as_they_were(
         await session.symlink(b"link", b"d/0")
         await at_rest(session)
         assert in_memory(session) < FEW
+        assert max(bytes_of_names(session)) < BYTES_A_FILE * FILES
         assert session.names._overlay.spilled > FILES - 3
         assert session.names.held_bytes < FEW * overlay.NAME_BYTES + 64 * FILES
         # A process that has it open sees the same inode as the names.
