@@ -14,23 +14,25 @@ from monarch.posix.processes import Sessions, runs_any_of, user_of
 from tests.equipment.waiting import wait_until
 
 
-def test_the_session_of_a_process_is_known_after_its_end() -> None:
-    """The daemon learns of an open up to a tenth of a second later."""
+def test_a_process_is_known_once_and_one_that_has_ended_has_no_session() -> None:
     sessions = Sessions()
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
         try:
-            assert sessions.of(process.pid) == process.pid
+            assert sessions.of(process.pid) == sessions.of(process.pid) == process.pid
         finally:
             process.kill()
-    assert sessions.of(process.pid) == process.pid
-    assert Sessions().of(process.pid) == 0
-
-
-def test_a_process_is_known_once_and_unknown_numbers_have_no_session() -> None:
-    sessions = Sessions()
+    assert sessions.of(process.pid) == sessions.of(0) == sessions.of(-1) == 0
     assert sessions.of(os.getpid()) == os.getsid(0)
-    assert sessions.of(0) == sessions.of(-1) == 0
-    assert len(sessions._known) == 1
+    sessions.saw(process.pid, 0)
+    assert len(sessions._known) == 1 + bool(os.getsid(0))
+
+
+def test_the_latest_processes_of_sessions_are_known() -> None:
+    sessions = Sessions()
+    for pid in range(1, 5000):
+        sessions.saw(pid, 7)
+    assert list(sessions._known) == list(range(5000 - len(sessions._known), 5000))
+    assert len(sessions._known) < 2000
 
 
 def test_a_session_is_over_when_all_its_processes_have_ended() -> None:
@@ -42,14 +44,33 @@ def test_a_session_is_over_when_all_its_processes_have_ended() -> None:
     left = int(first.stdout.readline())
     try:
         os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
-        assert not sessions.is_over(first.pid), "found among all processes"
-        assert sessions.of(left) == first.pid and not sessions.is_over(first.pid)
+        assert not sessions.over([first.pid]), "found among all processes"
+        assert sessions.of(left) == first.pid and not sessions.over([first.pid])
     finally:
         os.kill(left, signal.SIGKILL)
-    wait_until(lambda: sessions.is_over(first.pid), "a zombie is left, and perhaps two")
+    wait_until(lambda: sessions.over([first.pid]), "a zombie is left, and perhaps two")
     first.communicate()
-    assert sessions.is_over(first.pid)
-    assert not sessions.is_over(os.getsid(0))
+    assert sessions.over([first.pid]) == {first.pid}
+
+
+def test_all_processes_are_read_once_for_all_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[str] = []
+    listdir = os.listdir
+
+    def listing(path: str) -> list[str]:
+        listed.append(path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", listing)
+    # No process has these numbers.
+    ended = range(1 << 30, (1 << 30) + 60)
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        try:
+            assert Sessions().over([*ended, process.pid]) == {*ended}
+            assert Sessions().over([process.pid]) == set()
+        finally:
+            process.kill()
+    assert listed == ["/proc"]
 
 
 def test_the_user_of_a_process_is_known_until_it_ends() -> None:

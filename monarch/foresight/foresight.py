@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -151,10 +151,10 @@ class Foresight:
         files = stream.subtree.files
         return stream if inos[0] in files and inos[-1] in files else None
 
-    def end_jobs(self, is_over: Callable[[int], bool]) -> None:
-        """Ends the streams of the jobs that have ended. Another job in the same files then keeps
-        their order."""
-        for number in [number for number in self._jobs if number and is_over(number)]:
+    def end_jobs(self, over: Callable[[Sequence[int]], Iterable[int]]) -> None:
+        """Ends the streams of the jobs that have ended: ``over`` returns which of them have.
+        Another job in the same files then keeps their order."""
+        for number in over([number for number in self._jobs if number]):
             self._end_job(number)
 
     def fetched(self, ino: Ino, nbytes: int) -> None:

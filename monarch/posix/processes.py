@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import suppress
 
 from monarch.posix.files import closing_fd
@@ -19,41 +20,50 @@ class Sessions:
         self._known: dict[int, int] = {}
 
     def of(self, pid: int) -> int:
-        """The session of a process, also if the process has ended since the last question; 0 if it
-        is unknown."""
+        """The session of a process; 0 if it is unknown, or the process has ended."""
         if pid <= 0:
             return 0
-        try:
-            session = os.getsid(pid)
-        except OSError:
-            return self._known.get(pid, 0)
-        if self._known.get(pid) != session:
+        session = _session(pid)
+        self.saw(pid, session)
+        return session
+
+    def saw(self, pid: int, session: int) -> None:
+        """Records that a process was in a session; 0: one of them is unknown."""
+        if pid and session and self._known.get(pid) != session:
             if len(self._known) >= _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
             self._known[pid] = session
-        return session
 
-    def is_over(self, session: int) -> bool:
-        """Whether all processes of a session have ended. The first one and those that were asked
-        for are checked before all others."""
-        known = [pid for pid, of in self._known.items() if of == session]
-        if any(_is_in(pid, session) for pid in (session, *known)):
-            return False
-        for pid in known:
-            del self._known[pid]
-        for name in os.listdir("/proc"):
-            if name.isdecimal() and _is_in(int(name), session):
-                self._known[int(name)] = session
-                return False
-        return True
+    def over(self, sessions: Collection[int]) -> set[int]:
+        """The sessions without a process that runs. The first process of each, and those that are
+        known, are checked before all others: these are read once for all sessions."""
+        over = {session for session in sessions if not _is_in(session, session)}
+        for pid, session in list(self._known.items()):
+            if session in over:
+                if _is_in(pid, session):
+                    over.remove(session)
+                else:
+                    del self._known[pid]
+        others = [int(name) for name in os.listdir("/proc") if name.isdecimal()] if over else []
+        for pid in others:
+            session = _session(pid)
+            if session in over and _is_in(pid, session):
+                over.remove(session)
+                self.saw(pid, session)
+        return over
+
+
+def _session(pid: int) -> int:
+    """The session of a process; 0 if it has ended."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return 0
 
 
 def _is_in(pid: int, session: int) -> bool:
     """Whether a process of the session runs under this number. A zombie does not run."""
-    try:
-        if os.getsid(pid) != session:
-            return False
-    except OSError:
+    if _session(pid) != session:
         return False
     # The name of the command is in parentheses and may contain parentheses.
     return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:1] != [b"Z"]

@@ -430,7 +430,7 @@ class Readers:
         """Forgets what the jobs that have ended were reading, until cancelled."""
         while True:
             await trio.sleep(_JOBS_STEP_S)
-            self._foresight.end_jobs(self._sessions.is_over)
+            self._foresight.end_jobs(self._sessions.over)
             if self.quotas is not None:
                 self.quotas.end_jobs()
 

@@ -207,7 +207,7 @@ def test_a_file_is_expected_again_by_another_job_that_has_not_opened_it() -> Non
     assert sum(expected(order)) == len(order) - 10
     job.open(2 * list(job.files(VAL)))
     assert not any(expected(order)), "the other job has paused"
-    job.foresight.end_jobs(lambda number: number == OTHER_JOB)
+    job.foresight.end_jobs({OTHER_JOB}.intersection)
     assert not any(expected(order))
 
 
@@ -237,7 +237,7 @@ def test_a_job_that_has_ended_leaves_nothing_to_the_job_that_follows() -> None:
         # The second time a session of the same number has begun.
         job.open(shuffled(job.files(TRAIN), seed)[:3000])
         assert job.patterns == {"2": "shuffled"}
-        job.foresight.end_jobs({JOB}.__contains__)
+        job.foresight.end_jobs({JOB}.intersection)
         assert job.patterns == {} and job.foresight.next(100) == []
     job.open(order, OTHER_JOB)
     job.open(order[:256], OTHER_JOB)
