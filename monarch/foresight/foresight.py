@@ -328,7 +328,7 @@ class Foresight:
 
     def _likely_job(self, ino: Ino) -> int:
         """The job of an unknown process: the only one that reads the subtree of the file; 0 if none
-        or several do. Workers of a loader may end before their last opens are counted."""
+        or several do. A process of another pid namespace is unknown."""
         if not len(self._jobs) - (0 in self._jobs):
             return 0
         readers = [

@@ -498,8 +498,7 @@ class Readers:
             self._count_watched(opened)
         # The events happened since the last call.
         since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
-        jobs: dict[int, int] = {}
-        for ino, what, content, pid in self._fast.served():
+        for ino, what, content, pid, job in self._fast.served():
             if what == RELEASED:
                 self._old_version_released(ino)
                 continue
@@ -511,9 +510,7 @@ class Readers:
                 self.release(ino)
                 continue
             tier = what
-            job = jobs.get(pid)
-            if job is None:
-                job = jobs[pid] = self._sessions.of(pid)
+            self._sessions.saw(pid, job)
             if content is not None:
                 self._promotions.keep_fetched(ino, content, job, since_ns)
                 self._fast.taken(ino)

@@ -176,7 +176,7 @@ class Fuzz:
             case 4 | 5 if not resident:
                 made.place(name, dice.choice((1, 2)))
             case 6:
-                for ino, _, content, _ in made.datapath.served():
+                for ino, _, content, *_ in made.datapath.served():
                     if content is not None:
                         made.datapath.taken(ino)
                 made.datapath.tallies()

@@ -108,7 +108,7 @@ def test_files_of_a_chunk_that_is_open_are_read_without_python(made: Rig) -> Non
     for size in SIZES:
         ino = made.ino(name_of(size))
         assert read(made, ino, size + 1) == contents(name_of(size), size)
-        ((found, what, fetched, _),) = made.datapath.served()
+        ((found, what, fetched, *_),) = made.datapath.served()
         assert (found, what) == (ino, FETCHED) and fetched is not None
         assert bytes(fetched) == contents(name_of(size), size)
         made.datapath.taken(ino)

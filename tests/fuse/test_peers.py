@@ -73,7 +73,7 @@ class Job:
     def take_events(self) -> list[tuple[Ino, bytes | None]]:
         found = [
             (ino, None if data is None else bytes(data))
-            for ino, what, data, _ in self.rig.datapath.served()
+            for ino, what, data, *_ in self.rig.datapath.served()
             if what == FETCHED
         ]
         for ino, _ in found:

@@ -22,12 +22,14 @@ _ANNOUNCER = (
     "import sys, time; from monarch.frameworks.announce import announce;"
     " announced = announce(sys.argv[1:]); time.sleep(600)"
 )
-# Reads the files whose paths come from the standard input, in a session of its own. Each line of
-# the output is the number of files that were read.
+# Reads the files whose paths come from the standard input, in a session of its own, each in a
+# thread that ends at once. Each line of the output is the number of files that were read.
 _READER = """
-import sys
+import sys, threading
 for number, line in enumerate(sys.stdin):
-    open(line.rstrip(), "rb").read()
+    thread = threading.Thread(target=lambda: open(line.rstrip(), "rb").read())
+    thread.start()
+    thread.join()
     print(number + 1, flush=True)
 """
 
@@ -97,6 +99,22 @@ def test_status_shows_in_which_order_each_job_reads(
             lambda: [stream["directory"] for stream in streams(mounted)] == ["train"],
             "the job that has ended is forgotten",
         )
+
+
+@pytest.mark.promise(182)
+@pytest.mark.modes("relay", "passthrough", "python")
+def test_threads_that_end_at_once_are_one_job_which_ends_with_its_process(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = images("train", 200)
+    tree(content)
+    mounted = monarch.mount(source)
+    with Reader() as reader:
+        reader.read(mounted, shuffled(content))
+        settled(mounted)
+        (stream,) = streams(mounted)
+        assert (stream["pattern"], stream["epoch"], stream["share"]) == ("shuffled", 1, 1.0)
+    wait_until(lambda: not streams(mounted), "nothing is left of the job")
 
 
 ALL_OFF = ("foresight.announced=false", "foresight.ahead=false", "foresight.fill=false")

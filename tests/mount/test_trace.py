@@ -18,17 +18,8 @@ from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.waiting import wait_until
 from tests.mount.observe import settled
 
-# Reads each file whose path is in a line of the standard input, up to an empty line; then it lives
-# until the input ends.
-_READER = """
-import sys
-for line in sys.stdin:
-    if line == "\\n":
-        print("read", flush=True)
-        continue
-    with open(line.rstrip(), "rb") as file:
-        file.read()
-"""
+# Reads each file whose path is in a line of the standard input.
+_READER = "import sys; [open(line.rstrip(), 'rb').read() for line in sys.stdin]"
 
 
 def images(files: int) -> dict[str, bytes]:
@@ -36,20 +27,14 @@ def images(files: int) -> dict[str, bytes]:
 
 
 def read(mounted: Mounted, names: list[str]) -> int:
-    """Reads the files; returns the process, which is a session. It lives until its opens are
-    counted: the session of a process that has ended is unknown."""
+    """Reads the files; returns the number of the process, which is that of its session. It may end
+    before the daemon has counted its opens."""
     with subprocess.Popen(
-        [sys.executable, "-c", _READER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        [sys.executable, "-c", _READER], stdin=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write("".join(f"{mounted.path / name}\n" for name in names) + "\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "read\n"
-        settled(mounted)
+        process.communicate("".join(f"{mounted.path / name}\n" for name in names))
+    assert process.returncode == 0
+    settled(mounted)
     return process.pid
 
 

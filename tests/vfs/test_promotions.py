@@ -90,7 +90,11 @@ async def test_the_events_of_the_datapath_are_counted_in_their_order(rigs: Rigs)
     copied, fetched, opened = rig.copy("small"), rig.ino("d/other"), rig.ino("large")
     await rig.open("large")
     content = memoryview(FILES["d/other"])
-    fast.events = [(copied, 1, None, 0), (fetched, 0, content, 0), (opened, ABANDONED, None, 0)]
+    fast.events = [
+        (copied, 1, None, 0, 0),
+        (fetched, 0, content, 0, 0),
+        (opened, ABANDONED, None, 0, 0),
+    ]
     rig.filesystem.readers.catch_up()
     assert fast.kept == [fetched] and fetched in rig.engine.flights
     assert not rig.read_side.bindings.is_open(opened)
@@ -106,7 +110,7 @@ async def test_fetched_bytes_of_a_file_that_another_node_keeps_become_no_copy(ri
     rig.read_side.promotions.is_kept_elsewhere = lambda ino: ino != own
     rig.residency.want(wanted, forced=True)
     inos = {theirs: "small", wanted: "d/other", own: "large"}
-    fast.events = [(ino, 0, memoryview(FILES[name]), 0) for ino, name in inos.items()]
+    fast.events = [(ino, 0, memoryview(FILES[name]), 0, 0) for ino, name in inos.items()]
     rig.filesystem.readers.catch_up()
     assert set(rig.engine.flights) == {wanted, own}
     assert fast.kept == list(inos)
@@ -118,7 +122,7 @@ async def test_fetched_bytes_of_an_old_version_become_no_copy(rigs: Rigs) -> Non
     rig = rigs(fast=fast)
     ino = rig.ino("small")
     rig.residency.mark_changed(ino)
-    fast.events = [(ino, 0, memoryview(b"old"), 0)]
+    fast.events = [(ino, 0, memoryview(b"old"), 0, 0)]
     rig.filesystem.readers.catch_up()
     assert rig.engine.flights == {} and fast.kept == [ino]
 

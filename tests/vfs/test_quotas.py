@@ -97,7 +97,7 @@ async def test_an_open_is_charged_for_no_copy_that_has_left_before_it_is_counted
         await rig.content("small")
     rig.engine.arrive(ino)
     for charged in (1000, 0):
-        fast.events = [(ino, 1, None, ALICE.pid)]
+        fast.events = [(ino, 1, None, ALICE.pid, 0)]
         rig.filesystem.readers.catch_up()
         assert [each.charged for each in given.report()] == [charged]
         rig.controller.dropped(ino, len(FILES["small"]))

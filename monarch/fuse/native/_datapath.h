@@ -163,6 +163,7 @@ struct event {
     uint64_t what;
     struct content *content; /* the fetched bytes; the event counts as their user */
     uint32_t pid;            /* the process that has opened the file; 0: unknown, or no open */
+    uint32_t session;        /* the session of that process; 0: unknown */
 };
 
 struct overflow {
@@ -291,6 +292,7 @@ void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct conten
 struct tally *tally_of(struct thread *thread, uint8_t tier);
 void count_open(struct thread *thread, uint8_t tier, uint64_t begin);
 void count_read(struct thread *thread, uint8_t tier, size_t bytes, uint64_t begin);
+uint32_t session_of(uint32_t pid);
 
 /* -- _pending.c -------------------------------------------------------------------------------- */
 

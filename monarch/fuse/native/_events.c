@@ -16,7 +16,14 @@ void wake_python(struct datapath *dp) {
     }
 }
 
-/* Stores an event; false if there is no room: then Python must see the open itself. */
+/* The session of a process; 0 if it is unknown. */
+uint32_t session_of(uint32_t pid) {
+    pid_t session = pid ? getsid((pid_t)pid) : 0;
+    return session > 0 ? (uint32_t)session : 0;
+}
+
+/* Stores an event; false if there is no room: then Python must see the open itself. The process
+ * still waits for the answer to its open: when Python takes the event, it may have ended. */
 bool put_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content,
                uint32_t pid) {
     uint64_t head = __atomic_load_n(&dp->event_head, __ATOMIC_RELAXED);
@@ -34,6 +41,7 @@ bool put_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *
             event->what = (uint64_t)what << 56 | ino;
             event->content = content;
             event->pid = pid;
+            event->session = session_of(pid);
             STORE(event->turn, head + 1);
             return true;
         }
@@ -83,7 +91,8 @@ void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct conten
         what < MAX_TIERS ? has_room(dp, ino, what, pid) : put_event(dp, ino, what, content, pid);
     struct overflow *more = is_stored ? NULL : malloc(sizeof *more);
     if (more) {
-        *more = (struct overflow){.event = {0, (uint64_t)what << 56 | ino, content, pid}};
+        more->next = NULL;
+        more->event = (struct event){0, (uint64_t)what << 56 | ino, content, pid, session_of(pid)};
         pthread_mutex_lock(&dp->overflow_lock);
         if (dp->overflow)
             *dp->overflow_end = more;

@@ -246,11 +246,11 @@ void opening_resume(struct thread *thread, struct in_header *request, struct ope
 /* Whether a process belongs to a session that is measured (vfs/measured.py). */
 static bool is_measured(struct datapath *dp, uint32_t pid) {
     int count = LOAD(dp->measured_count);
-    if (!count || !pid)
+    if (!count)
         return false;
-    pid_t session = getsid((pid_t)pid);
+    uint32_t session = session_of(pid);
     for (int i = 0; i < count; i++) {
-        if (session > 0 && LOAD(dp->measured[i]) == session)
+        if (session && LOAD(dp->measured[i]) == (int)session)
             return true;
     }
     return false;
