@@ -113,7 +113,7 @@ class Foresight:
         known.compare(is_announced=is_announced)
         stream = self._stream_of(known, ino)
         if stream is None:
-            known.outside.append(ino)
+            known.outside.append((ino, process))
             if len(known.outside) >= WINDOW:
                 known.is_new = False
                 self._begin_stream(known)
@@ -355,7 +355,7 @@ class Foresight:
     def _begin_stream(self, job: Job) -> None:
         """Begins a stream in the subtree that has most of the opens outside of all others."""
         outside, job.outside = job.outside, []
-        found = _subtree_of(self._names, outside)
+        found = _subtree_of(self._names, [ino for ino, _ in outside])
         if found is None:
             return
         directory, depth = found
@@ -376,9 +376,9 @@ class Foresight:
         for stale in job.streams[_MOST_STREAMS:]:
             self._end_stream(stale)
         del job.streams[_MOST_STREAMS:]
-        for ino in outside:
+        for ino, process in outside:
             if ino in files:
-                stream.opened(ino)
+                stream.opened(ino, process)
 
     def _new_stream(self, subtree: Subtree) -> Stream:
         key = subtree.directory, subtree.depth

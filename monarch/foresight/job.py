@@ -13,13 +13,13 @@ _COMPARED = 64
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Streams of one job, the last used first, and its opens in none of them. ``is_new``: these may
-    become its first stream. ``last`` is the number of its last open, of those of all jobs.
-    ``announced`` rises with each open that an announced order has before it, and falls with each
-    other one."""
+    """Streams of one job, the last used first, and its opens in none of them, each with the process
+    (0: unknown). ``is_new``: these may become its first stream. ``last`` is the number of its last
+    open, of those of all jobs. ``announced`` rises with each open that an announced order has
+    before it, and falls with each other one."""
 
     streams: list[Stream] = field(default_factory=list)
-    outside: list[Ino] = field(default_factory=list)
+    outside: list[tuple[Ino, int]] = field(default_factory=list)
     is_new: bool = True
     last: int = 0
     announced: int = 0
