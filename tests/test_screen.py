@@ -17,6 +17,7 @@ from monarch.cli import status_screen as screens
 from monarch.cli.overview import Line
 from monarch.cli.screen import Column, bar, fields, paragraph, shortened, table
 from monarch.control.registry import MountRecord, SeenMount
+from monarch.telemetry.foresight_report import StreamReport
 from monarch.telemetry.report import QuotaReport, StatusReport
 from tests.reports import a_report
 
@@ -56,6 +57,18 @@ def test_a_quota_is_shown_with_its_limits_and_what_is_used() -> None:
     assert shown == "user alice: copies 12 GiB of 200 GiB; source 32 GiB, at most 19.1 MiB/s"
     unlimited = dataclasses.replace(quota, tier=None, source_limit=0)
     assert screens._quota(unlimited) == "user alice: copies 12 GiB; source 32 GiB"
+
+
+def test_the_order_of_a_job_is_shown_with_its_epoch_or_that_it_is_unknown() -> None:
+    known = StreamReport("train", "shuffled", 1000, 3, 0.42, 0)
+    mixed = StreamReport("part", "shuffled", 1000, None, None, 0, is_mixed=True)
+    again = StreamReport("val", "skewed", 1000, None, None, 0)
+    shown = dataclasses.replace(a_report().foresight, streams=[known, mixed, again])
+    assert [value for name, value in screens._foresight(shown) if name == "read order"] == [
+        "train/: shuffled, epoch 3, 42% of 1,000 files opened",
+        "part/: shuffled, epoch unknown, 1,000 files",
+        "val/: skewed",
+    ]
 
 
 def test_fields_wrap_at_the_end_of_a_word_and_keep_numbers_with_their_units() -> None:

@@ -448,6 +448,8 @@ def _foresight(foresight: ForesightReport) -> Iterable[tuple[str, str]]:
         words = [f"{stream.directory}/: {stream.pattern}"]
         if stream.epoch is not None:
             words.append(f"epoch {stream.epoch}")
+        elif stream.is_mixed:
+            words.append(f"epoch unknown, {stream.files:,} files")
         if stream.share is not None:
             words.append(f"{_percent(stream.share)} of {stream.files:,} files opened")
         if stream.ahead:

@@ -306,9 +306,10 @@ class Foresight:
             directory=directory.decode(errors="surrogateescape"),
             pattern=stream.pattern,
             files=len(stream.subtree.files),
-            epoch=stream.epoch if has_epochs else None,
-            share=stream.share if has_epochs else None,
+            epoch=stream.epoch if has_epochs and not stream.is_mixed else None,
+            share=stream.share if has_epochs and not stream.is_mixed else None,
             ahead=stream.reach if self._settings.ahead else 0,
+            is_mixed=has_epochs and stream.is_mixed,
         )
 
     # -- jobs and subtrees -----------------------------------------------------------------------

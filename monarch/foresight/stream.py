@@ -41,6 +41,11 @@ _FILL_PER_OPEN, _MOST_FILL = 32, 2048
 # Many opens are at least so many windows: every window of fewer opens is tested.
 _MANY_WINDOWS = 3
 
+# A window with a larger share of repeats may be the begin of an epoch. The repeats of the other
+# windows show, if they are more than this share of the opens, that the epochs read different files.
+_NEXT_EPOCH = 0.9
+_MIXED = 0.1
+
 # Windows after which a skewed stream must have shown repeats since the count began.
 _LEAST_SKEWED = 4
 
@@ -168,6 +173,10 @@ class Stream:
         # Opens of this epoch, and those of files that this epoch had opened before.
         self.opens = 0
         self.repeats = 0
+        # Both at the last test of this epoch, and the repeats within it.
+        self._tested = 0, 0
+        self._inner_repeats = 0
+        self._had_mixed_epoch = False
         self._n = len(subtree.files)
         self._start = subtree.files.start
         # The files that were opened since the last test, and the process of each; then the window
@@ -199,6 +208,13 @@ class Stream:
     def share(self) -> float:
         """The share of the subtree that this epoch has read."""
         return self._seen.count / self._n
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the epochs cannot be distinguished, since files come again before all others were
+        opened: each epoch reads another part of the files. Then also later numbers are wrong."""
+        most = max(self._window_size, _MIXED * self.opens)
+        return self._had_mixed_epoch or self._inner_repeats > most
 
     @property
     def reach(self) -> int:
@@ -314,8 +330,10 @@ class Stream:
         if self._order is not None:
             self._last = _Order(self._order, self._n)
             self._order = array("I", self._run)
+        self._had_mixed_epoch = self.is_mixed
         self.epoch += 1
         self.opens, self.repeats = len(self._run), 0
+        self._tested, self._inner_repeats = (self.opens, 0), 0
         self._seen.clear()
         for position in self._run:
             self._seen.add(position)
@@ -326,6 +344,7 @@ class Stream:
     # -- recognition -----------------------------------------------------------------------------
 
     def _judge(self) -> None:
+        self._count_inner_repeats()
         vote, found = self._look()
         if vote in _LOCAL:
             before = self._voted if self._vote == vote else None
@@ -337,6 +356,13 @@ class Stream:
         if vote == self._vote and vote != self.pattern:
             self._recognised(vote, found)
         self._vote, self._voted = vote, found
+
+    def _count_inner_repeats(self) -> None:
+        now = self.opens, self.repeats + len(self._run)
+        opens, repeats = (a - b for a, b in zip(now, self._tested, strict=True))
+        self._tested = now
+        if repeats <= _NEXT_EPOCH * opens:
+            self._inner_repeats += repeats
 
     def _look(self) -> tuple[Pattern, Locality | None]:
         """What the tests say of the window; where it is, if it is local."""

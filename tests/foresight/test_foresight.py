@@ -251,6 +251,53 @@ def test_epochs_are_unknown_if_the_kernel_does_not_send_all_opens() -> None:
     assert (stream.pattern, stream.epoch, stream.share) == ("shuffled", None, None)
 
 
+@pytest.mark.promise(182)
+@pytest.mark.parametrize("share", [0.25, 0.34, 0.5, 0.8, 0.94, 0.98, 1.0])
+@pytest.mark.parametrize("lot", [0, 700])
+def test_the_number_of_an_epoch_is_right_or_unknown(share: float, lot: int) -> None:
+    """Each epoch reads another share of the files, as of one of several nodes, or of a job that
+    limits its batches."""
+    job, numbers = Job(rate=0, is_filled=False), []
+    for epoch in range(6):
+        opens = shuffled(job.files(TRAIN), epoch)[: int(share * 4000)]
+        if lot:
+            for start in range(0, len(opens), lot):
+                job.foresight.opened_all(array("I", opens[start : start + lot]))
+        else:
+            job.open(opens)
+        (stream,) = job.foresight.report(counts_opens=True).streams
+        assert stream.pattern == "shuffled"
+        assert stream.epoch in (epoch + 1, None)
+        assert stream.is_mixed == (stream.epoch is None) == (stream.share is None)
+        numbers.append(stream.epoch)
+    assert numbers[0] == 1
+    if share == 1:
+        assert None not in numbers
+    elif share <= 0.5:
+        assert numbers[1:] == [None] * 5
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_an_epoch_is_known_as_long_as_each_file_comes_once(noise: float) -> None:
+    """The other files become unknown within the second epoch, and stay so."""
+    rng, job = random.Random(1), Job(rate=0, is_filled=False)
+    files = job.files(TRAIN)
+    job.open(with_noise(shuffled(files, 0)[:2000], noise, files, rng))
+    assert [each.epoch for each in job.foresight.report(counts_opens=True).streams] == [1]
+    job.open(with_noise(shuffled(files, 7)[:1400], noise, files, rng))
+    assert [each.epoch for each in job.foresight.report(counts_opens=True).streams] == [None]
+    for epoch in range(3):
+        job.open(shuffled(files, epoch))
+        assert [each.epoch for each in job.foresight.report(counts_opens=True).streams] == [None]
+
+
+def test_draws_with_replacement_have_no_epochs() -> None:
+    job, rng = Job(rate=0, is_filled=False), random.Random(2)
+    job.open(rng.choices(job.files(TRAIN), k=8000))
+    (stream,) = job.foresight.report(counts_opens=True).streams
+    assert (stream.pattern, stream.epoch, stream.is_mixed) == ("shuffled", None, True)
+
+
 def test_each_job_gets_its_share_of_what_is_asked_for() -> None:
     job = Job(rate=0)
     job.open(list(job.files(TRAIN))[:512], JOB)
