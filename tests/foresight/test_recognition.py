@@ -7,17 +7,20 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
 
+from monarch.config.settings import ForesightSettings
 from monarch.foresight import recognition, stream
+from monarch.foresight.foresight import Foresight
 from monarch.foresight.marks import Marks
 from monarch.foresight.recognition import binomial_tail, poisson_tail
 from monarch.foresight.stream import Stream, Subtree, _Order
 from monarch.order import epoch_permutation
 from monarch.types import ROOT_INO, Ino
-from tests.foresight.streams import with_noise, workers
+from tests.foresight.streams import Tree, with_noise, workers
 
 FIRST, N = 100, 20_000
 FILES = range(FIRST, FIRST + N)
@@ -74,6 +77,51 @@ def test_each_order_is_recognised_within_the_error_rate(kind: str, readers: int)
     wrong = sum(count for pattern, count in found.items() if pattern not in (kind, "unknown"))
     assert wrong <= ERROR_RATE * SEEDS, found
     assert found[kind] >= 0.97 * SEEDS, found
+
+
+@pytest.mark.promise(182)
+@pytest.mark.parametrize("readers", [1, 4])
+def test_the_order_of_the_last_epoch_is_recognised_within_the_error_rate(readers: int) -> None:
+    """The workers interleave anew in each epoch, and a twentieth of the opens is noise."""
+    found: Counter[str] = Counter()
+    for seed in range(SEEDS // 8):
+        rng, files = random.Random(seed), FILES[: 10 * recognition.WINDOW]
+        order = rng.sample(files, len(files))
+        marks = Marks(FILES.stop)
+        stream = Stream(Subtree(ROOT_INO, 1, files, marks), keeps_order=True)
+        for opens in (len(order), 2 * OPENS):
+            for ino in with_noise(workers(order[:opens], readers, 16, rng), 0.05, files, rng):
+                stream.opened(Ino(ino))
+        found[stream.pattern] += 1
+    wrong = found.total() - found["same order"] - found["unknown"]
+    assert wrong <= ERROR_RATE * found.total(), found
+    assert found["same order"] >= 0.97 * found.total(), found
+
+
+@pytest.mark.promise(182)
+def test_two_jobs_that_alternate_are_recognised_within_the_error_rate() -> None:
+    """In one directory, with opens by neither; each order with each other one."""
+    kinds: dict[str, Callable[[range, random.Random], list[int]]] = {
+        "sequential": lambda files, rng: list(files),
+        "strided": lambda files, rng: list(files[rng.randrange(3) :: 3]),
+        "shuffled": lambda files, rng: rng.sample(files, len(files)),
+    }
+    tree, jobs = Tree((1, 4 * OPENS)), (10, 20)
+    (files,) = tree.files
+    found: Counter[bool] = Counter()
+    for seed, (one, other) in enumerate(20 * list(product(kinds, kinds))):
+        rng, foresight = random.Random(seed), Foresight(tree, ForesightSettings())
+        orders = [
+            workers(kinds[kind](files, rng)[: OPENS + 64], 4, 16, rng) for kind in (one, other)
+        ]
+        for inos in zip(*(with_noise(order, 0.05, files, rng) for order in orders), strict=False):
+            for job, ino in zip(jobs, inos, strict=True):
+                foresight.opened(Ino(ino), job)
+        shown = [stream.pattern for job in jobs for stream in foresight._jobs[job].streams]
+        for pattern, kind in zip(shown, (one, other), strict=True):
+            found[pattern == kind] += pattern != "unknown"
+    assert found[False] <= ERROR_RATE * found.total(), found
+    assert found.total() > 300
 
 
 @pytest.mark.parametrize("readers", [16, 64])
