@@ -27,7 +27,7 @@ __all__ = ["clock", "rigs"]
 
 SIZE = 100
 CALL_S = 0.01
-FILES = 600
+FILES = 320
 # The sessions of the two jobs.
 ANNOUNCED, OTHER = 1000, 2000
 
