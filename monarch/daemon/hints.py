@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,6 +44,11 @@ _LOOK_S = 1.0
 # Pieces of orders that are handled between two looks, for one user and for all. A piece takes about
 # a millisecond, in which no other request is answered.
 _MOST_PIECES, _MOST_PIECES_OF_ALL = 128, 256
+# The processor time of all messages between two looks, in seconds. A ``begin`` reads the groups of
+# its process: 65,536 groups, as in a user namespace, take tens of milliseconds.
+_MOST_S, _MOST_S_OF_ALL = 0.2, 0.4
+# What a user may read is kept for so many sets of groups: up to 4 MB each.
+_MOST_ACCESS = 8
 # After this time without a message or an open, an order of a process that cannot be seen ends.
 _IDLE_S = 600.0
 # The users whose refusals have lines of their own in the log: one person may have 65,536 in a user
@@ -88,12 +94,18 @@ class Hints:
         self._access: WeakValueDictionary[Credentials, ReadAccess] = WeakValueDictionary()
         self._limiter = Limiter(log)
         self._pieces: Counter[int] = Counter()
+        # The processor time of the messages of each user since the last look, in seconds.
+        self._spent_s: dict[int, float] = {}
 
     def receive(self, message: bytes, caller: Caller) -> int:
         """Answers a message: of a piece of an order, the number of entries that were kept; of a
-        request for a count, that; else 0. Raises Refused: EBUSY for too many pieces, ESRCH if the
-        process has ended, and as ``Measuring.receive``."""
+        request for a count, that; else 0. Raises Refused: EBUSY for too many pieces or too much
+        processor time, ESRCH if the process has ended, and as ``Measuring.receive``."""
+        began_s = time.thread_time()
         try:
+            spent_s = self._spent_s
+            if spent_s.get(caller.uid, 0) >= _MOST_S or sum(spent_s.values()) >= _MOST_S_OF_ALL:
+                raise Refused(errno.EBUSY)
             return self._receive(message, caller)
         except MonarchError as error:
             self._announcements.refused()
@@ -106,6 +118,9 @@ class Hints:
                     errno_words(error.errno),
                 )
             raise
+        finally:
+            spent = self._spent_s.get(caller.uid, 0) + time.thread_time() - began_s
+            self._spent_s[caller.uid] = spent
 
     def _receive(self, message: bytes, caller: Caller) -> int:
         said = decode(message)
@@ -147,8 +162,11 @@ class Hints:
             except OSError:
                 descriptor = NO_DESCRIPTOR
         by = credentials_of(caller.pid, caller.uid, caller.gid)
+        access = self._access.get(by)
+        if access is None and sum(each.uid == by.uid for each in self._access) >= _MOST_ACCESS:
+            raise Refused(errno.ENOSPC)
         key = self._announcements.begin(announcer, begin.order)
-        access = self._access.get(by) or ReadAccess(self._snapshot, by)
+        access = access or ReadAccess(self._snapshot, by)
         self._access[by] = access
         self._watched[key] = _Watched(access, descriptor, path)
 
@@ -161,6 +179,7 @@ class Hints:
         while True:
             await trio.sleep(_LOOK_S)
             self._pieces.clear()
+            self._spent_s.clear()
             for key, watched in list(self._watched.items()):
                 if key not in self._announcements or self._is_over(key, watched):
                     self._end(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import subprocess
@@ -10,11 +11,13 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
 import trio.testing
 
+from monarch.daemon import hints
 from monarch.daemon.hints import Hints
 from monarch.daemon.measuring import Measuring
 from monarch.errors import Refused
@@ -34,6 +37,7 @@ from monarch.foresight.messages import (
 from monarch.namespace.build import build
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix.buckets import bucket
+from monarch.posix.credentials import Credentials
 from monarch.transfer.source_calls import Caller
 from monarch.types import Ino
 from monarch.vfs.measured import MeasuredJobs
@@ -79,6 +83,18 @@ def rig(source: Path, tmp_path: Path) -> Iterator[Rig]:
     build(source, tmp_path / "snapshot")
     with Snapshot.open(tmp_path / "snapshot") as snapshot:
         yield Rig(snapshot)
+
+
+@pytest.fixture(autouse=True)
+def spent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The processor time of the messages: it does not pass by itself."""
+    seconds = [0.0, 0.0]
+    clock = itertools.count()
+    # Each message asks twice.
+    monkeypatch.setattr(
+        hints, "time", SimpleNamespace(thread_time=lambda: seconds[0] * (next(clock) % 2))
+    )
+    return seconds
 
 
 @asynccontextmanager
@@ -187,6 +203,41 @@ async def test_the_pieces_of_a_user_in_a_second_are_limited(
                 rig.send(encode_end(uid), uid=uid)
             assert sent == 256
             await trio.sleep(1.1)
+
+
+async def test_the_processor_time_of_a_user_and_of_all_in_a_second_is_limited(
+    rig: Rig, spent: list[float], autojump_clock: trio.testing.MockClock
+) -> None:
+    """A process may have 65,536 groups, which a message reads again and again."""
+    spent[0] = 0.05
+    async with running(rig):
+        for _ in range(2):
+            for user in (ALICE, ALICE + 1):
+                for number in range(4):
+                    begin = encode_begin(Begin(100 * user + number, NO_DESCRIPTOR, SAMPLES, 0))
+                    assert rig.send(begin, uid=user) == 0
+            assert rig.refused(encode_end(100 * ALICE), uid=ALICE) == errno.EBUSY
+            assert rig.refused(encode_end(1), uid=ALICE + 2) == errno.EBUSY, "all together"
+            await trio.sleep(1.1)
+    assert len(rig.announcements) == 8
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+async def test_few_sets_of_groups_of_a_user_are_kept(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = itertools.count(1)
+    monkeypatch.setattr(
+        hints, "credentials_of", lambda pid, uid, gid: Credentials(uid, gid, (next(groups),))
+    )
+    rig.announcements = rig.hints._announcements = Announcements()
+    begins = [encode_begin(Begin(number, NO_DESCRIPTOR, SAMPLES, 0)) for number in range(10)]
+    for begin in begins[:8]:
+        assert rig.send(begin) == 0
+    assert rig.refused(begins[8]) == errno.ENOSPC
+    assert rig.send(begins[9], uid=ALICE + 1) == 0
+    assert rig.send(encode_end(0)) == 0
+    assert rig.send(begins[8]) == 0
 
 
 async def test_an_order_ends_when_its_descriptor_is_closed(
