@@ -39,6 +39,7 @@ from monarch.datasets.staging_socket import default_directory
 from monarch.datasets.staging_table import Kind
 from monarch.datasets.staging_worker import Produce, Retired, Task, Workers
 from monarch.posix.files import closing_fd
+from monarch.text import counted
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _MOST_WORKERS = 256
@@ -66,7 +67,8 @@ class StagingArea:
     kept for jobs that have not used them. ``depth`` and ``stall_timeout`` are those of the first
     job. A process that others wait for, and that prepares or asks for no batch for
     ``stall_timeout`` seconds, is not waited for any more. At the beginning the jobs wait until
-    ``jobs`` of them are there, also ``stall_timeout`` seconds at most.
+    ``jobs`` of them are there, also ``stall_timeout`` seconds at most. While a job works alone, a
+    worker that is silent for five times as long, and for a minute, is replaced.
 
     ``workers`` processes of each job prepare batches ahead. They are forked for each epoch, as
     those of PyTorch's DataLoader. With 0 a job prepares batches itself, while it waits for one.
@@ -255,6 +257,14 @@ class StagingArea:
         workers.published = 0
         if expulsions:
             self._note_expulsions(expulsions)
+        replaced, workers.replaced = workers.replaced, 0
+        if replaced:
+            what = (
+                f"{counted(replaced, 'process', 'processes')} that prepared batches for the staging"
+                f" area {self._place.name!r} sent nothing for {workers.most_silence_s:g} seconds,"
+                " and had to be replaced"
+            )
+            warnings.warn(what, StagingWarning, stacklevel=4)
 
     def _work_alone(self, end: int, why: str) -> None:
         self._alone_until = end

@@ -39,13 +39,18 @@ _FAILED = b"F"
 _EXPELLED = b"X"
 # A message on the channel is shorter.
 _MOST_MESSAGE_BYTES = 1 << 16
-# As many workers may end without a reason in an epoch before the job fails.
+# As many workers may end without a reason, or hang, in an epoch before the job fails.
 _MOST_DEATHS = 3
+# A worker hangs if it sends nothing for this many stall timeouts, and for this many seconds, while
+# its job waits for a batch that only the job needs.
+_MOST_SILENCE = 5.0
+_LEAST_SILENCE_S = 60.0
 # The time in which a worker that was killed ends, in seconds.
 _END_S = 5.0
 _PAUSE_S = 0.005
-# How often a worker checks whether its job is still there, in milliseconds. Usually the end of the
-# channel shows it at once, but another process may have a copy of it.
+# How often a worker checks whether its job is still there, and a job whether its worker hangs, in
+# milliseconds. Usually the end of the channel shows it at once, but another process may have a copy
+# of it.
 _LOOK_MS = 1000
 
 
@@ -71,10 +76,12 @@ class Task:
 
 
 class _Worker:
-    """One process, as its job sees it. ``asked`` are the batches that only this job needs."""
+    """One process, as its job sees it. ``asked`` are the batches that only this job needs, and
+    ``silence_s`` is the time that the job has waited for one of them without any message."""
 
     def __init__(self, task: Task, parent: Link) -> None:
         self.asked: set[int] = set()
+        self.silence_s = 0.0
         # The exit code, or a negative signal, once the process has been waited for.
         self._code: int | None = None
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -126,10 +133,11 @@ class _Worker:
 
 
 class Workers:
-    """The workers of a job in one epoch. ``published`` and ``expulsions`` count what they report.
+    """The workers of a job in one epoch. ``published`` and ``expulsions`` count what they report,
+    and ``replaced`` the workers that hung and were ended.
 
-    Methods raise what ``produce`` raises, OSError, and MonarchError if workers end by themselves
-    again and again.
+    Methods raise what ``produce`` raises, OSError, and MonarchError if workers end by themselves,
+    or hang, again and again.
     """
 
     def __init__(self, task: Task, parent: Link, count: int) -> None:
@@ -144,6 +152,12 @@ class Workers:
         self._failure: BaseException | None = None
         self.published = 0
         self.expulsions = 0
+        self.replaced = 0
+
+    @property
+    def most_silence_s(self) -> float:
+        """The time without a message after which a worker hangs, in seconds."""
+        return max(_MOST_SILENCE * self._task.terms.stall_s, _LEAST_SILENCE_S)
 
     @property
     def channels(self) -> list[socket.socket]:
@@ -162,24 +176,55 @@ class Workers:
             self._workers.append(_Worker(self._task, self._parent))
 
     def prepare(self, position: int) -> int:
-        """A descriptor of a batch that only this job needs. The next ones are prepared ahead."""
+        """A descriptor of a batch that only this job needs. The next ones are prepared ahead.
+
+        A worker that hangs is ended, and another one prepares its batch."""
         for passed in [at for at in self._prepared if at < position]:
             os.close(self._prepared.pop(passed))
         while position not in self._prepared:
             self.start()
             self._ask_for(position)
-            poll = select.poll()
-            for channel in self.channels:
-                poll.register(channel, select.POLLIN)
-            poll.poll()
+            waited_s = self._listen()
+            for worker in self._workers:
+                worker.silence_s += waited_s
             self.handle()
+            self._replace_hung(position)
         return self._prepared.pop(position)
+
+    def _listen(self) -> float:
+        """Waits for a message of a worker, at most a second. Returns the time that it waited."""
+        poll = select.poll()
+        for channel in self.channels:
+            poll.register(channel, select.POLLIN)
+        begin = time.monotonic()
+        poll.poll(_LOOK_MS)
+        # If this process was stopped meanwhile, its workers may have been, too.
+        return min(time.monotonic() - begin, 2 * _LOOK_MS / 1000)
+
+    def _replace_hung(self, position: int) -> None:
+        """Ends the worker that was asked for a batch, if it hangs. Raises MonarchError after
+        several ones."""
+        for worker in list(self._workers):
+            if position in worker.asked and worker.silence_s >= self.most_silence_s:
+                self._workers.remove(worker)
+                worker.end()
+                self._deaths += 1
+                self.replaced += 1
+        if self._deaths > _MOST_DEATHS:
+            self.replaced = 0
+            raise MonarchError(
+                "processes that prepare batches hang again and again: the last one sent nothing"
+                f" for {self.most_silence_s:g} seconds",
+                hint="check the storage that `produce` reads, or choose a longer stall_timeout",
+            )
 
     def _ask_for(self, position: int) -> None:
         asked = {at for worker in self._workers for at in worker.asked}
         for ahead in range(position, min(position + 2 * self._count, self._task.end)):
             if ahead not in asked and ahead not in self._prepared:
                 worker = min(self._workers, key=lambda worker: len(worker.asked))
+                if not worker.asked:
+                    worker.silence_s = 0.0
                 worker.asked.add(ahead)
                 # The death of a worker is noted when its channel is read.
                 with suppress(ConnectionError):
@@ -196,6 +241,7 @@ class Workers:
         for worker in list(self._workers):
             while (received := _received(worker.channel)) is not None:
                 message, fd = received
+                worker.silence_s = 0.0
                 if not message:
                     self._note_death(worker)
                     break

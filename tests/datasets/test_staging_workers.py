@@ -23,6 +23,7 @@ from monarch.datasets.staging import StagingArea, StagingWarning
 from monarch.datasets.staging_batch import Views, store
 from monarch.datasets.staging_members import Membership, living_members
 from monarch.datasets.staging_messages import receive
+from monarch.datasets.staging_worker import Workers
 from monarch.errors import MonarchError
 from monarch.posix.files import closing_fd
 from tests.datasets.brokers import brokers, kill_brokers
@@ -238,6 +239,57 @@ def test_a_job_that_works_alone_uses_its_workers(directory: Path, log: Log) -> N
         assert list(batches(late, log)) == list(range(COUNT))
         assert os.getpid() not in log.processes
         assert late.prepared == COUNT
+
+
+@pytest.fixture
+def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
+    """The workers that hang, as they note before: time passes only while one of them runs."""
+    noted = Log(tmp_path / "hung")
+    monkeypatch.setattr("monarch.datasets.staging_worker._LOOK_MS", 10)
+    listen = Workers._listen
+
+    def listened(workers: Workers) -> float:
+        listen(workers)
+        return 1e9 if any(map(is_running, noted.processes)) else 0.0
+
+    monkeypatch.setattr(Workers, "_listen", listened)
+    return noted
+
+
+@pytest.mark.promise(260)
+def test_a_worker_that_hangs_while_its_job_works_alone_is_replaced(
+    directory: Path, log: Log, hung: Log
+) -> None:
+    def produce(number: int) -> dict[str, Any]:
+        log.note(number)
+        if number == 3 and not hung.lines():
+            hung.note(number)
+            signal.pause()
+        return {"b": np.array(number)}
+
+    with area(directory) as first, area(directory) as late:
+        next(batches(first, Log(directory.parent / "first"), 5))
+        with pytest.warns(StagingWarning, match=r"1 process .* sent nothing for 3000 seconds"):
+            made = [number_of(batch) for batch in late.epoch(0, COUNT, produce)]
+        assert made == list(range(COUNT))
+        assert not any(map(is_running, hung.processes))
+    assert log.numbers.count(3) == 2
+    assert os.getpid() not in log.processes
+
+
+@pytest.mark.promise(260)
+def test_a_job_whose_workers_hang_again_and_again_is_an_error(directory: Path, hung: Log) -> None:
+    def produce(number: int) -> bytes:
+        hung.note(number)
+        signal.pause()
+        return b""
+
+    with area(directory) as first, area(directory) as late:
+        next(batches(first, Log(directory.parent / "first"), 5))
+        with pytest.raises(MonarchError, match=r"hang again and again.*for 3000 seconds"):
+            next(iter(late.epoch(0, COUNT, produce)))
+        assert len(hung.processes) == 4
+        assert not any(map(is_running, hung.processes))
 
 
 @pytest.mark.promise(261)
