@@ -41,6 +41,8 @@ from monarch.posix.private_directory import open_private
 _PAUSE_S = 0.1
 # How often the broker checks which members of an earlier broker are still alive, in seconds.
 _LOOK_S = 0.05
+# The longest wait of the broker while a job waits, in seconds.
+_LONGEST_WAIT_S = 1.0
 
 
 # The requests that a connection may send, by the first one.
@@ -81,16 +83,17 @@ class Broker:
         self._table: StagingTable | None = None
         self._terms: Terms | None = None
         self._replies: deque[Reply] = deque()
+        self._stopped_s = 0.0
 
     def serve(self) -> None:
         """Raises OSError if the kernel refuses to wait."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._missing = self._members()
-        last_seen = time.monotonic()
+        last_seen = self._now()
         while True:
-            now = time.monotonic()
-            events = self._selector.select(self._patience(now, last_seen))
+            now = self._now()
+            events = self._wait(self._patience(now, last_seen))
             if self._connections:
                 last_seen = now
             elif not events and now >= last_seen + self._linger_s:
@@ -106,9 +109,24 @@ class Broker:
                     # A READY reply names a batch that the next event may remove.
                     self._send_replies()
             if self._table is not None:
-                self._look_for_missing(time.monotonic())
-                self._replies += self._table.expire(time.monotonic())
+                self._look_for_missing(self._now())
+                self._replies += self._table.expire(self._now())
                 self._send_replies()
+
+    def _now(self) -> float:
+        """The time in seconds, without that in which this process was stopped."""
+        return time.monotonic() - self._stopped_s
+
+    def _wait(self, patience: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Waits for events, at most ``patience`` seconds. A wait that ends too late counts as one
+        that does not: a scheduler that suspends a job stops this process and the processes that
+        it serves, and none of them hangs."""
+        if patience is None:
+            return self._selector.select()
+        begin, limit_s = time.monotonic(), min(patience, _LONGEST_WAIT_S)
+        events = self._selector.select(limit_s)
+        self._stopped_s += max(0.0, time.monotonic() - begin - limit_s)
+        return events
 
     def _look_for_missing(self, now: float) -> None:
         if self._table is not None and self._table.is_awaiting and now >= self._next_look:
@@ -174,7 +192,7 @@ class Broker:
         self._execute(connection, request, fd)
 
     def _execute(self, connection: _Connection, request: Request, fd: int) -> None:
-        now, number, position = time.monotonic(), connection.number, request.position
+        now, number, position = self._now(), connection.number, request.position
         if connection.kind is None:
             self._begin(connection, request, now)
             return
@@ -269,7 +287,7 @@ class Broker:
             self._selector.unregister(connection.process)
             os.close(connection.process)
         if connection.kind is not None and self._table is not None:
-            self._replies += self._table.leave(connection.number, time.monotonic())
+            self._replies += self._table.leave(connection.number, self._now())
 
     def _end_table(self) -> None:
         """The last job has left. Workers that are still there must attach again."""

@@ -32,6 +32,9 @@ from monarch.errors import MonarchError
 # silent for this many stall timeouts, and for this many seconds, does not answer any more.
 _SILENCE = 2.0
 _LEAST_SILENCE_S = 5.0
+# The parts in which a process waits for the broker. The time in which the process was stopped
+# counts as one part, since the broker may have been stopped, too.
+_LOOKS = 8
 # As many times in succession the broker may end before a process does without one.
 _MOST_LOSSES = 5
 
@@ -120,10 +123,10 @@ class Link:
         poll = select.poll()
         for each in (self._connection, *others):
             poll.register(each, select.POLLIN)
-        ready = [fd for fd, _ in poll.poll(self._silence_s() * 1000)]
-        if not ready:
-            raise Unusable("the broker does not answer")
-        return ready == [self._connection.fileno()]
+        for _ in range(_LOOKS):
+            if ready := [fd for fd, _ in poll.poll(self._silence_s() * 1000 / _LOOKS)]:
+                return ready == [self._connection.fileno()]
+        raise Unusable("the broker does not answer")
 
     def receive(self) -> tuple[Answer, int] | None:
         """The next reply, with a descriptor or -1; None for one that needs no action."""

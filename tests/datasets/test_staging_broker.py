@@ -6,11 +6,16 @@ The broker is a thread here, except where it is started.
 from __future__ import annotations
 
 import os
+import select
+import selectors
 import socket
 import threading
+import time
+import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +46,12 @@ JOIN = Request(Ask.JOIN, 0, 1, 1, TERMS)
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
+    with serving(tmp_path) as directory:
+        yield directory
+
+
+@contextmanager
+def serving(tmp_path: Path) -> Iterator[Path]:
     """A directory with the socket of a broker ``test``, which ends with its connections."""
     (tmp_path / "area").mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -258,6 +269,60 @@ def test_a_job_works_alone_if_the_broker_does_not_answer(
             pytest.warns(StagingWarning, match="does not answer"),
         ):
             assert numbers(made) == list(range(10))
+
+
+@pytest.mark.promise(260)
+def test_a_job_that_was_stopped_together_with_the_broker_is_not_expelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_s, was_stopped = [0.0], threading.Event()
+
+    class Stopped(selectors.DefaultSelector):
+        """The process of the broker is stopped in its first wait with a limit."""
+
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            events = super().select(timeout)
+            if timeout and not events and not was_stopped.is_set():
+                stopped_s[0] = 10 * TERMS.stall_s
+                was_stopped.set()
+            return events
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s[0], sleep=time.sleep)
+    monkeypatch.setattr(staging_broker, "time", clock)
+    monkeypatch.setattr(staging_broker.selectors, "DefaultSelector", Stopped)
+    with serving(tmp_path) as directory, connected(directory) as job, connected(directory) as other:
+        job.send(JOIN.encode())
+        assert asked(job, Ask.WANT, 0).kind == Kind.PRODUCE
+        other.send(JOIN.encode())
+        other.send(JOIN._replace(kind=Ask.AWAIT).encode())
+        assert was_stopped.wait(60)
+        with closing_fd(store(b"content")) as fd:
+            socket.send_fds(job, [JOIN._replace(kind=Ask.PUBLISH).encode()], [fd])
+        message, received = receive(other)
+        with closing_fd(received):
+            assert decode_answer(message).kind == Kind.READY
+
+
+@pytest.mark.promise(261)
+def test_a_job_that_was_stopped_together_with_the_broker_waits_for_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped:
+        """Nothing can be read when the process continues: the broker has not answered yet."""
+
+        def __init__(self) -> None:
+            self._poll = select.poll()
+            self.register = self._poll.register
+            self._waits = 0
+
+        def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+            self._waits += 1
+            return [] if self._waits == 1 else self._poll.poll(timeout_ms)
+
+    monkeypatch.setattr(staging_link, "select", SimpleNamespace(poll=Stopped, POLLIN=select.POLLIN))
+    with area(directory) as made, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert numbers(made) == list(range(10))
 
 
 @pytest.mark.parametrize("name", ["", "a/b", ".x", "a b", "x" * 65, "t.lock"])
