@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from monarch.datasets.lmdb_pages import META_BYTES, Meta, page_bytes_of, parse_meta
+from monarch.datasets.lmdb_pages import (
+    META_BYTES,
+    TRANSACTION_AT,
+    Meta,
+    page_bytes_of,
+    parse_meta,
+)
 from monarch.datasets.range_reads import RangeReads
 from monarch.datasets.ranges import Range
 from monarch.errors import LmdbError
@@ -98,8 +104,18 @@ class LmdbFile:
     def require_unchanged(self) -> None:
         """Raises LmdbError if the file was written since it was opened."""
         status = os.fstat(self._fd)
-        if (status.st_size, status.st_mtime_ns) != (self.version.size, self.version.mtime_ns):
+        found = status.st_size, status.st_mtime_ns, self._transaction()
+        if found != (self.version.size, self.version.mtime_ns, self.version.transaction):
             raise LmdbError("was changed while it was read", hint="open it again")
+
+    def _transaction(self) -> int:
+        """The last transaction now. A writer that maps the file changes pages that are not on the
+        disk yet without a new modification time."""
+        numbers = [
+            os.pread(self._fd, 8, page * self.version.page_bytes + TRANSACTION_AT)
+            for page in (0, 1)
+        ]
+        return max(int.from_bytes(number, "little") for number in numbers)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -25,6 +25,8 @@ from monarch.text import counted, escape_text
 
 # The bytes of a meta page that have fields.
 META_BYTES = 152
+# Where in a meta page its transaction number is.
+TRANSACTION_AT = 144
 # The header of each page. The bytes of an overflow page begin behind it.
 HEADER_BYTES = 16
 # A cursor of LMDB has room for so many levels.

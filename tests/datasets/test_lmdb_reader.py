@@ -184,6 +184,26 @@ def test_a_file_with_other_bytes_of_the_same_size_is_refused(tmp_path: Path) -> 
         LmdbReader(path, index)
 
 
+@pytest.mark.promise(245)
+def test_a_file_that_is_written_through_a_map_is_noticed_without_a_new_time(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "data.mdb"
+    environment = lmdb.open(
+        *(str(path), 1 << 22), subdir=False, lock=False, writemap=True, map_async=True, sync=False
+    )
+    put_one(environment)
+    status = path.stat()
+    with LmdbReader(path) as reader:
+        reader.get(0)
+        put_one(environment)
+        # The kernel keeps the time if the pages were not written to the disk meanwhile.
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(LmdbError, match="was changed"):
+            reader.get(0)
+    environment.close()
+
+
 def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "data.mdb"
     written(path, appended(10, 10_000))
