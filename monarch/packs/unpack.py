@@ -6,12 +6,14 @@ tree is never taken for the whole. Every file is compared with its digest while 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +24,7 @@ from monarch.errors import PackError, UsageError
 from monarch.packs.format import LARGE
 from monarch.packs.pack import Pack, Record
 from monarch.packs.reading import PIECE, copy_with_holes
-from monarch.posix.files import closing_fd
+from monarch.posix.files import closing_fd, sync_file_system
 from monarch.posix.openat2 import open_beneath
 from monarch.text import escape_text
 from monarch.types import Progress
@@ -30,6 +32,8 @@ from monarch.types import Progress
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _SET_ID = stat.S_ISUID | stat.S_ISGID
 _DEVICES = (stat.S_IFCHR, stat.S_IFBLK)
+# Bytes of the name of the tree in that of the unfinished tree. A name has at most 255 bytes.
+_MOST_PREFIX = 200
 # The most entries without an attribute, or left out, that are listed.
 _MOST_LISTED = 20
 
@@ -66,7 +70,7 @@ def unpack(path: Path, directory: Path, *, set_id: bool, progress: Progress) -> 
         pack.require_sound()
         try:
             staged = tempfile.mkdtemp(
-                prefix=f".{directory.name}.", suffix=".part", dir=directory.parent
+                prefix=f".{_shortened(directory.name)}.", suffix=".part", dir=directory.parent
             )
         except OSError as error:
             raise PackError(
@@ -75,6 +79,7 @@ def unpack(path: Path, directory: Path, *, set_id: bool, progress: Progress) -> 
         try:
             with closing_fd(os.open(staged, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
                 report = _Unpacking(pack, root, progress, set_id=set_id).run()
+                sync_file_system(root)
             os.rename(staged, directory)
             return report
         except OSError as error:
@@ -85,6 +90,11 @@ def unpack(path: Path, directory: Path, *, set_id: bool, progress: Progress) -> 
         finally:
             # After a success the name does not exist.
             shutil.rmtree(staged, ignore_errors=True)
+
+
+def _shortened(name: str) -> str:
+    """The beginning of a name, so that the name of the unfinished tree is not too long."""
+    return os.fsdecode(os.fsencode(name)[:_MOST_PREFIX])
 
 
 def _require_free(directory: Path, pack: Path, name: str) -> None:
@@ -229,8 +239,7 @@ class _Unpacking:
     def _finish_entry(self, record: Record) -> None:
         """The attributes of an entry that cannot be opened: a symbolic link, a fifo, a socket."""
         name, parent = _name(record), self._parent(record)
-        if self._is_root:
-            os.chown(name, record.uid, record.gid, dir_fd=parent, follow_symlinks=False)
+        self._set_owner(record, partial(os.chown, name, dir_fd=parent, follow_symlinks=False))
         if not stat.S_ISLNK(record.mode):
             # Not through a link: the name was made in a directory that is closed to others.
             os.chmod(name, self._mode(record), dir_fd=parent)
@@ -249,11 +258,21 @@ class _Unpacking:
         # User attributes need the permission to write, which the mode may not give. A change of
         # the owner removes set-ID bits, and a mode changes the mask of an ACL.
         self._set_xattrs(record, fd, b"user.")
-        if self._is_root:
-            os.fchown(fd, record.uid, record.gid)
+        self._set_owner(record, partial(os.fchown, fd))
         os.fchmod(fd, self._mode(record))
         self._set_xattrs(record, fd, b"system.")
         os.utime(fd, ns=(record.mtime_ns, record.mtime_ns))
+
+    def _set_owner(self, record: Record, chown: Callable[..., None]) -> None:
+        if not self._is_root:
+            return
+        try:
+            chown(uid=record.uid, gid=record.gid)
+        except OSError as error:
+            # In a user namespace root may only set the users that are mapped there.
+            if error.errno not in (errno.EPERM, errno.EINVAL):
+                raise
+            self._leave_out(record, f"its owner {record.uid}:{record.gid} cannot be set")
 
     def _set_xattrs(self, record: Record, fd: int, prefix: bytes) -> None:
         for name, value in record.xattrs:

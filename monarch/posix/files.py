@@ -65,6 +65,14 @@ def sync_path(path: bytes | Path) -> None:
         os.fsync(fd)
 
 
+def sync_file_system(fd: int) -> None:
+    """Makes all bytes and names durable in the file system of ``fd``. Raises OSError, also if a
+    write to it has failed since ``fd`` was opened: the kernel reports that once."""
+    if _LIBC.syncfs(fd) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
 def data_at(fd: int, offset: int, end: int) -> tuple[int, int]:
     """The begin and end of the next data at or after ``offset``, before ``end``; ``(end, end)`` if
     only a hole follows.

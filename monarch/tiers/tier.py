@@ -22,7 +22,6 @@ its readers.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -38,7 +37,7 @@ import xxhash
 
 from monarch.errors import TierError
 from monarch.posix import failpoints
-from monarch.posix.files import closing_fd
+from monarch.posix.files import closing_fd, sync_file_system
 from monarch.posix.openat2 import kind_of_file_system
 from monarch.posix.private_directory import Lock
 from monarch.text import MiB
@@ -63,7 +62,6 @@ log = logging.getLogger(__name__)
 
 _CHUNK = 1 * MiB
 _ZEROS = bytes(_CHUNK)
-_LIBC = ctypes.CDLL(None, use_errno=True)
 # TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
 _MEMORY = frozenset({0x01021994, 0x858458F6})
 
@@ -366,9 +364,7 @@ class Tier:
 
     def sync(self) -> None:
         """Waits until the committed copies are on the disk and survive a power cut."""
-        if _LIBC.syncfs(self._root) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        sync_file_system(self._root)
 
 
 class Staged:

@@ -8,7 +8,6 @@ journal. A number is never used again. Calls may wait for the tier's disk.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
@@ -19,7 +18,7 @@ from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from monarch.posix.files import closing_fd, sync_path
+from monarch.posix.files import closing_fd, sync_file_system, sync_path
 from monarch.text import MiB
 
 # O_NONBLOCK: another program may have put a fifo in the place of an object.
@@ -35,7 +34,6 @@ _KINDS = {
 # What the daemon or the machine lacks. The disk is not the cause.
 SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _BUCKET = re.compile(rb"[0-9a-f]{2}")
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def object_path(directory: Path, number: int) -> Path:
@@ -219,9 +217,11 @@ class Objects:
         """
         with self._lock:
             new, new_buckets = set(self._new), set(self._new_buckets)
-        if _LIBC.syncfs(fd) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), os.fspath(self._shown))
+        try:
+            sync_file_system(fd)
+        except OSError as error:
+            error.filename = os.fspath(self._shown)
+            raise
         with self._lock:
             self._new -= new
             self._new_buckets -= new_buckets

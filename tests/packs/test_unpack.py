@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from monarch.errors import PackError, UsageError
+from monarch.packs import unpack as unpacking
 from monarch.packs.pack import Pack
 from monarch.packs.unpack import UnpackReport, unpack
 from tests.packs.test_format import NAMES
-from tests.packs.trees import make_tree, pack, shown
+from tests.packs.trees import contents, make_tree, pack, shown
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may change owners")
 
@@ -173,6 +176,33 @@ def test_another_user_owns_all_files_that_it_unpacks() -> None:
             assert stat.S_IMODE(status.st_mode) == expected
 
 
+@needs_root
+def test_owners_that_this_root_may_not_set_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _tree_with_owners(tmp_path / "source")
+    os.symlink("mine", source / "link")
+    os.lchown(source / "link", 4321, 4321)
+    pack(source, tmp_path / "pack")
+
+    def refuses(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*args: Any, uid: int, gid: int, **options: Any) -> None:
+            if uid == 4321:
+                # Not mapped in the user namespace of a container.
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            change(*args, uid, gid, **options)
+
+        return changed
+
+    monkeypatch.setattr(unpacking.os, "fchown", refuses(os.fchown))
+    monkeypatch.setattr(unpacking.os, "chown", refuses(os.chown))
+    report = unpacked(tmp_path / "pack", tmp_path / "again")
+    assert {each.path for each in report.left_out} == {b"of another", b"link"}
+    assert all("owner 4321:4321" in each.what for each in report.left_out)
+    assert contents(tmp_path / "again") == contents(source)
+    assert (tmp_path / "again/mine").stat().st_uid == 1234
+
+
 @pytest.mark.promise(224)
 @needs_root
 def test_a_device_file_is_packed_and_not_made(tmp_path: Path) -> None:
@@ -201,6 +231,30 @@ def test_a_damaged_file_leaves_nothing_behind(own: Path, tmp_path: Path) -> None
     with pytest.raises(PackError, match=r"is damaged; .*pack verify"):
         unpacked(own, tmp_path / "again")
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.promise(224)
+def test_the_tree_gets_its_name_when_it_is_on_the_disk(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def synced(fd: int) -> None:
+        # All but the root has its final attributes.
+        assert not (tmp_path / "again").exists()
+        assert sorted(os.listdir(fd)) == sorted(os.listdir(tmp_path / "first"))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    unpacked(own, tmp_path / "first")
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(unpacking, "sync_file_system", synced)
+    with pytest.raises(PackError, match="cannot be written: Input/output error"):
+        unpacked(own, tmp_path / "again")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_tree_may_have_the_longest_name(own: Path, tmp_path: Path) -> None:
+    name = "ü" * 127 + "x"
+    unpacked(own, tmp_path / name)
+    assert (tmp_path / name / "large").exists()
 
 
 def test_a_directory_in_use_is_refused(own: Path, tmp_path: Path) -> None:
