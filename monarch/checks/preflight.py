@@ -26,7 +26,7 @@ from monarch.errors import MonarchError, PackError, SnapshotError, TierError, Un
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible, without_passthrough
 from monarch.namespace.snapshot import Snapshot
-from monarch.packs.pack import Pack, is_pack
+from monarch.packs.pack import Pack, is_pack, require_complete
 from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.posix.private_directory import read_private
@@ -135,7 +135,15 @@ def check_source(mount: MountSettings) -> Iterator[Check]:
         elif is_pack(os.fsencode(source)):
             yield _check_pack(name, mount)
         else:
-            yield Check(name, "ok", f"{source} answers")
+            yield _check_directory(name, source)
+
+
+def _check_directory(name: str, source: Path) -> Check:
+    try:
+        require_complete(os.fsencode(source))
+    except PackError as error:
+        return Check(name, "fail", str(error.args[0]), error.hint)
+    return Check(name, "ok", f"{source} answers")
 
 
 def _check_pack(name: str, mount: MountSettings) -> Check:

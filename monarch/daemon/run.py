@@ -29,7 +29,7 @@ from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible
 from monarch.namespace.overlay import NAME_BYTES
 from monarch.packmount.source import open_source
-from monarch.packs.pack import is_pack
+from monarch.packs.pack import is_pack, require_complete
 from monarch.peers.membership import membership
 from monarch.peers.source import PeerSource
 from monarch.posix import signals
@@ -65,6 +65,8 @@ def prepare(settings: MountSettings) -> MountSettings:
                 hint="leave out peers.members, or mount the directory that was packed",
             )
         settings = _of_pack(settings)
+    else:
+        require_complete(os.fsencode(settings.source))
     abilities = Abilities.here()
     check_possible(settings, abilities)
     names_max = settings.writeback.names_within(abilities.memory_bytes, each=NAME_BYTES)

@@ -22,14 +22,22 @@ import xxhash
 
 from monarch.errors import LockedError, MonarchError, PackError, UsageError
 from monarch.packs.format import FORMAT, VERSION, Entry
-from monarch.packs.pack import DESCRIPTION, INDEX, TREE, Pack, PackSummary, encode_description
+from monarch.packs.pack import (
+    DESCRIPTION,
+    INDEX,
+    MARK,
+    TREE,
+    Pack,
+    PackSummary,
+    encode_description,
+    is_pack,
+)
 from monarch.packs.tables import TableFile, read_table
 from monarch.posix.failpoints import failpoint
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.text import escape_text
 
-MARK = b"building"
 _PART = b".part"
 _OURS = frozenset({MARK, MARK + _PART, b"chunks", b"large", INDEX, INDEX + _PART, DESCRIPTION})
 _NAMES = {
@@ -302,9 +310,13 @@ def lock(root: int, name: str) -> None:
 
 
 def _require_outside(path: Path, source_root: int, name: str) -> None:
-    """Raises UsageError if ``path``, by any name, is the source or lies in it; OSError."""
+    """Raises UsageError if ``path``, by any name, is the source, or lies in it or in a pack;
+    OSError."""
     source = os.fstat(source_root)
-    for above in (real := Path(os.path.realpath(path)), *real.parents):
+    real = Path(os.path.realpath(path))
+    if any(is_pack(os.fsencode(above)) for above in real.parents):
+        raise UsageError(f"{name} lies in a pack", hint="name a directory outside of it")
+    for above in (real, *real.parents):
         with suppress(FileNotFoundError, NotADirectoryError):
             if os.path.samestat(os.stat(above), source):
                 raise UsageError(

@@ -20,6 +20,7 @@ import xxhash
 
 from monarch.errors import PackError
 from monarch.packs.format import (
+    CHUNK_MAGIC,
     FORMAT,
     LARGE,
     MOST,
@@ -39,6 +40,9 @@ from monarch.text import KiB, MiB, escape_text
 DESCRIPTION: Final = b"pack.json"
 INDEX: Final = b"index"
 TREE: Final = b"chunks/tree.chunk"
+# The mark of a pack that is being written (output.py), and the beginning of its content.
+MARK: Final = b"building"
+_MARKED = f'{{"format": "{FORMAT}"'.encode()
 
 # The description is a few hundred bytes.
 _MOST_DESCRIPTION = 64 * 1024
@@ -103,6 +107,38 @@ def is_pack(path: bytes) -> bool:
         with closing_fd(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
             return isinstance(_description(root), dict)
     except (OSError, PackError):
+        return False
+
+
+def require_complete(path: bytes) -> None:
+    """Raises PackError if the directory ``path``, which ``is_pack`` does not take for a pack, has
+    the files of one: it is unfinished, or its description is missing or damaged."""
+    name = escape_text(os.fsdecode(path))
+    with suppress(OSError), closing_fd(os.open(path, os.O_PATH | os.O_DIRECTORY)) as root:
+        if _begins(root, MARK, _MARKED):
+            raise PackError(
+                f"{name}: the pack is not finished", hint="run the command `monarch pack` again"
+            )
+        if _begins(root, TREE, CHUNK_MAGIC):
+            try:
+                _description(root)
+            except FileNotFoundError:
+                what, hint = "pack.json of the pack is missing", _REBUILD.format(name)
+            except OSError as error:
+                what, hint = f"pack.json: {error.strerror}", "name a pack that you may read"
+            except PackError as error:
+                what, hint = str(error.args[0]), _REBUILD.format(name)
+            else:
+                return
+            raise PackError(f"{name}: {what}", hint=hint)
+
+
+def _begins(root: int, name: bytes, content: bytes) -> bool:
+    """Whether a regular file of a directory begins with ``content``."""
+    try:
+        with closing_fd(open_beneath(root, name, _READ)) as fd:
+            return stat.S_ISREG(os.fstat(fd).st_mode) and os.read(fd, len(content)) == content
+    except OSError:
         return False
 
 

@@ -17,7 +17,7 @@ from tests.equipment.slowfs import SlowSource, unavailable
 from tests.equipment.waiting import wait_until
 from tests.mount.command import needs_fuse, needs_root
 from tests.mount.observe import account, accounts_agree, error_of, settled
-from tests.packs.trees import contents, make_tree, pack, shown, two_packs
+from tests.packs.trees import chunks_of, contents, make_tree, pack, shown, two_packs
 
 pytestmark = [needs_fuse, needs_root]
 
@@ -36,15 +36,6 @@ def original(tmp_path: Path) -> Path:
 @pytest.fixture
 def packed(original: Path, tmp_path: Path) -> Path:
     return tmp_path / "pack"
-
-
-def chunks_of(packed: Path) -> list[list[str]]:
-    """The files of each chunk by their paths."""
-    with Pack.open(os.fsencode(packed)) as opened:
-        return [
-            [os.fsdecode(opened.record(int(n)).path) for n in opened.chunk_numbers(chunk)]
-            for chunk in range(opened.info.chunks)
-        ]
 
 
 def read_chunks(mounted: Mounted) -> int:

@@ -362,6 +362,14 @@ def test_a_directory_in_the_source_is_refused_by_any_name(tmp_path: Path) -> Non
     assert pack(source, tmp_path / "beside").pack is not None
 
 
+@pytest.mark.promise(223)
+def test_a_directory_in_a_pack_is_refused(made: tuple[Path, Path], own: Path) -> None:
+    before = sorted(own.rglob("*"))
+    for to in (own / "new", own / "chunks/new"):
+        assert "lies in a pack" in _refused(made[0], to, UsageError)
+    assert sorted(own.rglob("*")) == before
+
+
 def test_files_of_others_in_an_unfinished_pack_are_not_removed(tmp_path: Path) -> None:
     source = make_tree(tmp_path / "source")
     to = tmp_path / "pack"

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from monarch.errors import PackError
-from monarch.packs.pack import Pack, is_pack
+from monarch.packs.pack import Pack, is_pack, require_complete
 from monarch.posix.files import closing_fd
 
 
@@ -100,6 +100,28 @@ def test_is_pack_knows_a_pack_by_its_description(own: Path, tmp_path: Path) -> N
     assert not is_pack(os.fsencode(own / "pack.json"))
     (own / "pack.json").write_text('{"format": "another"}')
     assert not is_pack(os.fsencode(own))
+
+
+def test_an_unfinished_or_damaged_pack_is_no_plain_directory(own: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    (plain / "chunks").mkdir(parents=True)
+    (plain / "building").write_text("of another program")
+    (plain / "chunks/tree.chunk").mkdir()
+    for each in (plain, tmp_path / "missing", own / "index"):
+        require_complete(os.fsencode(each))
+    require_complete(os.fsencode(own))
+    (own / "pack.json").write_bytes(b"damaged")
+    with pytest.raises(PackError, match=r"does not describe a pack; .*--rebuild"):
+        require_complete(os.fsencode(own))
+    (own / "pack.json").unlink()
+    with pytest.raises(PackError, match=r"pack\.json of the pack is missing; .*--rebuild"):
+        require_complete(os.fsencode(own))
+    (own / "pack.json").symlink_to("elsewhere")
+    with pytest.raises(PackError, match=r"pack\.json: Too many levels .* may read"):
+        require_complete(os.fsencode(own))
+    (own / "building").write_text('{"format": "monarch-pack", "version": 1}\n')
+    with pytest.raises(PackError, match="not finished"):
+        require_complete(os.fsencode(own))
 
 
 def test_a_link_in_the_place_of_a_chunk_is_not_followed(own: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from monarch.packs.build import BuildReport, Parameters, build
+from monarch.packs.pack import Pack
 
 
 def make_tree(root: Path, *, files: int = 60, most: int = 2000, seed: int = 1) -> Path:
@@ -67,6 +68,15 @@ def two_packs(directory: Path) -> list[Path]:
         packs.append(directory / f"pack{number}")
         pack(tree, packs[-1])
     return packs
+
+
+def chunks_of(directory: Path) -> list[list[str]]:
+    """The files of each chunk of a pack, by their paths."""
+    with Pack.open(os.fsencode(directory)) as opened:
+        return [
+            [os.fsdecode(opened.record(int(n)).path) for n in opened.chunk_numbers(chunk)]
+            for chunk in range(opened.info.chunks)
+        ]
 
 
 def contents(root: Path) -> dict[str, bytes]:
