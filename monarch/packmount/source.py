@@ -48,6 +48,8 @@ _MOST_HELD = 64 * MiB
 # An error of the pack itself, which the rest of the daemon would take for a removed file.
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO})
 _LOST = frozenset({errno.ESTALE})
+# The modes of the entries say who may read them, and not those of the files of the pack.
+_DENIED = frozenset({errno.EACCES, errno.EPERM})
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
@@ -278,10 +280,12 @@ class PackSource(Source):
         try:
             fd = self.at_root(open_beneath, name, _FLAGS)
         except OSError as error:
-            if error.errno not in _MISSING | _LOST:
+            if error.errno not in _MISSING | _LOST | _DENIED:
                 raise
             if error.errno in _MISSING:
                 self.damage.found(number, name, "is missing")
+            elif error.errno in _DENIED:
+                self.damage.found(number, name, "may not be read by the user of the daemon")
             raise OSError(errno.EIO, f"{name.decode()}: {error.strerror}") from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)

@@ -155,6 +155,31 @@ def test_damage_costs_its_files_only_and_ends_when_it_is_mended(
     assert not source.damage.files()
 
 
+@pytest.mark.promise(233)
+def test_a_chunk_that_the_daemon_may_not_read_is_reported(
+    directory: Path, source: PackSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions, (first, *_) = identities(directory), in_chunk(directory, 1)
+
+    def refusing(root: int, path: bytes, flags: int) -> int:
+        if path == chunk_name(1):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_beneath(root, path, flags)
+
+    with monkeypatch.context() as patched:
+        open_beneath = source_module.open_beneath
+        patched.setattr(source_module, "open_beneath", refusing)
+        with pytest.raises(OSError) as caught:
+            source.fetch(b"", versions[first])
+        assert caught.value.errno == errno.EIO
+        (found,) = source.damage.files()
+        assert (found.name, found.what) == (
+            *(os.fsdecode(chunk_name(1)), "may not be read by the user of the daemon"),
+        )
+    source.fetch(b"", versions[first])
+    assert not source.damage.files()
+
+
 def test_a_chunk_that_is_replaced_is_read_on_by_its_descriptor(
     original: Path, directory: Path, source: PackSource
 ) -> None:
