@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -89,6 +90,35 @@ def test_each_change_is_found(filled: Path, taken: Taken, workers: str) -> None:
         for path, kind in expected.items()
     }
     assert verify(filled, after) == []
+
+
+def test_each_of_400_seeded_changes_is_found(source: Path, taken: Taken) -> None:
+    draw = random.Random(1)
+    files = [source / f"{number % 7}" / f"file {number}" for number in range(600)]
+    for path in files:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"content")
+        os.utime(path, ns=(1, 10**18))
+    before = taken(source)
+    assert verify(source, before) == []
+    expected = {}
+    for number, path in enumerate(draw.sample(files, 400)):
+        name = os.fsencode(path.relative_to(source))
+        if number % 4 == 0:
+            path.write_bytes(bytes(draw.randrange(8, 99)))
+            os.utime(path, ns=(1, 10**18))
+            expected[name] = "changed-size"
+        elif number % 4 == 1:
+            os.utime(path, ns=(1, 10**18 + draw.randrange(1, 10**9)))
+            expected[name] = "changed-mtime"
+        elif number % 4 == 2:
+            path.unlink()
+            expected[name] = "missing"
+        else:
+            added = path.with_name(f"added {number}")
+            added.write_bytes(b"content")
+            expected[os.fsencode(added.relative_to(source))] = "new"
+    assert described(verify(source, before)) == expected
 
 
 def test_differences_are_named(filled: Path, taken: Taken) -> None:
