@@ -26,7 +26,8 @@ from monarch.errors import MonarchError, PackError, SnapshotError, TierError, Un
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible, without_passthrough
 from monarch.namespace.snapshot import Snapshot
-from monarch.packs.pack import Pack, is_pack, require_complete
+from monarch.packs.directory import is_pack, require_complete
+from monarch.packs.pack import Pack
 from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.posix.private_directory import read_private

@@ -29,7 +29,7 @@ from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible
 from monarch.namespace.overlay import NAME_BYTES
 from monarch.packmount.source import open_source
-from monarch.packs.pack import is_pack, require_complete
+from monarch.packs.directory import is_pack, require_complete
 from monarch.peers.membership import membership
 from monarch.peers.source import PeerSource
 from monarch.posix import signals

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from monarch.errors import PackError
 from monarch.frameworks.announce import AnyPath
 from monarch.frameworks.chunk_order import ChunkwiseSampler
+from monarch.packs.directory import is_pack
 from monarch.packs.mixing import chunk_of_each
-from monarch.packs.pack import Pack, is_pack
+from monarch.packs.pack import Pack
 from monarch.posix.mounts import mount_table
 from monarch.text import escape_text
 

@@ -30,8 +30,14 @@ from monarch.errors import SourceChanged
 from monarch.packmount.damage import Damage
 from monarch.packmount.files import PackFiles
 from monarch.packmount.open_chunks import OpenChunks
+from monarch.packs.directory import is_pack
 from monarch.packs.format import LARGE
-from monarch.packs.pack import Pack, PackSummary, chunk_name, is_pack, large_name
+from monarch.packs.pack import (
+    Pack,
+    PackSummary,
+    chunk_name,
+    large_name,
+)
 from monarch.posix.acl import NAMES as ACL_NAMES
 from monarch.posix.acl import Acls
 from monarch.posix.files import closing_fd

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import xxhash
 
 from monarch.errors import SourceError, UsageError, source_remedy
+from monarch.packs.directory import TREE as TREE_NAME
 from monarch.packs.format import (
     HEADER_BYTES,
     LARGE,
@@ -34,7 +35,6 @@ from monarch.packs.format import (
 )
 from monarch.packs.index import ChunkFile, encode_index
 from monarch.packs.output import Output
-from monarch.packs.pack import TREE as TREE_NAME
 from monarch.packs.pack import PackSummary, chunk_name, large_name, summary_of
 from monarch.packs.plan import Placed, Plan, plan
 from monarch.packs.reading import PIECE, Unread, copy_files, copy_large

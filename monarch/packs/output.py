@@ -21,17 +21,9 @@ from typing import Any
 import xxhash
 
 from monarch.errors import LockedError, MonarchError, PackError, UsageError
+from monarch.packs.directory import DESCRIPTION, INDEX, MARK, TREE, is_pack
 from monarch.packs.format import FORMAT, VERSION, Entry
-from monarch.packs.pack import (
-    DESCRIPTION,
-    INDEX,
-    MARK,
-    TREE,
-    Pack,
-    PackSummary,
-    encode_description,
-    is_pack,
-)
+from monarch.packs.pack import Pack, PackSummary, encode_description
 from monarch.packs.tables import TableFile, read_table
 from monarch.posix.failpoints import failpoint
 from monarch.posix.files import closing_fd

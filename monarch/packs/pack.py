@@ -12,15 +12,15 @@ import os
 import stat
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from monarch.errors import PackError
+from monarch.packs.directory import INDEX, REBUILD, read_description
 from monarch.packs.format import (
-    CHUNK_MAGIC,
     FORMAT,
     LARGE,
     MOST,
@@ -37,15 +37,6 @@ from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.text import KiB, MiB, escape_text
 
-DESCRIPTION: Final = b"pack.json"
-INDEX: Final = b"index"
-TREE: Final = b"chunks/tree.chunk"
-# The mark of a pack that is being written (output.py), and the beginning of its content.
-MARK: Final = b"building"
-_MARKED = f'{{"format": "{FORMAT}"'.encode()
-
-# The description is a few hundred bytes.
-_MOST_DESCRIPTION = 64 * 1024
 _READ = os.O_RDONLY | os.O_NONBLOCK
 
 
@@ -101,47 +92,6 @@ class Record:
     xattrs: tuple[tuple[bytes, bytes], ...]
 
 
-def is_pack(path: bytes) -> bool:
-    """Whether the directory ``path`` has the description of a pack, of any version."""
-    try:
-        with closing_fd(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
-            return isinstance(_description(root), dict)
-    except (OSError, PackError):
-        return False
-
-
-def require_complete(path: bytes) -> None:
-    """Raises PackError if the directory ``path``, which ``is_pack`` does not take for a pack, has
-    the files of one: it is unfinished, or its description is missing or damaged."""
-    name = escape_text(os.fsdecode(path))
-    with suppress(OSError), closing_fd(os.open(path, os.O_PATH | os.O_DIRECTORY)) as root:
-        if _begins(root, MARK, _MARKED):
-            raise PackError(
-                f"{name}: the pack is not finished", hint="run the command `monarch pack` again"
-            )
-        if _begins(root, TREE, CHUNK_MAGIC):
-            try:
-                _description(root)
-            except FileNotFoundError:
-                what, hint = "pack.json of the pack is missing", _REBUILD.format(name)
-            except OSError as error:
-                what, hint = f"pack.json: {error.strerror}", "name a pack that you may read"
-            except PackError as error:
-                what, hint = str(error.args[0]), _REBUILD.format(name)
-            else:
-                return
-            raise PackError(f"{name}: {what}", hint=hint)
-
-
-def _begins(root: int, name: bytes, content: bytes) -> bool:
-    """Whether a regular file of a directory begins with ``content``."""
-    try:
-        with closing_fd(open_beneath(root, name, _READ)) as fd:
-            return stat.S_ISREG(os.fstat(fd).st_mode) and os.read(fd, len(content)) == content
-    except OSError:
-        return False
-
-
 class Pack:
     """An open pack. Safe to use in several threads; immutable.
 
@@ -166,7 +116,7 @@ class Pack:
             with ExitStack() as on_failure:
                 root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 on_failure.callback(os.close, root)
-                raw = _description(root)
+                raw = read_description(root)
                 info = _summary(raw)
                 index = Index(_read(root, INDEX, in_memory=in_memory))
                 _require_fits(info, index)
@@ -199,18 +149,18 @@ class Pack:
         Takes about a second for each million entries."""
         raw = _read(self._root, INDEX, in_memory=True)
         if xxhash.xxh3_128_hexdigest(raw) != self.info.identity:
-            raise self._error("the index is damaged", _REBUILD)
+            raise self._error("the index is damaged", REBUILD)
         try:
             self._index.require_sound()
         except PackError as error:
-            raise self._error(str(error.args[0]), _REBUILD) from error
+            raise self._error(str(error.args[0]), REBUILD) from error
 
     def number(self, path: bytes) -> int:
         """The number of the entry ``path``, relative to the root ``b""``; 0 if there is none."""
         try:
             return self._index.number(path)
         except IndexError as error:
-            raise self._error("the index is damaged", _REBUILD) from error
+            raise self._error("the index is damaged", REBUILD) from error
 
     def record(self, number: int) -> Record:
         """The record ``number``, from 1. Raises PackError if there is none."""
@@ -230,7 +180,7 @@ class Pack:
             )
             xattrs = decode_xattrs(texts[raw["target_length"] :])
         except (PackError, IndexError) as error:
-            raise self._error("the index is damaged", _REBUILD) from error
+            raise self._error("the index is damaged", REBUILD) from error
         return Record(
             number=number,
             parent=raw["parent"],
@@ -347,7 +297,6 @@ class Pack:
 
 # The bytes that most file systems read ahead at most, and those of an index read at once.
 _AHEAD_BYTES, _MOST_AHEAD = 128 * KiB, 64 * MiB
-_REBUILD = "`monarch pack index --rebuild {}` makes the index again from the chunks"
 _VERIFY = "`monarch pack verify {}` lists all damage"
 
 
@@ -368,21 +317,6 @@ def _read(root: int, name: bytes, *, in_memory: bool) -> bytes | memoryview:
             return memoryview(mmap.mmap(fd, status.st_size, mmap.MAP_PRIVATE, mmap.PROT_READ))
         with os.fdopen(os.dup(fd), "rb") as file:
             return file.read(status.st_size)
-
-
-def _description(root: int) -> dict[str, Any]:
-    """The description as it stands. Raises OSError, PackError."""
-    with closing_fd(open_beneath(root, DESCRIPTION, _READ)) as fd:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise PackError("pack.json is not a regular file")
-        text = os.read(fd, _MOST_DESCRIPTION + 1)
-    try:
-        raw = json.loads(text) if len(text) <= _MOST_DESCRIPTION else None
-    except (ValueError, RecursionError):
-        raw = None
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise PackError("pack.json does not describe a pack")
-    return raw
 
 
 def summary_of(index: bytes, *, large: int, chunk_bytes: int, seed: int, order: str) -> PackSummary:

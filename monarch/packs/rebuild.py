@@ -10,15 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from monarch.errors import PackError
+from monarch.packs.directory import DESCRIPTION, INDEX, MARK, TREE
 from monarch.packs.format import LARGE, ORDERS, PAYLOAD, Entry, Header
 from monarch.packs.format import TREE as TREE_KIND
 from monarch.packs.index import ChunkFile, encode_index
 from monarch.packs.output import lock, write_file
 from monarch.packs.pack import (
-    DESCRIPTION,
-    INDEX,
-    MARK,
-    TREE,
     Pack,
     PackSummary,
     chunk_name,

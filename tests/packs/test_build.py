@@ -20,7 +20,8 @@ import pytest
 from monarch.errors import LockedError, MonarchError, PackError, SourceError, UsageError
 from monarch.packs import reading, tree
 from monarch.packs.build import Parameters, build
-from monarch.packs.pack import Pack, is_pack
+from monarch.packs.directory import is_pack
+from monarch.packs.pack import Pack
 from tests.equipment import disks
 from tests.packs.trees import contents, copied, make_tree, pack
 

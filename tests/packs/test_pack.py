@@ -11,7 +11,8 @@ import pytest
 import xxhash
 
 from monarch.errors import PackError
-from monarch.packs.pack import Pack, is_pack, require_complete
+from monarch.packs.directory import is_pack, require_complete
+from monarch.packs.pack import Pack
 from monarch.posix.files import closing_fd
 
 
