@@ -3,6 +3,7 @@ temporary names in them."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Collection
@@ -211,11 +212,18 @@ def creator(op: Op) -> Credentials | None:
 
 
 def _directory_at(root: int, path: bytes) -> int:
+    """Raises OSError, ENOTDIR if a file or a symbolic link is in the way."""
     try:
-        return open_beneath(root, path, _DIRECTORY)
-    except PermissionError:
-        # The user may have the right to write into a directory without the right to list it.
-        return open_beneath(root, path, os.O_PATH | os.O_DIRECTORY)
+        try:
+            return open_beneath(root, path, _DIRECTORY)
+        except PermissionError:
+            # The user may have the right to write into a directory without the right to list it.
+            return open_beneath(root, path, os.O_PATH | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        # The kernel reports a link at the end of a path as ENOTDIR, and one before it as ELOOP.
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
 
 
 def _copy(it: int, to_fd: int, to_name: bytes) -> None:

@@ -343,3 +343,29 @@ async def test_a_link_elsewhere_comes_though_the_content_of_its_file_is_given_up
     async with rig.mount(freshness="never") as session:
         await session.drained()
         assert session.shown()[b"linked"].content == b"of the source"
+
+
+@pytest.mark.parametrize("what", ["file", "link"])
+async def test_changes_beneath_a_directory_that_others_have_replaced_are_given_up(
+    rig: Rig, what: str
+) -> None:
+    (rig.source / "d/deep").mkdir()
+    (rig.source / "d/deep/old").write_bytes(b"old")
+    async with rig.mount() as session:
+        ino = await session.open(b"d/deep/new")
+        assert session.names.resolve(b"d/deep/old") is not None
+        (rig.source / "d").rename(rig.source / "moved")
+        if what == "file":
+            (rig.source / "d").write_bytes(b"theirs")
+        else:
+            (rig.source / "d").symlink_to("moved")
+        await session.files.write(ino, 0, b"new")
+        session.files.release(ino)
+        await session.at_rest()
+        assert paths(session) == [b"d/deep/new"]
+        with trio.fail_after(600):
+            assert await session.write_back.refusals.discard(b"d") == [b"d/deep/new"]
+            # The source does not have this name any more.
+            session.unlink(b"d/deep/old")
+            await session.drained()
+    assert (rig.source / "moved/deep/old").read_bytes() == b"old"
