@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from monarch.errors import SourceChanged
@@ -51,13 +51,20 @@ class Place:
     so a user who may write that may publish this. ``replace``: a rename on the mount has replaced
     ``target``. ``conflict``: the name belongs to another entry now, so the content is kept beside
     it. ``by`` is the user who made the staged file, None for the daemon; ``source_ino`` is the
-    inode number of the staged file.
+    inode number of the staged file. ``replaced``: the inode numbers of other files whose last name
+    the change has taken.
     """
 
     kind: PlaceKind = "new"
     target: os.stat_result | None = None
     by: Credentials | None = None
     source_ino: int = 0
+    replaced: set[int] = field(default_factory=set)
+
+    def note_replaced(self, status: os.stat_result) -> None:
+        """Notes that the change has taken a name of another file, of this status before."""
+        if status.st_nlink == 1:
+            self.replaced.add(status.st_ino)
 
 
 @dataclass(eq=False, repr=False)

@@ -195,11 +195,13 @@ class SourceEntries:
         op: Op,
         expected: Expected,
         over: Expected,
+        place: Place,
         *,
         keep: Collection[int] = (),
     ) -> Identity | None:
-        """Renames an entry; ``over`` is the entry that may have the new name. ``keep`` as of
-        ``Temporaries.sweep``, for a directory that is replaced."""
+        """Renames an entry; ``over`` is the entry that may have the new name. ``place`` has the
+        file that lost its last name then. ``keep`` as of ``Temporaries.sweep``, for a directory
+        that is replaced."""
         by = directories.user_of(op)
         to_fd, to_name = directories.of(op.to, by, make=True)
         now = status_at(to_fd, to_name)
@@ -218,10 +220,12 @@ class SourceEntries:
         if op.strict and not (
             now is None or now.st_ino == there.st_ino or over.is_it(now, strict=True, version=True)
         ):
-            to_name = self._log.conflict_name(to_name, expected.seq)
+            to_name, now = self._log.conflict_name(to_name, expected.seq), None
             self._log.note_conflict(op.to, "was changed there by others", kept=to_name)
         renames = partial(os.rename, name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
         self._swept(renames, by, to_fd, to_name, keep)
+        if now is not None and now.st_ino != there.st_ino:
+            place.note_replaced(now)
         if now is not None and now.st_ino == there.st_ino and op.path != op.to:
             # The kernel leaves both names of one file.
             with suppress(FileNotFoundError), acting_as(by):

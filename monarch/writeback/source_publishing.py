@@ -92,6 +92,8 @@ class Publishing:
                 raise OSError(CHANGED_MEANWHILE, "others have made it at the source") from error
         elif kind == "replace":
             self._replace(part, name, fd, op, place.by)
+            if target is not None:
+                place.note_replaced(target)
         else:
             _rename_over(part, name, fd, place.by)
         failpoints.failpoint("drain-renamed")
@@ -156,6 +158,8 @@ class Publishing:
                 by = place.by if now is None else None
                 with closing_fd(os.open(name, ITSELF, dir_fd=fd)) as it:
                     self._temporaries.link_over(it, to_fd, to_name, op.object, by)
+                if now is not None:
+                    place.note_replaced(now)
             failpoints.failpoint("drain-linked")
         return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
 

@@ -42,6 +42,8 @@ class Steps:
     # Objects whose older version the drain itself has removed at the source, for a rename or unlink
     # on the mount, until their next content comes.
     _removed: set[int] = field(default_factory=set, init=False)
+    # By object, those with a name that its file has taken on the mount, and not yet at the source.
+    _replaced: dict[int, set[int]] = field(default_factory=dict, init=False)
 
     def load(self, replay: Replay) -> None:
         """Takes over the changes of an earlier mount. Must be called before all other methods."""
@@ -97,6 +99,7 @@ class Steps:
         """
         op, number = entry.op, entry.op.object
         before = self._withheld.get(number)
+        self._note_replaced(entry, identity)
         if number:
             self._note_arrived(entry, identity)
         after = self._withheld.get(number)
@@ -131,6 +134,22 @@ class Steps:
         if op.kind == "content":
             self._removed.discard(number)
 
+    def _note_replaced(self, entry: Entry, identity: Identity | None) -> None:
+        """Notes the objects whose older version has lost its last name to the file of a change."""
+        op, number = entry.op, entry.op.object
+        replaced: set[int] = set()
+        if op.kind == "rename" and op.over_object:
+            replaced = {op.over_object, *self._replaced.get(op.over_object, ())}
+            if identity is None and number:
+                # The source has the file under its new name when its next content comes.
+                self._replaced.setdefault(number, set()).update(replaced)
+        elif op.kind == "gone" or (op.kind == "content" and identity is not None):
+            replaced = self._replaced.pop(number, set())
+        if replaced and entry.place is not None and entry.place.replaced:
+            known = ((each, self._state.identity(each)) for each in replaced)
+            numbers = entry.place.replaced
+            self._removed.update(each for each, it in known if it and it.source_ino in numbers)
+
     def of(self, entry: Entry) -> Step | None:
         """The call that makes a change; None if nothing has to be done at the source."""
         op, entries, state = entry.op, self._writer.entries, self._state
@@ -161,7 +180,9 @@ class Steps:
                 return partial(entries.unlink, op=op, expected=expected, place=place)
             case "rename":
                 over, keep = state.expected_over(op), self._staged_in(op.to)
-                return partial(entries.rename, op=op, expected=expected, over=over, keep=keep)
+                place = entry.place = Place()
+                renames = partial(entries.rename, op=op, expected=expected, over=over, keep=keep)
+                return partial(renames, place=place)
             case "link" if absent:
                 return None
             case "unlink":

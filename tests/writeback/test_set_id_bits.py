@@ -483,3 +483,58 @@ async def test_a_program_that_its_owner_removed_gets_no_bits_under_its_new_name(
     assert (shared.source / "new").read_bytes() == b"newest"
     has_bits = change == "none" and end == "none"
     assert mode_of(shared, "new") == (0o4755 if has_bits else 0o755)
+
+
+@pytest.mark.fault("U7")
+@pytest.mark.promise(160)
+@pytest.mark.parametrize("remover", ["drain", "others"])
+@pytest.mark.parametrize("by", ["link", "file", "content", "later content", "second name"])
+async def test_a_program_gets_its_bits_although_another_entry_has_replaced_its_older_version(
+    shared: Model, clock: Clock, by: str, remover: str
+) -> None:
+    """Root writes the program of another user, which has a second name on the mount only. ``by``
+    what the first name is taken there. Then the source has no version of the program: the bits
+    come if the drain has removed that version, and do not come if others have."""
+    shared.by, shared.owner = ROOT, 1001
+    owned(shared, "a", 0o755)
+    shared.tree[b"a"].mode = 0o755
+    async with draining(shared, abandon=False) as drain:
+        if by == "file":
+            await drain.progress.wait(shared.write(b"s", b"another"))
+        node = shared.begin(b"a")
+        shared.store(node, b"half")
+        shared.content(node)
+        shared.store(node, b"other")
+        shared.link(b"a", b"new")
+        shared.store(node, b"newest")
+        if remover == "others":
+            (shared.source / "a").unlink()
+        another = None
+        if by == "link":
+            shared.symlink(b"s", b"elsewhere")
+        elif by != "file":
+            shared.create(b"s")
+            another = shared.begin(b"s")
+            shared.store(another, b"another")
+        if by == "later content":
+            shared.create(b"earlier")
+            earlier = shared.begin(b"earlier")
+            shared.store(earlier, b"earlier")
+            shared.rename(b"earlier", b"a")
+        elif by == "second name":
+            shared.link(b"s", b"other name")
+        shared.rename(b"s" if by != "second name" else b"other name", b"a")
+        if another is not None:
+            shared.store(another, b"another, newer")
+        shared.chmod(b"new", 0o2755)
+        await until(lambda: drain.backlog().ops == 0)
+        if another is not None:
+            shared.end(another)
+            await until(lambda: drain.backlog().ops == 0)
+        assert (shared.source / "a").is_symlink() or (shared.source / "a").read_bytes() != b"of a"
+        assert not (shared.source / "new").exists()
+        shared.end(node)
+        await drain.progress.wait(shared.last_seq)
+    assert (shared.source / "new").read_bytes() == b"newest"
+    assert (shared.source / "new").stat().st_uid == 1001
+    assert mode_of(shared, "new") == (0o2755 if remover == "drain" else 0o755)

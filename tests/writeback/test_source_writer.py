@@ -478,7 +478,9 @@ def test_every_change_of_a_name_may_be_made_twice(rig: Rig) -> None:
                 assert make(directories, op, Expected()).source_ino == first.source_ino
         moved = Op(kind="rename", path=b"d/g", to=b"d/h", by=by)
         for _ in range(2):
-            assert rig.entries.rename(directories, moved, Expected(), Expected()) is not None
+            assert (
+                rig.entries.rename(directories, moved, Expected(), Expected(), Place()) is not None
+            )
         for name in (b"d/s", b"d/f", b"d/h"):
             for _ in range(2):
                 unlink = Op(kind="unlink", path=name, by=by)
@@ -499,8 +501,8 @@ def test_a_name_that_others_have_taken_is_neither_removed_nor_replaced(rig: Rig)
         unlink = Op(kind="unlink", path=b"a", strict=True)
         rig.entries.unlink(directories, unlink, other, Place())
         rename = Op(kind="rename", path=b"a", to=b"b", strict=True)
-        assert rig.entries.rename(directories, rename, other, Expected()) is None
-        assert rig.entries.rename(directories, rename, known, Expected()) is not None
+        assert rig.entries.rename(directories, rename, other, Expected(), Place()) is None
+        assert rig.entries.rename(directories, rename, known, Expected(), Place()) is not None
         link = Op(kind="link", path=b"b", to=b"c", strict=True)
         assert rig.entries.link(directories, link, other) is None
     assert sorted(os.listdir(rig.root)) == ["b", "b.monarch-conflict-node-012345-4"]
