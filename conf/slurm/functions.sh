@@ -33,10 +33,15 @@ is_cache() { # DIRECTORY: whether a prolog has made it; all else in MONARCH_JOBS
 is_mounted() { grep -qsF " $1 fuse.monarch " /proc/self/mounts; }
 
 # Each cache has a lock of its own: the drain of one job holds up no other job.
-lock_job() { # ID: waits; the lock ends with the shell that has it
+lock_job() { # ID [-n]: waits, unless -n; the lock ends with the shell that has it
+    local file=$MONARCH_RUN/job-$1.lock
     mkdir -p "$MONARCH_RUN"
-    exec 8>"$MONARCH_RUN/job-$1.lock"
-    flock "${@:2}" 8
+    while :; do
+        exec 8>"$file"
+        flock "${@:2}" 8 || return
+        # end_job may have removed the file meanwhile: another shell can lock the next one.
+        [ "$file" -ef /proc/self/fd/8 ] && return
+    done
 }
 
 end_job() { # ID TIME: unmounts the cache of a job, drains for TIME, and removes the cache

@@ -1,0 +1,86 @@
+"""What prolog and epilog of Slurm share: the lock of a job, and which caches stay."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.equipment.waiting import wait_until
+
+FUNCTIONS = Path(__file__).parents[1] / "conf" / "slurm" / "functions.sh"
+
+
+class Shells:
+    """Shells that have read ``functions.sh``. Each ends when its standard input ends."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self.locks = directory / "run"
+        (directory / "conf").write_text(
+            f"MONARCH_RUN={self.locks} MONARCH_LOG={directory}/log MONARCH_JOBS={directory}/jobs\n"
+        )
+        self._directory = directory
+        self._stack = stack
+        self._environment = {**os.environ, "MONARCH_SLURM_CONF": str(directory / "conf")}
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        """A shell that takes the lock of job 7: ``NAME-opened`` exists when it has opened the file,
+        ``NAME-locked`` while it has the lock. A line on its standard input lets it remove the file
+        as ``end_job`` does, and end."""
+        script = f"""\
+            exec 3<&0
+            . {FUNCTIONS}
+            cd {self._directory}
+            flock() {{ : >{name}-opened; command flock "$@"; }}
+            lock_job 7
+            : >{name}-locked
+            read -r _ <&3
+            rm -f "$MONARCH_RUN/job-7.lock"
+        """
+        process = subprocess.Popen(
+            ["bash", "-c", script], stdin=subprocess.PIPE, env=self._environment
+        )
+        self._stack.callback(process.wait)
+        self._stack.callback(process.communicate)
+        wait_until((self._directory / f"{name}-opened").exists, f"{name} has opened the lock")
+        return process
+
+    def wait_for_lock(self, name: str) -> None:
+        wait_until((self._directory / f"{name}-locked").exists, f"{name} has the lock")
+
+    def can_lock(self) -> bool:
+        """Whether another shell gets the lock now, which then ends."""
+        return self.answers("lock_job 7 -n")
+
+    def answers(self, call: str) -> bool:
+        """Whether a shell ends with 0 after the call of a function."""
+        command = ["bash", "-c", f". {FUNCTIONS}; {call}"]
+        return subprocess.run(command, env=self._environment, timeout=60).returncode == 0
+
+
+def test_a_shell_that_has_waited_for_a_lock_is_the_only_one_with_it(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        shells = Shells(tmp_path, stack)
+        first = shells.start("first")
+        shells.wait_for_lock("first")
+        assert not shells.can_lock()
+        # Its file is the one that the first shell removes.
+        second = shells.start("second")
+        first.communicate(b"\n")
+        shells.wait_for_lock("second")
+        assert not shells.can_lock()
+        second.communicate(b"\n")
+        assert shells.can_lock()
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_lock_that_no_shell_has_is_free(tmp_path: Path, is_removed: bool) -> None:
+    with ExitStack() as stack:
+        shells = Shells(tmp_path, stack)
+        assert shells.can_lock()
+        if is_removed:
+            (shells.locks / "job-7.lock").unlink()
+        assert shells.can_lock()
