@@ -322,6 +322,12 @@ class PeerSettings(Section):
     tiers of all nodes together hold half as many files."""
     engine: AbsolutePath | None = None
     """The program nginx. null: found in PATH."""
+    tls_cert: AbsolutePath | None = None
+    """File with a certificate of this node, PEM: the nodes encrypt what they send to each other.
+    All nodes need one, or none of them. It needs no authority: the secret of the job vouches for
+    it."""
+    tls_key: AbsolutePath | None = None
+    """File with the key of `tls_cert`, PEM without a password, which only its owner may read."""
     patience: Annotated[Duration, Field(le=10)] = 0.05
     """The least time to wait for an answer of another node, and for each MiB of it, before a file
     is read from the source; a node that is slower may get four times its usual time, up to 1s."""
@@ -342,6 +348,12 @@ class PeerSettings(Section):
             except ValueError:
                 raise ValueError(f"{value!r} is no IP address") from None
         return None
+
+    @model_validator(mode="after")
+    def _has_both(self) -> PeerSettings:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key must be set together")
+        return self
 
 
 class MountSettings(Section):

@@ -21,6 +21,7 @@ from monarch.peers.membership import Membership
 from monarch.peers.ownership import Member, Ownership
 from monarch.peers.source import Peers, PeerSource
 from monarch.peers.spans import Span, granule_digests, short_digest, span_digest
+from monarch.peers.tls import client_context
 from monarch.placement.controller import Controller
 from monarch.placement.policy import Item
 from monarch.placement.residency import SOURCE, Residency
@@ -163,11 +164,12 @@ class Sharing:
         return not (self._answers.is_asked(ino) or self._peers.owns(ino))
 
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
-        return {
+        tasks: dict[str, Callable[[], Awaitable[None]]] = {
             "peers": self._answers.run,
             "peers engine": self._engine.run,
             "peers counts": self._count,
         }
+        return tasks
 
     async def _count(self) -> None:
         """Counts what the datapath fetches and the engine sends, until cancelled."""
@@ -203,7 +205,7 @@ class Sharing:
             members=len(peers.clients),
             own=self._own,
             share=peers.share,
-            address="" if engine.port is None else f"{self._site.address} port {engine.port}",
+            address="" if engine.port is None else self._site.shown(engine.port),
             starts=engine.starts,
             out=sum(each.out for each in others),
             set=self._site.key.set_name,
@@ -238,8 +240,12 @@ def build_sharing(
     set_name = set_name_of(snapshot, parts.pack)
     keys = [MemberKey(str(each), set_name, membership.secret) for each in membership.members]
     own_key = keys[membership.own]
+    certificate = membership.certificate
+    tls = None if certificate is None else client_context()
     clients = [
-        PeerClient(each, membership.ports, key, Breaker(patience_s)) if key is not own_key else None
+        None
+        if key is own_key
+        else PeerClient(each, membership.ports, key, Breaker(patience_s), tls)
         for each, key in zip(membership.members, keys, strict=True)
     ]
     members = [Member(str(each)) for each in membership.members]
@@ -259,6 +265,7 @@ def build_sharing(
     files = SharedFiles(
         peers, snapshot, names, tiers.residency, hierarchy.records, tiers.controller, reads
     )
+    own = members[membership.own].name
     directory = parts.state / _DIRECTORY
     answers = Answers(
         directory / SOCKET,
@@ -266,21 +273,24 @@ def build_sharing(
         own_key,
         patience_s=_EARLY * patience_s,
         most_held=max(limits.buffer_max // _SHARE, limits.inline_max),
+        certificate=certificate,
     )
     site = Site(
         tiers=[tier.own / (Contents.PREFIX + snapshot.id) for tier in hierarchy.tiers],
         key=own_key,
         address=membership.address,
         ports=membership.own_ports,
+        certificate=certificate,
     )
     engine = Engine(membership.engine, directory, site)
-    sharing = Sharing(peers, answers, engine, site, members[membership.own].name, files)
+    sharing = Sharing(peers, answers, engine, site, own, files)
     tiers.controller.parts.blocks_of = files.blocks_of
     tiers.controller.keeps, tiers.rules.kept_bytes = sharing.keeps, peers.kept_bytes
     tiers.controller.kept_curve = peers.curve()
     tiers.controller.draw(snapshot.curve())
     if isinstance(parts.source, PeerSource):
         parts.source.peers = peers
-        if datapath is not None:
+        # It has no TLS.
+        if datapath is not None and tls is None:
             peers.fetch_by(datapath)
     return sharing

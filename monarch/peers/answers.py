@@ -31,6 +31,7 @@ from monarch.peers.client import COMING, DIGEST_HEADER, NOT_KEPT, OK
 from monarch.peers.engine import INTERNAL
 from monarch.peers.hello import MemberKey
 from monarch.peers.spans import Span, short_digest
+from monarch.peers.tls import Certificate
 from monarch.posix.files import closing_fd
 from monarch.telemetry.log import Limiter
 from monarch.types import Ino
@@ -102,9 +103,9 @@ def digest_of(content: Content) -> int:
 
 
 class Answers:
-    """Belongs to the event loop. ``key`` is that of this node. ``patience_s``: a member gets an
-    answer at most this many seconds later. At most ``most_held`` bytes are being fetched for
-    members or kept for them."""
+    """Belongs to the event loop. ``key`` is that of this node, and so is ``certificate``, with
+    TLS. ``patience_s``: a member gets an answer at most this many seconds later. At most
+    ``most_held`` bytes are being fetched for members or kept for them."""
 
     def __init__(
         self,
@@ -114,10 +115,12 @@ class Answers:
         *,
         patience_s: float,
         most_held: int,
+        certificate: Certificate | None = None,
     ) -> None:
         self._path = path
         self._files = files
         self._key = key
+        self._certificate = certificate
         self._limiter = Limiter(log)
         self._patience_s = patience_s
         self._most_held = most_held
@@ -186,10 +189,15 @@ class Answers:
             await self._answer(stream, Span(Ino(ino), first, last), nursery)
             return True
         path = _PATH.match(head)
-        proofs = None if path is None else self._key.answer(path[1].decode("ascii", "replace"))
+        proofs = None if path is None else self._proofs(path[1].decode("ascii", "replace"))
         if proofs is not None:
             await _send(stream, OK, proofs)
         return proofs is not None
+
+    def _proofs(self, path: str) -> bytes | None:
+        """The answer to a hello; None for another request."""
+        fingerprint = "" if self._certificate is None else self._certificate.fingerprint
+        return self._key.answer(path, fingerprint)
 
     def _unexpected(self) -> None:
         """Logs the exception that is being handled. The other answers continue."""

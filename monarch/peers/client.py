@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from monarch.peers.connections import Connection, Connections, OwnConnections
 from monarch.peers.hello import PROOFS_BYTES, MemberKey, hello_request, new_challenge
 from monarch.peers.members import Endpoint
 from monarch.peers.network import addresses_of
+from monarch.peers.tls import TlsConnection
 from monarch.text import MiB
 
 # The header of the token in a request, and that of the digest in an answer.
@@ -67,16 +69,23 @@ class Answer:
 
 class PeerClient:
     """The connections to one member; thread-safe. ``ports`` are those at which it may listen. A
-    member answers only for its own set of files, that of ``key``."""
+    member answers only for its own set of files, that of ``key``. ``tls``: what encrypts the
+    connections; None: nothing."""
 
     def __init__(
-        self, endpoint: Endpoint, ports: Sequence[int], key: MemberKey, breaker: Breaker
+        self,
+        endpoint: Endpoint,
+        ports: Sequence[int],
+        key: MemberKey,
+        breaker: Breaker,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.name = str(endpoint)
         self.breaker = breaker
         self._host = endpoint.host
         self._ports = [endpoint.port] if endpoint.port else list(ports)
         self._key = key
+        self._tls = tls
         self._before = f"GET /{key.set_name}/".encode()
         fields = f"Host: monarch\r\n{TOKEN_HEADER}: {key.token()}\r\n"
         self._fields = f" HTTP/1.1\r\n{fields}".encode()
@@ -185,15 +194,19 @@ class PeerClient:
                 connection.close()
 
     def _exchange(
-        self, connection: Connection, request: bytes, size: int, limit_s: float
+        self,
+        connection: Connection,
+        request: bytes,
+        size: int,
+        limit_s: float,
     ) -> tuple[Answer | None, bool]:
         """Sends a request. The answer, None if the connection was closed before, and whether the
         connection may be used again. Raises PeerFailed."""
         try:
             connection.limit(limit_s)
-            connection.socket.sendall(request)
-            head, rest = _head(connection.socket, time.monotonic() + limit_s)
-            return _answer(connection.socket, head, rest, size) if head else (None, False)
+            connection.send(request)
+            head, rest = _head(connection, time.monotonic() + limit_s)
+            return _answer(connection, head, rest, size) if head else (None, False)
         except (BrokenPipeError, ConnectionResetError):
             return None, False
         except (BlockingIOError, TimeoutError):
@@ -250,11 +263,11 @@ class PeerClient:
     def _proven(self, address: tuple[str, int]) -> Connection:
         """A new connection to this address, at which the member has proved that it is one. Raises
         PeerFailed, OSError."""
-        connection = Connection(_connect(address))
+        limit_s = max(self.breaker.limit_s, _HELLO_S)
+        connection = self._encrypted(_connect(address), limit_s)
         is_proven = False
         try:
             challenge = new_challenge()
-            limit_s = max(self.breaker.limit_s, _HELLO_S)
             answer, is_kept = self._exchange(
                 connection, hello_request(challenge), PROOFS_BYTES, limit_s
             )
@@ -262,7 +275,7 @@ class PeerClient:
                 raise PeerFailed("slow")
             if answer is None or answer.status != OK or not is_kept:
                 raise PeerFailed("broken")
-            found = self._key.judge(answer.data, challenge, *address)
+            found = self._key.judge(answer.data, challenge, *address, connection.certificate())
             if found != "member":
                 raise PeerFailed("other-set" if found == "other-set" else "wrong-secret")
             is_proven = True
@@ -270,6 +283,20 @@ class PeerClient:
         finally:
             if not is_proven:
                 connection.close()
+
+    def _encrypted(self, connected: socket.socket, limit_s: float) -> Connection:
+        """A connection with TLS, if the members use it. Raises PeerFailed, OSError."""
+        if self._tls is None:
+            return Connection(connected)
+        try:
+            connected.settimeout(limit_s)
+            return TlsConnection(self._tls.wrap_socket(connected))
+        except ssl.SSLError:
+            connected.close()
+            raise PeerFailed("broken") from None
+        except OSError:
+            connected.close()
+            raise
 
 
 def _takes_long(error: PeerFailed | OSError) -> bool:
@@ -296,23 +323,23 @@ def _connect(address: tuple[str, int]) -> socket.socket:
     return connection
 
 
-def _head(connection: socket.socket, until_s: float) -> tuple[bytes, bytes]:
+def _head(connection: Connection, until_s: float) -> tuple[bytes, bytes]:
     """The head of an answer, and the bytes behind it that came with it; nothing if the connection
     was closed. Raises OSError, PeerFailed."""
-    got = connection.recv(64 * 1024)
+    got = connection.receive(64 * 1024)
     while got and (end := got.find(b"\r\n\r\n")) < 0:
         if len(got) > _MOST_HEAD:
             raise PeerFailed("broken")
         if time.monotonic() > until_s:
             raise PeerFailed("slow")
-        more = connection.recv(_MOST_HEAD)
+        more = connection.receive(_MOST_HEAD)
         if not more:
             raise PeerFailed("broken")
         got += more
     return (got[: end + 2], got[end + 4 :]) if got else (b"", b"")
 
 
-def _answer(connection: socket.socket, head: bytes, rest: bytes, size: int) -> tuple[Answer, bool]:
+def _answer(connection: Connection, head: bytes, rest: bytes, size: int) -> tuple[Answer, bool]:
     """The answer with this head, and whether its connection may be used again. Raises OSError,
     PeerFailed for an answer of another form, and for other than ``size`` bytes."""
     status = head[9:12]
@@ -330,13 +357,9 @@ def _answer(connection: socket.socket, head: bytes, rest: bytes, size: int) -> t
         raise PeerFailed("broken")
     parts, left = [rest], size - len(rest)
     while left:
-        # The kernel limits the wait for all bytes of one call.
-        part = connection.recv(min(left, MiB), socket.MSG_WAITALL)
-        if not part:
-            raise PeerFailed("broken")
+        part = connection.receive_whole(min(left, MiB))
         if len(part) < min(left, MiB):
-            is_open = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            raise PeerFailed("slow" if is_open else "broken")
+            raise PeerFailed("broken")
         parts.append(part)
         left -= len(part)
     digest = fields.get(DIGEST_HEADER.lower().encode(), b"")

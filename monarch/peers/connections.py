@@ -33,6 +33,26 @@ class Connection:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
             self.limit_s = seconds
 
+    def send(self, data: bytes) -> None:
+        """Raises OSError."""
+        self.socket.sendall(data)
+
+    def receive(self, most: int) -> bytes:
+        """The bytes that have come, at least one; none at the end. Raises OSError."""
+        return self.socket.recv(most)
+
+    def receive_whole(self, size: int) -> bytes:
+        """The next ``size`` bytes; fewer at the end. Raises OSError, TimeoutError."""
+        # The kernel limits the wait for all bytes of one call.
+        part = self.socket.recv(size, socket.MSG_WAITALL)
+        if 0 < len(part) < size and self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            raise TimeoutError
+        return part
+
+    def certificate(self) -> str:
+        """The fingerprint of the certificate of the member; empty without TLS."""
+        return ""
+
     def close(self) -> None:
         self.socket.close()
 

@@ -7,6 +7,7 @@ directory in the state directory has its configuration and its log:
     nginx.log        errors, up to a limit; begun anew at each start
     answers.sock     at which the daemon answers for copies that it does not have yet
     1, 2, ...        links to the copies in each tier
+    tls.crt, tls.key links to the certificate of this node and its key
 
 It serves ``/SET/c/XX/INO``, a copy by its inode number, and a range of
 ``/SET/s/XX/INO/FIRST-LAST``, some granules of a copy of a large file. It passes ``/SET/d/INO`` and
@@ -41,6 +42,7 @@ from monarch.peers.hello import (
     hello_request,
     new_challenge,
 )
+from monarch.peers.tls import Certificate, client_context, fingerprint_of
 from monarch.posix.private_directory import replace_private
 from monarch.text import MiB, escape_text
 from monarch.tiers.contents import PARTS
@@ -92,6 +94,16 @@ _LIMITS = """\
 """
 
 
+_CERTIFICATE, _KEY = "tls.crt", "tls.key"
+_TLS = f"""\
+    ssl_certificate {_CERTIFICATE};
+    ssl_certificate_key {_KEY};
+    ssl_protocols TLSv1.3;
+    # A member keeps its connections, and a ticket would outlive the hello.
+    ssl_session_tickets off;
+"""
+
+
 def find_engine(given: Path | None) -> Path:
     """The program of the engine. Raises UsageError if there is none."""
     if given is not None:
@@ -111,12 +123,18 @@ def find_engine(given: Path | None) -> Path:
 @dataclass(frozen=True, slots=True)
 class Site:
     """What the engine serves: the directories with the copies in each tier, for the members that
-    show the token of ``key``, the key of this node, at ``address`` and one of ``ports``."""
+    show the token of ``key``, the key of this node, at ``address`` and one of ``ports``; with
+    ``certificate`` over TLS alone."""
 
     tiers: Sequence[Path]
     key: MemberKey
     address: str
     ports: Sequence[int]
+    certificate: Certificate | None = None
+
+    def shown(self, port: int) -> str:
+        """Where it is served, for a person."""
+        return f"{self.address} port {port}" + (", TLS" if self.certificate else "")
 
 
 class Engine:
@@ -126,6 +144,8 @@ class Engine:
         self._program = program
         self._directory = directory
         self._site = site
+        self._certificate = site.certificate
+        self._context = None if site.certificate is None else client_context()
         # The port at which it answers; None while it does not.
         self.port: int | None = None
         self.starts = 0
@@ -150,8 +170,12 @@ class Engine:
         while True:
             began_s = trio.current_time()
             try:
-                with suppress(OSError):
+                try:
                     await self._start()
+                except OSError:
+                    pass
+                except UsageError as error:
+                    log.warning("%s", error)
                 self.settled.set()
                 if self.port is not None and self._process is not None:
                     await _ended(self._process)
@@ -169,7 +193,7 @@ class Engine:
 
     async def _start(self) -> None:
         """Starts the engine at the first port that is free; ``port`` is None if there is none.
-        Raises OSError."""
+        Raises OSError, UsageError for a certificate."""
         self._prepare()
         for port in self._site.ports:
             if not is_free(self._site.address, port):
@@ -180,19 +204,25 @@ class Engine:
             if await self._answers(port, self._process):
                 self.port = port
                 replace_private(self._directory / "port", f"{port}\n")
-                log.info("copies for other nodes at %s port %d", self._site.address, port)
+                log.info("copies for other nodes at %s", self._site.shown(port))
                 return
             await self._end()
 
     def _prepare(self) -> None:
-        """Makes the directory, with links to the tiers. Raises OSError."""
+        """Makes the directory, with links to the tiers and the certificate. Raises OSError,
+        UsageError for a certificate."""
         with suppress(FileExistsError):
             self._directory.mkdir(mode=0o700)
-        for number, copies in enumerate(self._site.tiers, start=1):
-            link = self._directory / str(number)
+        links = {str(number): copies for number, copies in enumerate(self._site.tiers, start=1)}
+        if self._certificate is not None:
+            # It may have been replaced since the last start.
+            self._certificate.read()
+            links |= {_CERTIFICATE: self._certificate.cert, _KEY: self._certificate.key}
+        for name, target in links.items():
+            link = self._directory / name
             with suppress(FileNotFoundError):
                 link.unlink()
-            link.symlink_to(copies)
+            link.symlink_to(target)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         """Starts the process in this thread, whose end would end it, too. Raises OSError."""
@@ -230,16 +260,21 @@ class Engine:
     async def _proves(self, port: int) -> bool:
         """Whether a hello is answered by this engine and daemon. Raises OSError,
         trio.BrokenResourceError."""
-        challenge, answer = new_challenge(), b""
+        challenge, answer, certificate = new_challenge(), b"", ""
         with trio.move_on_after(_HELLO_S):
-            async with await trio.open_tcp_stream(self._site.address, port) as stream:
-                address = stream.socket.getpeername()[0]
+            async with await trio.open_tcp_stream(self._site.address, port) as connected:
+                address = connected.socket.getpeername()[0]
+                stream: trio.abc.Stream = connected
+                if self._context is not None:
+                    stream = encrypted = trio.SSLStream(connected, self._context)
+                    await encrypted.do_handshake()
+                    certificate = fingerprint_of(encrypted.getpeercert(binary_form=True))
                 await stream.send_all(hello_request(challenge))
                 while len(answer) < _MOST_ANSWER and (part := await stream.receive_some(4096)):
                     answer += part
                     proofs = answer.partition(b"\r\n\r\n")[2]
                     if len(proofs) == PROOFS_BYTES:
-                        found = self._site.key.judge(proofs, challenge, address, port)
+                        found = self._site.key.judge(proofs, challenge, address, port, certificate)
                         return found == "member"
         return False
 
@@ -278,6 +313,10 @@ class Engine:
         header = TOKEN_HEADER.lower().replace("-", "_")
         digest = DIGEST_HEADER.lower().replace("-", "_")
         set_name, token = site.key.set_name, site.key.token()
+        listen, tls = f"listen {address}:{port};", ""
+        if self._certificate is not None:
+            listen = f"listen {address}:{port} ssl;"
+            tls = _TLS
         temporary = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         return f"""\
 daemon off;
@@ -304,8 +343,8 @@ http {{
   map $http_{header} $is_admitted {{ default $is_hello; "{token}" 1; }}
   upstream daemon {{ server unix:{SOCKET}; keepalive 32; }}
   server {{
-    listen {address}:{port};
-    root .;
+    {listen}
+{tls}    root .;
     max_ranges 0;
     if ($is_admitted = 0) {{ return 403; }}
     if ($request_method != GET) {{ return 405; }}

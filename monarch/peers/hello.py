@@ -4,7 +4,8 @@ Any program on a node of the job may listen at the ports of a member. So each ne
 with a request that has no token, but a random challenge. The answer has two proofs: HMAC-SHA256
 with the secret over the challenge, the name of the member, and the address and the port at which
 the connection arrived; one of them also over the set of files. A program that passes the request on
-to a member gets proofs for the port of that member, which differs from its own.
+to a member gets proofs for the port of that member, which differs from its own. With TLS the proofs
+are of the certificate, too (``tls.py``).
 
 A token is of one member: it is of no use at another one.
 """
@@ -52,28 +53,32 @@ class MemberKey:
         """What a request to the member must show, as hexadecimal digits."""
         return self._digest("token", self.member)
 
-    def proofs(self, challenge: str, address: str, port: int) -> bytes:
-        """The answer to a challenge on a connection to this address and port. Raises ValueError for
-        a text that is no IP address."""
+    def proofs(self, challenge: str, address: str, port: int, certificate: str = "") -> bytes:
+        """The answer to a challenge on a connection to this address and port, with the fingerprint
+        of the certificate that encrypts it, if any. Raises ValueError for a text that is no IP
+        address."""
         where = ipaddress.ip_address(address.partition("%")[0]).compressed
-        fields = (challenge, self.member, where, str(port))
+        fields = (challenge, self.member, where, str(port), certificate)
         of_set = self._digest("set", *fields, self.set_name)
         return (of_set + self._digest("member", *fields)).encode()
 
-    def answer(self, path: str) -> bytes | None:
-        """The answer to a request that the engine passes on; None for one of another form."""
+    def answer(self, path: str, certificate: str = "") -> bytes | None:
+        """The answer to a request that the engine passes on, with the fingerprint of the
+        certificate of this node; None for one of another form."""
         match = _PASSED_ON.fullmatch(path)
         if match is None:
             return None
         try:
-            return self.proofs(match[1], match[2], int(match[3]))
+            return self.proofs(match[1], match[2], int(match[3]), certificate)
         except ValueError:
             return None
 
-    def judge(self, proofs: bytes, challenge: str, address: str, port: int) -> Found:
-        """Which program has given ``proofs``: the member, the member with another set, or one that
-        does not know the secret."""
-        right = self.proofs(challenge, address, port)
+    def judge(
+        self, proofs: bytes, challenge: str, address: str, port: int, certificate: str = ""
+    ) -> Found:
+        """Which program has given ``proofs`` behind this certificate: the member, the member with
+        another set, or one that does not know the secret."""
+        right = self.proofs(challenge, address, port, certificate)
         if hmac.compare_digest(proofs[:_PROOF_DIGITS], right[:_PROOF_DIGITS]):
             return "member"
         if hmac.compare_digest(proofs[_PROOF_DIGITS:], right[_PROOF_DIGITS:]):

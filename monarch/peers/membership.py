@@ -12,13 +12,14 @@ from monarch.peers.engine import find_engine
 from monarch.peers.members import Endpoint, members_of, own_index
 from monarch.peers.network import addresses_of, listening_address, own_names
 from monarch.peers.secret import ports_of, read_secret
+from monarch.peers.tls import Certificate
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
     """The members of the job. This node is the one with the number ``own``, and listens at
     ``address`` and the first free one of ``own_ports``. The others do so at ``ports``, unless their
-    endpoint has a port."""
+    endpoint has a port. With ``certificate`` all of them use TLS."""
 
     members: list[Endpoint]
     own: int
@@ -27,6 +28,7 @@ class Membership:
     own_ports: list[int]
     engine: Path
     secret: bytes = field(repr=False)
+    certificate: Certificate | None = None
 
 
 def membership(settings: PeerSettings, environ: Mapping[str, str]) -> Membership | None:
@@ -44,6 +46,10 @@ def membership(settings: PeerSettings, environ: Mapping[str, str]) -> Membership
     if len(members) == 1:
         return None
     secret = read_secret(settings.secret_file, environ)
+    certificate = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        certificate = Certificate(settings.tls_cert, settings.tls_key)
+        certificate.read()
     port, ports = members[own].port, ports_of(secret, settings.port)
     return Membership(
         members=members,
@@ -53,4 +59,5 @@ def membership(settings: PeerSettings, environ: Mapping[str, str]) -> Membership
         own_ports=[port] if port else ports,
         engine=find_engine(settings.engine),
         secret=secret,
+        certificate=certificate,
     )

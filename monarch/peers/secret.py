@@ -40,14 +40,16 @@ def read_secret(file: Path | None, environ: Mapping[str, str]) -> bytes:
             )
         where = VARIABLE
     else:
-        secret, where = _read(file), f"secret file {os.fspath(file)!r}"
+        where = f"secret file {os.fspath(file)!r}"
+        secret = read_private(file, where, _MOST_BYTES + 1).strip()
     if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
         raise UsageError(f"{where}: a secret has {_LEAST_BYTES} to {_MOST_BYTES} bytes")
     return secret
 
 
-def _read(file: Path) -> bytes:
-    where = f"secret file {os.fspath(file)!r}"
+def read_private(file: Path, where: str, most: int) -> bytes:
+    """The first ``most`` bytes of a file, which messages call ``where``. Raises UsageError if it
+    cannot be read, or if other users can read it."""
     try:
         fd = open_private(file, os.O_RDONLY)
     except OSError as error:
@@ -62,7 +64,7 @@ def _read(file: Path) -> bytes:
         if stat.S_IMODE(status.st_mode) & 0o077:
             shown = escape_text(shlex.quote(os.fspath(file)))
             raise UsageError(f"{where}: other users can read it", hint=f"chmod 600 {shown}")
-        return os.read(fd, _MOST_BYTES + 1).strip()
+        return os.read(fd, most)
     finally:
         os.close(fd)
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
@@ -25,6 +26,7 @@ from monarch.peers.engine import SOCKET, Engine, Site, find_engine
 from monarch.peers.hello import PROOFS_BYTES, MemberKey, hello_request, new_challenge
 from monarch.peers.members import Endpoint
 from monarch.peers.spans import Span, granule_digests, span_digest
+from monarch.peers.tls import Certificate
 from monarch.tiers.contents import PARTS, copy_name, part_name
 from monarch.tiers.partial import GRANULE
 from monarch.types import Ino
@@ -85,8 +87,10 @@ class Node:
     def __init__(self, files: Files, engine: Engine, port: int) -> None:
         self.files, self.engine, self.port = files, engine, port
 
-    def client(self, *, key: MemberKey = KEY, port: int = 0) -> PeerClient:
-        return PeerClient(Endpoint(HOST), [port or self.port], key, Breaker(10.0))
+    def client(
+        self, *, key: MemberKey = KEY, port: int = 0, tls: ssl.SSLContext | None = None
+    ) -> PeerClient:
+        return PeerClient(Endpoint(HOST), [port or self.port], key, Breaker(10.0), tls)
 
     def raw(self, request: bytes) -> bytes:
         """The answer to any bytes, up to its end; empty if the engine hangs up."""
@@ -106,14 +110,25 @@ def free_port() -> int:
     return port
 
 
-def with_node(directory: Path, check: Callable[[Node], Awaitable[None]]) -> None:
+def with_node(
+    directory: Path,
+    check: Callable[[Node], Awaitable[None]],
+    certificate: Certificate | None = None,
+) -> None:
     """Runs ``check`` beside an engine and its daemon."""
 
     async def main() -> None:
         files, port = Files(directory), free_port()
         peers = directory / "peers"
-        answers = Answers(peers / SOCKET, files, KEY, patience_s=0.02, most_held=8_000_000)
-        site = Site(files.tiers, KEY, HOST, [port])
+        answers = Answers(
+            peers / SOCKET,
+            files,
+            KEY,
+            patience_s=0.02,
+            most_held=8_000_000,
+            certificate=certificate,
+        )
+        site = Site(files.tiers, KEY, HOST, [port], certificate)
         engine = Engine(find_engine(None), peers, site)
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
