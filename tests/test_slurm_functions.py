@@ -84,3 +84,26 @@ def test_a_lock_that_no_shell_has_is_free(tmp_path: Path, is_removed: bool) -> N
         if is_removed:
             (shells.locks / "job-7.lock").unlink()
         assert shells.can_lock()
+
+
+@pytest.mark.parametrize(
+    ("name", "stays"),
+    [
+        ("state/figures.json", False),
+        ("state/undrained.json", True),
+        ("state/held/0123456789abcdef/7.json", True),
+    ],
+)
+def test_a_cache_with_the_only_copy_of_a_written_file_stays(
+    tmp_path: Path, name: str, stays: bool
+) -> None:
+    cache = tmp_path / "jobs" / "7"
+    (cache / "state" / "held").mkdir(parents=True)
+    (cache / "mounts").touch()
+    path = cache / name
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    with ExitStack() as stack:
+        shells = Shells(tmp_path, stack)
+        assert shells.answers("lock_job 7; end_job 7 1s") == (not stays)
+    assert cache.exists() == stays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from monarch.telemetry.peers_report import PeerReport, PeersReport
+from monarch.telemetry.peers_report import PeerReport, PeersReport, ReplicasReport
 from monarch.telemetry.report import StatusReport
 from monarch.text import counted, format_bytes
 
@@ -25,6 +25,8 @@ def peers_fields(report: StatusReport) -> Iterator[tuple[str, str]]:
     size = format_bytes(peers.fetched_bytes)
     sent = "an unknown size" if peers.sent_bytes is None else format_bytes(peers.sent_bytes)
     yield "for other nodes", f"{sent} sent; {fetched}, {size} read from the source"
+    if peers.replicas is not None:
+        yield "written", _written(peers.replicas)
     yield from (("node", _node(peer)) for peer in peers.peers[:_SHOWN])
 
 
@@ -48,6 +50,18 @@ def _received(peers: PeersReport) -> str:
         words += f"; {counted(failed, 'request', 'requests')} failed ({kinds})"
     if peers.not_kept:
         words += f"; {counted(peers.not_kept, 'file', 'files')} not kept there"
+    return words
+
+
+def _written(replicas: ReplicasReport) -> str:
+    """Written files that other nodes keep, and those of other nodes."""
+    words = f"{counted(replicas.kept, 'file', 'files')} kept by other nodes"
+    if replicas.not_taken:
+        words += f" ({counted(replicas.not_taken, 'time', 'times')} no node took one)"
+    held = counted(replicas.held_files, "file", "files")
+    words += f"; {held}, {format_bytes(replicas.held_bytes)} kept for other nodes"
+    if replicas.recovered:
+        words += f"; {counted(replicas.recovered, 'file', 'files')} recovered"
     return words
 
 

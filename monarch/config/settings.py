@@ -286,6 +286,15 @@ class WritebackSettings(Section):
     shared: bool = False
     """Let this mount absorb writes although another mount, on any node, absorbs them for the same
     paths. Otherwise the second mount is refused."""
+    replicate: Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=1)] = 0
+    """Other nodes of the job (`peers`) that keep each file from its fsync on until the source has
+    it: 0 or 1."""
+    hold: Size = 16 * GiB
+    """With `replicate`: bytes of files of other nodes that this node keeps, in the state
+    directory."""
+    recover_after: Duration = 60.0
+    """With `replicate`: how long the lease of a node at the source is out of force before this node
+    writes the files that it keeps of that node."""
     end_timeout: Duration = 60.0
     """How long a daemon that a signal ends continues to drain. Undrained data stays in the tier,
     and the next mount drains it."""

@@ -169,11 +169,13 @@ def _sharing(
     reads: PeerReads,
     datapath: Datapath | None,
     status: Status,
+    write_back: WriteBack | None,
 ) -> Sharing | None:
     """The connection with the other nodes of the job; None if there are none."""
     if parts.membership is None:
         return None
-    made = build_sharing(parts, parts.membership, tiers, filesystem.names, reads, datapath)
+    names, written = filesystem.names, write_back
+    made = build_sharing(parts, parts.membership, tiers, names, reads, datapath, written)
     status.peers = made.report
     return made
 
@@ -269,7 +271,8 @@ class Mount:
         self._settings = self.parts.settings
         reads = PeerReads(self.filesystem.readers, self.read, self.transfer.monitor)
         self.sharing = _sharing(
-            self.parts, self.tiers, self.filesystem, reads, self.datapath, self.status
+            *(self.parts, self.tiers, self.filesystem, reads, self.datapath, self.status),
+            self.write_back,
         )
         if self.sharing is not None:
             self.read.promotions.is_kept_elsewhere = self.sharing.is_kept_elsewhere
@@ -370,6 +373,8 @@ class Mount:
             with ending.step("written"):
                 self.write_back.front.files.close()
                 await self.write_back.finish()
+                if self.sharing is not None and self.sharing.replicas is not None:
+                    await self.sharing.replicas.finish(self.write_back.patience_s)
                 if self._undrained is not None:
                     await self._undrained.finish()
         keep = partial(self._figures.keep, self.parts.state)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import trio
 
+from monarch.daemon.recovery import Recovery
 from monarch.daemon.subsystems import Parts, Tiers
 from monarch.fuse.datapath import Datapath
 from monarch.namespace.namespace import Namespace
@@ -16,7 +17,9 @@ from monarch.peers.answers import Answers, Found, Wanted, digest_of
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient
 from monarch.peers.engine import SOCKET, Engine, Site
+from monarch.peers.held import HeldFiles
 from monarch.peers.hello import MemberKey
+from monarch.peers.holding import Holding, member_id
 from monarch.peers.membership import Membership
 from monarch.peers.ownership import Member, Ownership
 from monarch.peers.source import Peers, PeerSource
@@ -25,13 +28,18 @@ from monarch.peers.tls import client_context
 from monarch.placement.controller import Controller
 from monarch.placement.policy import Item
 from monarch.placement.residency import SOURCE, Residency
-from monarch.telemetry.peers_report import PeerReport, PeersReport
+from monarch.telemetry.peers_report import PeerReport, PeersReport, ReplicasReport
 from monarch.tiers.contents import Contents, copy_name, part_name
 from monarch.tiers.records import Records
 from monarch.types import Attributes, Ino
 from monarch.vfs.peer_reads import Granules, PeerReads
+from monarch.writeback.objects import object_path
+from monarch.writeback.replication import Replication
+from monarch.writeback.setup import WriteBack
 
 _DIRECTORY = "peers"
+# The directory of the written files of other nodes, in the state directory.
+HELD = "held"
 # The parts of `limits.buffer_max` for bytes that are fetched for other nodes, and for granules that
 # came from them.
 _SHARE, _HELD = 4, 8
@@ -146,6 +154,7 @@ class Sharing:
     _site: Site
     _own: str
     _files: SharedFiles
+    replicas: Replicas | None = None
 
     def keeps(self, item: Item) -> bool:
         """Whether this node keeps a whole file: it owns it, fetches it for a node for which it is
@@ -169,6 +178,9 @@ class Sharing:
             "peers engine": self._engine.run,
             "peers counts": self._count,
         }
+        if self.replicas is not None:
+            tasks["replicas"] = self.replicas.replication.run
+            tasks["recovery"] = self.replicas.recovery.run
         return tasks
 
     async def _count(self) -> None:
@@ -216,8 +228,74 @@ class Sharing:
             fetched_bytes=self._answers.fetched_bytes,
             sent_bytes=engine.sent_bytes(),
             failures=dict(peers.failures),
+            replicas=None if self.replicas is None else self.replicas.report(),
             peers=sorted(others, key=lambda each: (not each.out, -each.failed))[:_MOST_REPORTED],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """The written files of this node that others keep, and those of others that it keeps."""
+
+    holding: Holding
+    replication: Replication
+    recovery: Recovery
+
+    async def finish(self, within_s: float) -> None:
+        """At the end of the mount, after its drain."""
+        await self.replication.finish()
+        await self.recovery.finish(within_s)
+
+    def report(self) -> ReplicasReport:
+        held, sent = self.holding.held, self.replication
+        return ReplicasReport(
+            kept=sent.kept,
+            sent=sent.sent,
+            not_taken=sent.not_taken,
+            held_files=held.files,
+            held_bytes=held.nbytes,
+            recovered=self.recovery.recovered,
+        )
+
+
+def _replicas(
+    parts: Parts,
+    write_back: WriteBack | None,
+    clients: Sequence[PeerClient | None],
+    own: str,
+    patience_s: float,
+) -> Replicas | None:
+    """Connects write-back with the other nodes; None if they keep no written files."""
+    given = parts.settings.writeback
+    if write_back is None or not (given.replicate and parts.settings.absorbs):
+        return None
+    # Each node begins with the one after it, so that all keep about as much.
+    turn = clients.index(None)
+    others = [each for each in (*clients[turn:], *clients[:turn]) if each is not None]
+    directory, front = write_back.place.directory, write_back.front
+    holding = Holding(
+        HeldFiles(parts.state / HELD, given.hold),
+        {member_id(each.name): each for each in others},
+        member_id(own),
+        patience_s,
+        lambda number: object_path(directory, number).relative_to(directory),
+    )
+    replication = Replication(
+        front.names,
+        front.object_table,
+        front.drained,
+        write_back.drain,
+        write_back.lease,
+        holding,
+        directory,
+        write_back.place.journal.token,
+    )
+    front.fsyncs.replication = replication
+    front.drained.has_replica = replication.has
+    recovery = Recovery(
+        holding.held, parts.settings.mountpoint, given.recover_after, write_back.is_in_force
+    )
+    return Replicas(holding, replication, recovery)
 
 
 def set_name_of(snapshot: Snapshot, pack: PackSource | None) -> str:
@@ -233,6 +311,7 @@ def build_sharing(
     names: Namespace,
     reads: PeerReads,
     datapath: Datapath | None,
+    write_back: WriteBack | None,
 ) -> Sharing:
     """Connects the mount with the other nodes of its job."""
     settings, snapshot, hierarchy = parts.settings, parts.snapshot, tiers.hierarchy
@@ -266,6 +345,7 @@ def build_sharing(
         peers, snapshot, names, tiers.residency, hierarchy.records, tiers.controller, reads
     )
     own = members[membership.own].name
+    replicas = _replicas(parts, write_back, clients, own, _EARLY * patience_s)
     directory = parts.state / _DIRECTORY
     answers = Answers(
         directory / SOCKET,
@@ -274,6 +354,7 @@ def build_sharing(
         patience_s=_EARLY * patience_s,
         most_held=max(limits.buffer_max // _SHARE, limits.inline_max),
         certificate=certificate,
+        holding=None if replicas is None else replicas.holding,
     )
     site = Site(
         tiers=[tier.own / (Contents.PREFIX + snapshot.id) for tier in hierarchy.tiers],
@@ -281,9 +362,10 @@ def build_sharing(
         address=membership.address,
         ports=membership.own_ports,
         certificate=certificate,
+        written=None if replicas is None or write_back is None else write_back.place.directory,
     )
     engine = Engine(membership.engine, directory, site)
-    sharing = Sharing(peers, answers, engine, site, own, files)
+    sharing = Sharing(peers, answers, engine, site, own, files, replicas)
     tiers.controller.parts.blocks_of = files.blocks_of
     tiers.controller.keeps, tiers.rules.kept_bytes = sharing.keeps, peers.kept_bytes
     tiers.controller.kept_curve = peers.curve()

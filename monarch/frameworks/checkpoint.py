@@ -209,8 +209,8 @@ class Checkpointer:
 
     def durable(self, step: int) -> Durable | None:
         """The durability of the newest checkpoint of ``step`` on a Monarch mount: ``none``,
-        ``local`` or ``source``; None on other file systems. Raises CheckpointError if there is
-        none, OSError if the mount does not report it.
+        ``local``, ``peer`` or ``source``; None on other file systems. Raises CheckpointError if
+        there is none, OSError if the mount does not report it.
         """
         names = [each.name for each in self._store.checkpoints if each.step == step]
         if not names:

@@ -41,11 +41,17 @@ _PART = re.compile(r"\..+\.part")
 PIECE_BYTES = 8 * MiB
 
 DURABLE = "user.monarch.durable"
-# ``none``: only in memory; ``local``: on storage of the node; ``source``: at the source of the
-# mount. None: not on a Monarch mount, so as durable as fsync of that file system.
-Durable = Literal["none", "local", "source"]
-_DURABLE: dict[bytes, Durable] = {b"none": "none", b"local": "local", b"source": "source"}
-_ENOUGH = {"local": ("local", "source", None), "source": ("source", None)}
+# ``none``: only in memory; ``local``: on storage of the node; ``peer``: on storage of another node,
+# too; ``source``: at the source of the mount. None: not on a Monarch mount, so as durable as fsync
+# of that file system.
+Durable = Literal["none", "local", "peer", "source"]
+_DURABLE: dict[bytes, Durable] = {
+    b"none": "none",
+    b"local": "local",
+    b"peer": "peer",
+    b"source": "source",
+}
+_ENOUGH = {"local": ("local", "peer", "source", None), "source": ("source", None)}
 
 # The errors of file systems without this attribute: they are not Monarch's.
 _NOT_MONARCH = (errno.ENODATA, errno.ENOTSUP)

@@ -30,6 +30,7 @@ from monarch.errors import MonarchError
 from monarch.peers.client import COMING, DIGEST_HEADER, NOT_KEPT, OK
 from monarch.peers.engine import INTERNAL
 from monarch.peers.hello import MemberKey
+from monarch.peers.holding import REQUEST, Holding
 from monarch.peers.spans import Span, short_digest
 from monarch.peers.tls import Certificate
 from monarch.posix.files import closing_fd
@@ -105,7 +106,8 @@ def digest_of(content: Content) -> int:
 class Answers:
     """Belongs to the event loop. ``key`` is that of this node, and so is ``certificate``, with
     TLS. ``patience_s``: a member gets an answer at most this many seconds later. At most
-    ``most_held`` bytes are being fetched for members or kept for them."""
+    ``most_held`` bytes are being fetched for members or kept for them. ``holding`` answers for
+    written files."""
 
     def __init__(
         self,
@@ -116,11 +118,13 @@ class Answers:
         patience_s: float,
         most_held: int,
         certificate: Certificate | None = None,
+        holding: Holding | None = None,
     ) -> None:
         self._path = path
         self._files = files
         self._key = key
         self._certificate = certificate
+        self._holding = holding
         self._limiter = Limiter(log)
         self._patience_s = patience_s
         self._most_held = most_held
@@ -187,6 +191,10 @@ class Answers:
         if (request := _SPAN.match(head)) is not None:
             ino, first, last = map(int, request.groups())
             await self._answer(stream, Span(Ino(ino), first, last), nursery)
+            return True
+        if self._holding is not None and (request := REQUEST.match(head)) is not None:
+            status, content, fields = await self._holding.answer(request, nursery)
+            await _send(stream, status, content, fields=fields)
             return True
         path = _PATH.match(head)
         proofs = None if path is None else self._proofs(path[1].decode("ascii", "replace"))

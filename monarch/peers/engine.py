@@ -7,6 +7,7 @@ directory in the state directory has its configuration and its log:
     nginx.log        errors, up to a limit; begun anew at each start
     answers.sock     at which the daemon answers for copies that it does not have yet
     1, 2, ...        links to the copies in each tier
+    written          link to the objects of written files
     tls.crt, tls.key links to the certificate of this node and its key
 
 It serves ``/SET/c/XX/INO``, a copy by its inode number, and a range of
@@ -42,6 +43,7 @@ from monarch.peers.hello import (
     hello_request,
     new_challenge,
 )
+from monarch.peers.holding import KINDS, WRITTEN
 from monarch.peers.tls import Certificate, client_context, fingerprint_of
 from monarch.posix.private_directory import replace_private
 from monarch.text import MiB, escape_text
@@ -102,6 +104,10 @@ _TLS = f"""\
     # A member keeps its connections, and a ticket would outlive the hello.
     ssl_session_tickets off;
 """
+_HOLDING = f"""\
+    location ~ "^/SET/({KINDS})/[0-9a-f]{{16,64}}/[0-9]+$" {{ try_files /none @daemon; }}
+    location {WRITTEN}/ {{ internal; max_ranges 1; }}
+"""
 
 
 def find_engine(given: Path | None) -> Path:
@@ -131,6 +137,8 @@ class Site:
     address: str
     ports: Sequence[int]
     certificate: Certificate | None = None
+    # The objects of written files that other members may be asked to keep.
+    written: Path | None = None
 
     def shown(self, port: int) -> str:
         """Where it is served, for a person."""
@@ -214,6 +222,8 @@ class Engine:
         with suppress(FileExistsError):
             self._directory.mkdir(mode=0o700)
         links = {str(number): copies for number, copies in enumerate(self._site.tiers, start=1)}
+        if self._site.written is not None:
+            links[WRITTEN.strip("/")] = self._site.written
         if self._certificate is not None:
             # It may have been replaced since the last start.
             self._certificate.read()
@@ -317,6 +327,7 @@ class Engine:
         if self._certificate is not None:
             listen = f"listen {address}:{port} ssl;"
             tls = _TLS
+        written = "" if site.written is None else _HOLDING.replace("SET", set_name)
         temporary = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         return f"""\
 daemon off;
@@ -377,7 +388,7 @@ http {{
       try_files /$1 =404;
       add_header {DIGEST_HEADER} $upstream_http_{digest};
     }}
-    location @daemon {{ proxy_pass http://daemon; }}
+{written}    location @daemon {{ proxy_pass http://daemon; }}
     location / {{ return 404; }}
   }}
 }}

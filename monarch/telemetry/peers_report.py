@@ -21,6 +21,20 @@ class PeerReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicasReport:
+    """Written files with ``writeback.replicate``. Of this node's, other nodes keep ``kept`` now;
+    ``sent`` counts how often one was sent, and ``not_taken`` how often no node took it. Of other
+    nodes' this node keeps ``held_files``, ``held_bytes``, and has ``recovered`` some."""
+
+    kept: int
+    sent: int
+    not_taken: int
+    held_files: int
+    held_bytes: int
+    recovered: int
+
+
+@dataclass(frozen=True, slots=True)
 class PeersReport:
     """The members of the job. ``own`` is the name of this node, which owns a part ``share`` of the
     files. ``address`` is where its engine answers, empty if it does not; ``starts`` counts its
@@ -28,8 +42,8 @@ class PeersReport:
     that are left out first. ``set`` identifies the snapshot. ``files`` and ``bytes`` came from
     other nodes; ``failures`` by kind are requests that did not bring bytes; ``not_kept`` requests
     were for files that their owner does not keep. ``fetched_*`` were read from the source for other
-    nodes. ``sent_bytes`` were sent by the engine, with the heads of its answers; None: not
-    known."""
+    nodes. ``sent_bytes`` were sent by the engine, with the heads of its answers; None: not known.
+    ``replicas``: None without ``writeback.replicate``."""
 
     members: int
     own: str
@@ -46,3 +60,4 @@ class PeersReport:
     sent_bytes: int | None
     failures: dict[str, int] = field(default_factory=dict)
     peers: list[PeerReport] = field(default_factory=list)
+    replicas: ReplicasReport | None = None

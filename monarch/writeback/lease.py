@@ -269,6 +269,11 @@ class Lease:
                         os.unlink(self._me.token, dir_fd=directory)
         self._directories = ()
 
+    def is_in_force(self, token: str) -> bool:
+        """Whether the mount with this token has a lease in force for some of the same paths. Raises
+        OSError."""
+        return any(each.token == token and each.is_in_force for each in self._read_others())
+
     # -- internal ------------------------------------------------------------------------------
 
     def _take(self) -> None:

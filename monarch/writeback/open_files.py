@@ -42,6 +42,7 @@ from monarch.writeback.open_file import (
     set_times,
 )
 from monarch.writeback.recorder import Recorder
+from monarch.writeback.replication import Replication
 from monarch.writeback.source_files import SourceFiles
 from monarch.writeback.tier_objects import FULL, TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
@@ -427,9 +428,16 @@ class Fsyncs:
     _recorder: Recorder
     _drain: Drain
     _waits_for_source: bool
+    # What lets another node keep a file; None: no node does.
+    replication: Replication | None = None
 
     async def sync(self, ino: Ino, user: int | None) -> None:
         """Have a file safe, and all that was done to names."""
+        await self._sync_open(ino, user)
+        if self.replication is not None:
+            await self.replication.synced(ino)
+
+    async def _sync_open(self, ino: Ino, user: int | None) -> None:
         node = self._names.node(ino)
         if node is None or not (node.names and node.object) or self._files.is_open(ino):
             await self._sync(ino, user)
@@ -458,6 +466,8 @@ class Fsyncs:
         await self._recorder.sync()
         if self._waits_for_source:
             await self._wait_for_names(ino, user)
+        if self.replication is not None:
+            await self.replication.renamed()
 
     async def _wait_for_names(self, ino: Ino, user: int | None) -> None:
         path, node = self._names.visible_path(ino), self._names.node(ino)

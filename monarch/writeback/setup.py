@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -123,6 +124,17 @@ class WriteBack:
             await trio.sleep(RENEW_S)
             if self.lease is not None:
                 await self._lease_threads.run(self.lease.renew)
+
+    async def is_in_force(self, token: str) -> bool:
+        """Whether another mount has a lease in force. Raises OSError."""
+        if self.lease is None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        return await self._lease_threads.run(self.lease.is_in_force, token)
+
+    @property
+    def patience_s(self) -> float:
+        """How long the end of the mount may wait, in seconds."""
+        return 0.0 if self._is_abandoned else self.settings.end_timeout
 
     def abandon(self) -> None:
         """Makes ``finish`` not wait for the drain, even if it waits already."""

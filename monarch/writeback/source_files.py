@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from monarch.errors import Refused, SourceChanged, SourceError
@@ -45,9 +45,11 @@ class DrainedObjects:
     _opens: OpenTable
     _recorder: Recorder
     _unlinked: UnlinkedFiles
+    # Whether another node keeps a file as well, as it is.
+    has_replica: Callable[[Node], bool] = field(default=lambda node: False)
 
     def durable(self, node: Node) -> bytes:
-        """How safe the bytes are: ``none``, ``local`` or ``source``."""
+        """How safe the bytes are: ``none``, ``local``, ``peer`` or ``source``."""
         if not node.object:
             return b"source"
         seq, synced = self._object_table.states.content(node.object)
@@ -58,7 +60,9 @@ class DrainedObjects:
             return b"source"
         if self._on_disk.failure(node.object):
             return b"none"
-        return b"local" if synced else b"none"
+        if not synced:
+            return b"none"
+        return b"peer" if self.has_replica(node) else b"local"
 
     def is_only_here(self, node: Node) -> bool:
         """Whether bytes were made safe here that the source lacks under the file's name, whatever

@@ -1,0 +1,216 @@
+"""Requests between members about written files: one member keeps files of another.
+
+    /SET/hold/MEMBER/OFFER      asks a member to keep a file: it requests the two that follow
+    /SET/record/MEMBER/OFFER    the record of the file that this node offers
+    /SET/bytes/MEMBER/OFFER     its bytes
+    /SET/held/TOKEN/NUMBER      whether the file of an object is kept
+    /SET/forget/TOKEN/NUMBER    removes it; all of the mount if the number is 0
+
+MEMBER is a digest of the name of the member that has the file. An OFFER is a number that is used
+once, and bytes are served only as long as it stands. An answer has the form of those of
+``answers.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
+
+import trio
+
+from monarch.errors import MonarchError
+from monarch.peers.client import COMING, NOT_KEPT, OK, PeerClient, PeerFailed
+from monarch.peers.held import RECORD_BYTES, HeldFiles, Record, Take
+from monarch.posix.thread_pool import ThreadPool
+from monarch.telemetry.log import Limiter
+from monarch.text import MiB
+
+log = logging.getLogger(__name__)
+
+# Where the engine finds the objects when the daemon has named one.
+WRITTEN = "/written"
+KINDS = "hold|record|bytes|held|forget"
+REQUEST = re.compile(
+    rf"GET /[0-9a-f]{{32}}/({KINDS})/([0-9a-f]{{16,64}})/([0-9]{{1,19}}) HTTP/1\.[01]\r\n".encode()
+)
+_THREADS = 4
+# The members that are asked to keep one file.
+_ASKED = 2
+# The bytes of one request.
+_PART = 8 * MiB
+# How long a file may take, in seconds, and for each byte.
+_LEAST_S = 10.0
+_BYTE_S = 1 / 20e6
+# How long an answer to an offer is known, for a member that asks again, in seconds.
+_KEPT_S = 10.0
+# How often a member that keeps files is asked for one of them, in seconds.
+CHECK_S = 5.0
+
+
+def member_id(name: str) -> str:
+    """The name of a member in requests."""
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+class Holding:
+    """Belongs to the event loop. ``others`` are the clients of the other members by ``member_id``,
+    those first that are asked first; ``own`` is the one of this node. ``objects`` returns where an
+    object is, below the directory that the engine calls ``WRITTEN``."""
+
+    def __init__(
+        self,
+        held: HeldFiles,
+        others: Mapping[str, PeerClient],
+        own: str,
+        patience_s: float,
+        objects: Callable[[int], Path],
+    ) -> None:
+        self.held = held
+        self._others = others
+        self._own = own
+        self._patience_s = patience_s
+        self._objects = objects
+        self._threads = ThreadPool(_THREADS, "held files", abandon=True)
+        self._asks = ThreadPool(_THREADS, "replicas", abandon=True)
+        self._limiter = Limiter(log)
+        # The files that other members are asked to keep now. No earlier daemon had these numbers.
+        self._offered: dict[int, Record] = {}
+        self._offers = count(time.time_ns())
+        # The offers that this node got, and whether it keeps the file, once that is known.
+        self._arriving: dict[tuple[str, int], bool | None] = {}
+        self._arrived = trio.Condition()
+
+    # -- for other members ---------------------------------------------------------------------
+
+    async def answer(
+        self, request: re.Match[bytes], nursery: trio.Nursery
+    ) -> tuple[int, bytes, str]:
+        """The status, the bytes and further fields of an answer. Raises OSError."""
+        kind, whose, number = request[1].decode(), request[2].decode(), int(request[3])
+        if kind == "hold":
+            return await self._hold(whose, number, nursery), b"", ""
+        if kind == "held":
+            return OK if self.held.has(whose, number) else NOT_KEPT, b"", ""
+        if kind == "forget":
+            await self._threads.run(self.held.forget, whose, number)
+            return OK, b"", ""
+        record = self._offered.get(number)
+        if record is None or whose != self._own:
+            return NOT_KEPT, b"", ""
+        if kind == "record":
+            return OK, record.to_text().encode("ascii"), ""
+        return OK, b"", f"X-Accel-Redirect: {WRITTEN}/{self._objects(record.number)}\r\n"
+
+    async def _hold(self, member: str, offer: int, nursery: trio.Nursery) -> int:
+        """Whether this node keeps a file; ``COMING`` while that is not known."""
+        client, key = self._others.get(member), (member, offer)
+        if client is None:
+            return NOT_KEPT
+        if key not in self._arriving:
+            self._arriving[key] = None
+            nursery.start_soon(self._receive, client, key)
+        with trio.move_on_after(self._patience_s):
+            async with self._arrived:
+                while self._arriving.get(key, False) is None:
+                    await self._arrived.wait()
+        is_kept = self._arriving.get(key, False)
+        if is_kept is None:
+            return COMING
+        return OK if is_kept else NOT_KEPT
+
+    async def _receive(self, client: PeerClient, key: tuple[str, int]) -> None:
+        is_kept = False
+        try:
+            is_kept = await self._threads.run(self._fetch, client, *key)
+        except (PeerFailed, MonarchError, OSError, ValueError) as error:
+            self._limiter.warning(
+                f"held {client.name}", "a file of node %s is not kept: %s", client.name, error
+            )
+        finally:
+            self._arriving[key] = is_kept
+            with trio.CancelScope(shield=True):
+                async with self._arrived:
+                    self._arrived.notify_all()
+        await trio.sleep(_KEPT_S)
+        del self._arriving[key]
+
+    def _fetch(self, client: PeerClient, member: str, offer: int) -> bool:
+        """Gets a file from the member that has written it. Raises PeerFailed, OSError, and
+        ValueError for a record of another form."""
+        answer = client.get(f"record/{member}/{offer}", RECORD_BYTES)
+        if answer.status != OK:
+            return False
+        record = Record.from_text(answer.data)
+
+        def fetch(take: Take) -> None:
+            for offset in range(0, record.size, _PART):
+                size = min(_PART, record.size - offset)
+                answer = client.get(f"bytes/{member}/{offer}", size, offset)
+                if answer.status != OK:
+                    raise PeerFailed("broken")
+                take(answer.data)
+
+        return self.held.put(record, fetch)
+
+    # -- for the files of this node ------------------------------------------------------------
+
+    async def ask(self, record: Record) -> PeerClient | None:
+        """Asks other members to keep a file; the one that does, None if there is none."""
+        offer = next(self._offers)
+        self._offered[offer] = record
+        try:
+            return await self._asks.run(self._ask, record, offer)
+        finally:
+            del self._offered[offer]
+
+    def _ask(self, record: Record, offer: int) -> PeerClient | None:
+        asked = 0
+        for client in self._others.values():
+            if asked == _ASKED:
+                break
+            if not client.breaker.admits(_now()):
+                continue
+            asked += 1
+            until_s = _now() + _LEAST_S + record.size * _BYTE_S
+            if self._told(client, f"hold/{self._own}/{offer}", until_s):
+                return client
+        return None
+
+    async def is_held(self, client: PeerClient, record: Record) -> bool:
+        """Whether a member answers, and keeps a file."""
+        name = f"held/{record.token}/{record.number}"
+        return await self._asks.run(self._told, client, name, _now() + _LEAST_S)
+
+    async def forget(self, client: PeerClient, token: str, number: int) -> bool:
+        """Lets a member remove a file, or all of a mount; False if it does not answer."""
+        name = f"forget/{token}/{number}"
+        return await self._asks.run(self._told, client, name, _now() + _LEAST_S)
+
+    async def forget_all(self, token: str) -> bool:
+        """Lets all members remove the files of a mount; whether all of them answered."""
+        answers = [await self.forget(client, token, 0) for client in self._others.values()]
+        return all(answers)
+
+    def _told(self, client: PeerClient, name: str, until_s: float) -> bool:
+        """Whether a member answers a request with ``OK``."""
+        try:
+            answer = client.get(name, 0)
+            while answer.status == COMING and _now() < until_s:
+                answer = client.get(name, 0)
+        except PeerFailed as error:
+            self._limiter.warning(
+                f"replica {client.name}",
+                "node %s, which is to keep written files, does not answer: %s",
+                *(client.name, error.kind),
+            )
+            return False
+        return answer.status == OK
+
+
+def _now() -> float:
+    return time.monotonic()

@@ -1,0 +1,217 @@
+"""Written files that another node of the job keeps as well, until the source has them.
+
+A file is sent at its fsync, before that returns. If no other node takes it, fsync returns all the
+same, and the file is sent again and again later. A node keeps a file under its path here, so it
+gets new names, too.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import stat
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from monarch.namespace.namespace import Namespace
+from monarch.namespace.overlay import Node
+from monarch.peers.client import PeerClient
+from monarch.peers.held import Record, digest_of_path
+from monarch.peers.holding import CHECK_S, Holding
+from monarch.posix.thread_pool import ThreadPool
+from monarch.types import Ino
+from monarch.writeback.drain import Drain
+from monarch.writeback.lease import Lease
+from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.objects import object_path
+from monarch.writeback.source_files import DrainedObjects
+
+_LOOK_S = 0.5
+# Files of up to this size are sent at each fsync; others at most once in this time, so that an
+# fsync of each line of a long log does not send all of it, in bytes and seconds.
+_SMALL = 1 << 20
+_AGAIN_S = 10.0
+# The pause after no node has taken a file, in seconds.
+_PAUSE_S = 5.0
+# How long the end of the mount waits for other nodes, in seconds.
+_END_S = 2.0
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """What a node keeps of an object: ``seq`` is the number of its content in the journal."""
+
+    client: PeerClient
+    seq: int
+    record: Record
+
+
+class Replication:
+    """Belongs to the event loop. ``objects`` is the directory of the objects, and ``token`` that of
+    their journal. Without a ``lease`` at the source other nodes could not know that this one is
+    alive, so nothing is sent."""
+
+    def __init__(
+        self,
+        names: Namespace,
+        object_table: ObjectTable,
+        drained: DrainedObjects,
+        drain: Drain,
+        lease: Lease | None,
+        holding: Holding,
+        objects: Path,
+        token: str,
+    ) -> None:
+        self._names = names
+        self._object_table = object_table
+        self._drained = drained
+        self._drain = drain
+        self._lease = lease
+        self._holding = holding
+        self._objects = objects
+        self._token = token
+        self._threads = ThreadPool(_THREADS, "replica digests", abandon=True)
+        # The objects that other nodes are to keep, and those that they do.
+        self._wanted: set[int] = set()
+        self._placed: dict[int, _Placed] = {}
+        self._turns: defaultdict[int, trio.Lock] = defaultdict(trio.Lock)
+        # When an object may be sent again.
+        self._due_s: dict[int, float] = {}
+        self._check_s = -math.inf
+        # Whether other nodes may keep files that the source has: an earlier mount may have sent
+        # some.
+        self._is_stale = drain.queue.last_seq > 0
+        # Files that other nodes have taken, and those that none took, each time.
+        self.sent = self.not_taken = 0
+
+    @property
+    def kept(self) -> int:
+        """Files that other nodes keep now."""
+        return len(self._placed)
+
+    def has(self, node: Node) -> bool:
+        """Whether a node that answers keeps a file with its last content, under its path."""
+        placed = self._placed.get(node.object)
+        if placed is None or placed.client.breaker.is_failing:
+            return False
+        seq, _ = self._object_table.states.content(node.object)
+        return placed.seq == seq and placed.record == self._record(node, placed.record.digest)
+
+    def _record(self, node: Node, digest: str) -> Record:
+        return Record(
+            token=self._token,
+            number=node.object,
+            size=node.size,
+            digest=digest,
+            path=self._names.visible_path(node.ino),
+            mode=stat.S_IMODE(node.mode),
+            uid=node.uid,
+            gid=node.gid,
+            mtime_ns=max(node.mtime_ns, 0),
+        )
+
+    async def synced(self, ino: Ino) -> None:
+        """Sends a file that was made safe here, unless the source has it."""
+        node = self._names.node(ino)
+        if node is not None and self._is_only_here(node):
+            self._wanted.add(node.object)
+            await self._send(node)
+
+    async def renamed(self) -> None:
+        """Tells other nodes new paths of the files that they keep."""
+        for number, placed in list(self._placed.items()):
+            node = self._object_table.node(number)
+            if node is None or not self._is_only_here(node) or self.has(node):
+                continue
+            if self._object_table.states.content(number)[0] == placed.seq:
+                await self._send(node)
+
+    def _is_only_here(self, node: Node) -> bool:
+        if not (node.object and node.names) or node.size < 0:
+            return False
+        return self._drained.durable(node) in (b"local", b"peer")
+
+    async def _send(self, node: Node) -> None:
+        """Lets another node keep a file, unless one does, or it was sent a short time ago."""
+        number = node.object
+        async with self._turns[number]:
+            if (
+                self._lease is None
+                or self._lease.trouble
+                or not self._is_only_here(node)
+                or self.has(node)
+            ):
+                return
+            now, placed = trio.current_time(), self._placed.get(number)
+            seq, _ = self._object_table.states.content(number)
+            if placed is not None and placed.seq == seq:
+                # No bytes move.
+                digest = placed.record.digest
+            elif now < self._due_s.get(number, -math.inf):
+                return
+            else:
+                try:
+                    path = object_path(self._objects, number)
+                    digest = await self._threads.run(digest_of_path, path)
+                except OSError:
+                    return
+            record, self._is_stale = self._record(node, digest), True
+            client = await self._holding.ask(record)
+            if client is None:
+                self.not_taken += 1
+                self._due_s[number] = now + _PAUSE_S
+                return
+            self.sent += 1
+            self._due_s[number] = now + (_AGAIN_S if record.size > _SMALL else 0.0)
+            self._placed[number] = _Placed(client, seq, record)
+        if placed is not None and placed.client is not client:
+            await self._holding.forget(placed.client, self._token, number)
+
+    async def run(self) -> None:
+        """Follows the changes of the files that were sent, until cancelled."""
+        while True:
+            await trio.sleep(_LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Sends what is due, and lets other nodes remove what they need not keep."""
+        for number in list(self._wanted):
+            await self._follow(number)
+        if (now := trio.current_time()) >= self._check_s:
+            await self._check()
+            self._check_s = now + CHECK_S
+        if self._is_stale and not self._wanted and not self._drain.queue.last_seq:
+            self._is_stale = not await self._holding.forget_all(self._token)
+
+    async def _follow(self, number: int) -> None:
+        node = self._object_table.node(number)
+        if node is not None and self._is_only_here(node):
+            await self._send(node)
+        elif node is None or not node.names or self._drained.is_clean(node):
+            self._wanted.discard(number)
+            self._turns.pop(number, None)
+            self._due_s.pop(number, None)
+            placed = self._placed.pop(number, None)
+            if placed is not None:
+                await self._holding.forget(placed.client, self._token, number)
+
+    async def _check(self) -> None:
+        """Asks each node that keeps files for one of them: it may have lost them, or be gone."""
+        of: dict[PeerClient, list[int]] = {}
+        for number, placed in self._placed.items():
+            of.setdefault(placed.client, []).append(number)
+        for client, numbers in of.items():
+            record = self._placed[random.choice(numbers)].record
+            if not await self._holding.is_held(client, record):
+                for number in numbers:
+                    self._placed.pop(number, None)
+
+    async def finish(self) -> None:
+        """At the end of the mount: lets other nodes remove the files if the source has all."""
+        if self._is_stale and not self._drain.queue.last_seq:
+            with trio.move_on_after(_END_S, shield=True):
+                await self._holding.forget_all(self._token)

@@ -1,0 +1,151 @@
+"""The files of a node that is gone: when they are written, and beside which others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+import xxhash
+from trio.testing import MockClock
+
+from monarch.daemon.recovery import Recovery
+from monarch.peers.held import HeldFiles, Record
+
+TOKEN = "0123456789abcdef"
+CONTENT = b"the bytes of a checkpoint"
+
+
+def record_of(path: bytes, content: bytes = CONTENT, number: int = 7, mode: int = 0o640) -> Record:
+    return Record(
+        token=TOKEN,
+        number=number,
+        size=len(content),
+        digest=xxhash.xxh3_128_hexdigest(content),
+        path=path,
+        mode=mode,
+        uid=os.geteuid(),
+        gid=os.getegid(),
+        mtime_ns=1_700_000_000_000_000_000,
+    )
+
+
+class Rig:
+    """``alive``: what the source says of the owner; None: it does not answer."""
+
+    def __init__(self, directory: Path, *records: Record) -> None:
+        self.mountpoint = directory / "mnt"
+        self.mountpoint.mkdir()
+        self.held = HeldFiles(directory / "held", 1 << 20)
+        for record in records:
+            assert self.held.put(record, lambda take: take(CONTENT))
+        self.alive: bool | None = False
+        self.clock = MockClock()
+        self.made = Recovery(self.held, self.mountpoint, 60.0, self._is_alive)
+
+    async def later(self, seconds: float) -> None:
+        """Looks twice, as the task does again and again."""
+        await self.made.look()
+        self.clock.jump(seconds)
+        await self.made.look()
+
+    async def _is_alive(self, token: str) -> bool:
+        assert token == TOKEN
+        await trio.lowlevel.checkpoint()
+        if self.alive is None:
+            raise OSError
+        return self.alive
+
+
+def play(rig: Rig, scene: Callable[[], Awaitable[None]]) -> None:
+    """Plays a scene in virtual time, which only ``Rig.later`` moves."""
+    trio.run(scene, clock=rig.clock)
+
+
+@pytest.mark.promise(331)
+def test_files_are_written_when_their_owner_is_gone_for_long_enough(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, record_of(b"ckpt/run/a", mode=0o4640))
+    written = rig.mountpoint / "ckpt" / "run" / "a"
+
+    async def scene() -> None:
+        await rig.later(50)
+        rig.alive = True
+        await rig.later(50)
+        rig.alive = None
+        await rig.later(200)
+        rig.alive = False
+        await rig.later(50)
+        assert not written.exists()
+        await rig.later(30)
+        assert written.read_bytes() == CONTENT
+
+    play(rig, scene)
+    status = written.stat()
+    # A set-ID bit is not taken from another node.
+    assert (status.st_mode & 0o7777, status.st_mtime_ns) == (0o640, 1_700_000_000_000_000_000)
+    assert list(written.parent.iterdir()) == [written]
+    assert (rig.held.files, rig.made.recovered) == (0, 1)
+
+
+def test_another_file_of_the_name_stays(tmp_path: Path) -> None:
+    long = b"n" * 255
+    records = [record_of(name, number=n) for n, name in enumerate((b"a", b"b", long), start=1)]
+    rig = Rig(tmp_path, *records)
+    for name, content in ((b"a", b"of this node"), (b"b", CONTENT), (long, b"of this node")):
+        (rig.mountpoint / os.fsdecode(name)).write_bytes(content)
+
+    async def scene() -> None:
+        await rig.later(80)
+
+    play(rig, scene)
+    found = {path.name: path.read_bytes() for path in rig.mountpoint.iterdir()}
+    beside = f"{'n' * (255 - 21)}.recovered-01234567-3"
+    assert found == {
+        "a": b"of this node",
+        "a.recovered-01234567-1": CONTENT,
+        "b": CONTENT,
+        "n" * 255: b"of this node",
+        beside: CONTENT,
+    }
+    assert all(len(name) <= 255 for name in found) and not rig.held.files
+
+
+def test_a_file_that_cannot_be_written_is_kept(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, record_of(b"a/b", number=1), record_of(b"c", number=2))
+    (rig.mountpoint / "a").write_bytes(b"no directory")
+
+    async def scene() -> None:
+        await rig.later(80)
+        assert (rig.mountpoint / "c").read_bytes() == CONTENT
+        assert [record.path for record in rig.held.of(TOKEN)] == [b"a/b"]
+        (rig.mountpoint / "a").unlink()
+        await rig.later(80)
+
+    play(rig, scene)
+    assert (rig.mountpoint / "a" / "b").read_bytes() == CONTENT
+    assert rig.made.recovered == 2
+
+
+def test_the_end_of_a_mount_waits_for_owners_that_live(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, record_of(b"a"))
+
+    async def scene() -> None:
+        rig.alive = True
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.made.finish, 60.0)
+            await trio.testing.wait_all_tasks_blocked()
+            # The owner has drained it.
+            rig.held.forget(TOKEN, 0)
+            rig.clock.jump(1)
+        # It does not wait for one that is gone, nor for ever.
+        assert rig.held.put(record_of(b"a"), lambda take: take(CONTENT))
+        rig.alive = False
+        await rig.made.finish(60.0)
+        rig.alive = True
+        await rig.made.finish(0.0)
+        assert rig.held.files == 1
+
+    play(rig, scene)

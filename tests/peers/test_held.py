@@ -1,0 +1,182 @@
+"""Written files of other members: what is kept, over a restart, and records of any form."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+import xxhash
+
+from monarch.peers import held as held_files
+from monarch.peers.held import RECORD_BYTES, HeldFiles, Record, Take
+
+TOKEN, OTHER = "0123456789abcdef", "fedcba9876543210"
+CONTENT = os.urandom(5000)
+
+
+def record_of(content: bytes = CONTENT, number: int = 7, **fields: object) -> Record:
+    made = Record(
+        token=TOKEN,
+        number=number,
+        size=len(content),
+        digest=xxhash.xxh3_128_hexdigest(content),
+        path=b"ckpt/step-1/\xff \n.pt",
+        mode=0o640,
+        uid=1000,
+        gid=1000,
+        mtime_ns=1_700_000_000_000_000_000,
+    )
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+def giving(content: bytes = CONTENT) -> Callable[[Take], None]:
+    def fetch(take: Take) -> None:
+        take(content[:100])
+        take(content[100:])
+
+    return fetch
+
+
+def read(held: HeldFiles, record: Record) -> bytes:
+    fd = held.open(record)
+    try:
+        return os.read(fd, 1 << 20)
+    finally:
+        os.close(fd)
+
+
+def not_asked(take: Take) -> None:
+    raise AssertionError("its bytes are here")
+
+
+def test_files_are_kept_over_a_restart_until_they_are_forgotten(tmp_path: Path) -> None:
+    held = HeldFiles(tmp_path / "held", 100_000)
+    first, other = record_of(), record_of(number=8, token=OTHER)
+    assert held.put(first, giving()) and held.put(other, giving())
+    (tmp_path / "held" / TOKEN / "9.00").write_bytes(b"of a put that was interrupted")
+    again = HeldFiles(tmp_path / "held", 100_000)
+    assert again.tokens() == [TOKEN, OTHER]
+    assert again.of(TOKEN) == [first] and read(again, first) == CONTENT
+    assert (again.files, again.nbytes) == (2, 2 * len(CONTENT))
+    assert not (tmp_path / "held" / TOKEN / "9.00").exists()
+    again.forget(TOKEN, 7)
+    again.forget(OTHER, 0)
+    assert (again.files, again.nbytes, again.tokens()) == (0, 0, [])
+    assert list((tmp_path / "held").iterdir()) == []
+
+
+def test_a_new_path_moves_no_bytes_and_new_bytes_replace_the_earlier_ones(tmp_path: Path) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    assert held.put(record_of(), giving())
+    renamed = record_of(path=b"latest")
+    assert held.put(renamed, not_asked) and held.of(TOKEN) == [renamed]
+    longer = record_of(CONTENT * 2)
+    assert held.put(longer, giving(CONTENT * 2))
+    assert (held.of(TOKEN), held.nbytes) == ([longer], 2 * len(CONTENT))
+    assert len(list((tmp_path / TOKEN).iterdir())) == 2
+
+
+@pytest.mark.parametrize("bad", ["digest", "short", "fails"])
+def test_bytes_that_are_not_those_of_the_record_leave_the_earlier_version(
+    tmp_path: Path, bad: str
+) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    before = record_of()
+    assert held.put(before, giving())
+    content = CONTENT[::-1]
+    wanted = record_of(content)
+
+    def failing(take: Take) -> None:
+        take(content[:10])
+        raise OSError("the member is gone")
+
+    if bad == "fails":
+        with pytest.raises(OSError, match="gone"):
+            held.put(wanted, failing)
+    else:
+        assert not held.put(wanted, giving(CONTENT if bad == "digest" else content[:-1]))
+    assert held.of(TOKEN) == [before] and read(held, before) == CONTENT
+    assert held.nbytes == len(CONTENT)
+    assert len(list((tmp_path / TOKEN).iterdir())) == 2
+
+
+def test_no_more_is_kept_than_there_is_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldFiles(tmp_path, 2 * len(CONTENT))
+    assert held.put(record_of(number=1), giving()) and held.put(record_of(number=2), giving())
+    assert not held.put(record_of(number=3), not_asked)
+    held.forget(TOKEN, 1)
+    assert held.put(record_of(number=3), giving())
+    monkeypatch.setattr(held_files, "_KEEP_FREE", 1 << 62)
+    held.forget(TOKEN, 2)
+    assert not held.put(record_of(number=4), not_asked)
+    assert held.nbytes == len(CONTENT)
+
+
+def test_damaged_bytes_are_not_given(tmp_path: Path) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    record = record_of()
+    assert held.put(record, giving())
+    (path,) = (tmp_path / TOKEN).glob("7.*[!n]")
+    path.write_bytes(CONTENT[::-1])
+    with pytest.raises(OSError, match="damaged"):
+        held.open(record)
+
+
+def test_a_record_is_sent_with_one_length() -> None:
+    record = record_of(path=b"/".join([b"\xff" * 254] * 16))
+    text = record.to_text().encode("ascii")
+    assert len(text) == RECORD_BYTES and Record.from_text(text) == record
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("path", b"../etc/passwd".hex()),
+        ("path", b"/etc/passwd".hex()),
+        ("path", b"a//b".hex()),
+        ("path", b"a/./b".hex()),
+        ("path", b"".hex()),
+        ("path", b"a\0b".hex()),
+        ("path", (b"a" * 256).hex()),
+        ("path", (b"a/" * 2100 + b"a").hex()),
+        ("path", "zz"),
+        ("path", 5),
+        ("token", "../../etc/passwd"),
+        ("token", 5),
+        ("digest", "0" * 31),
+        ("size", -1),
+        ("size", True),
+        ("size", 1.5),
+        ("uid", 1 << 32),
+        ("mode", 0o10000),
+        ("mtime_ns", "now"),
+        ("number", None),
+    ],
+)
+def test_a_record_of_another_form_is_refused(field: str, value: object) -> None:
+    raw = json.loads(record_of().to_text())
+    with pytest.raises(ValueError):
+        Record.from_text(json.dumps(raw | {field: value}).encode())
+
+
+def test_records_with_any_change_are_refused_or_have_the_form_of_one() -> None:
+    dice, text = Random(16), record_of().to_text().strip().encode()
+    refused = 0
+    for _ in range(3000):
+        changed = bytearray(text)
+        for _ in range(dice.randrange(1, 6)):
+            changed[dice.randrange(len(changed))] = dice.randrange(256)
+        try:
+            found = Record.from_text(bytes(changed[: dice.randrange(1, len(changed) + 1)]))
+        except ValueError:
+            refused += 1
+        else:
+            assert b".." not in found.path.split(b"/") and found.token.isalnum()
+    assert refused > 1000

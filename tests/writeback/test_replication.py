@@ -1,0 +1,226 @@
+"""Written files that another node keeps: when they are sent, and when they are called so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import trio
+from trio.testing import MockClock
+
+from monarch.peers.held import Record
+from monarch.writeback.objects import object_path
+from monarch.writeback.replication import Replication
+
+TOKEN = "0123456789abcdef"
+LARGE = 3 << 20
+
+
+class _Node:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.breaker = SimpleNamespace(is_failing=False)
+
+
+class Rig:
+    """A file with the object 7 and the content 1, and two nodes that may keep it."""
+
+    def __init__(self, directory: Path, clock: MockClock) -> None:
+        self._clock = clock
+        self.content, self.path, self.base, self.waiting = 1, b"ckpt/a", b"local", 1
+        self.node: Any = SimpleNamespace(
+            object=7,
+            ino=70,
+            names={(1, b"a"): None},
+            size=0,
+            mode=0o100644,
+            uid=1,
+            gid=2,
+            mtime_ns=5,
+        )
+        self.lease = SimpleNamespace(trouble="")
+        self.nodes = [_Node(f"n{number}") for number in (1, 2)]
+        self.takers = self.nodes[:1]
+        self.asked: list[Record] = []
+        self.forgotten: list[tuple[str, int]] = []
+        self.is_held = True
+        self._object = object_path(directory, 7)
+        self._object.parent.mkdir()
+        self.write(1000)
+        rig = self
+
+        class Holding:
+            async def ask(self, record: Record) -> Any:
+                rig.asked.append(record)
+                await trio.lowlevel.checkpoint()
+                return rig.takers[0] if rig.takers else None
+
+            async def is_held(self, client: Any, record: Record) -> bool:
+                return rig.is_held
+
+            async def forget(self, client: Any, token: str, number: int) -> bool:
+                rig.forgotten.append((client.name, number))
+                return True
+
+            async def forget_all(self, token: str) -> bool:
+                rig.forgotten.append(("all", 0))
+                return True
+
+        self.made = Replication(
+            cast(Any, SimpleNamespace(node=lambda ino: self.node, visible_path=self.visible_path)),
+            cast(
+                Any,
+                SimpleNamespace(
+                    node=lambda number: self.node,
+                    states=SimpleNamespace(content=lambda number: (self.content, True)),
+                ),
+            ),
+            cast(Any, SimpleNamespace(durable=self.durable, is_clean=self.is_clean)),
+            cast(Any, self),
+            cast(Any, self.lease),
+            cast(Any, Holding()),
+            directory,
+            TOKEN,
+        )
+
+    @property
+    def queue(self) -> Any:
+        return SimpleNamespace(last_seq=self.waiting)
+
+    def visible_path(self, ino: int) -> bytes:
+        return self.path
+
+    def durable(self, node: Any) -> bytes:
+        return b"peer" if self.base == b"local" and self.made.has(node) else self.base
+
+    def is_clean(self, node: Any) -> bool:
+        return self.base == b"source"
+
+    def write(self, size: int) -> None:
+        self._object.write_bytes(os.urandom(size))
+        self.node.size = size
+        self.content += 1
+
+    async def later(self, seconds: float) -> None:
+        self._clock.jump(seconds)
+        await self.made.look()
+
+    async def fsync(self) -> bytes:
+        await self.made.synced(70)
+        return self.durable(self.node)
+
+
+def play(directory: Path, scene: Callable[[Rig], Awaitable[None]]) -> None:
+    """Plays a scene in virtual time, which only ``Rig.later`` moves."""
+    clock = MockClock()
+
+    async def main() -> None:
+        await scene(Rig(directory, clock))
+
+    trio.run(main, clock=clock)
+
+
+def test_a_file_is_sent_at_its_fsync_and_forgotten_when_the_source_has_it(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        assert await rig.fsync() == b"peer"
+        assert await rig.fsync() == b"peer"
+        (record,) = rig.asked
+        assert (record.path, record.mode, record.uid, record.gid) == (b"ckpt/a", 0o644, 1, 2)
+        rig.write(2000)
+        assert rig.durable(rig.node) == b"local"
+        rig.base, rig.waiting = b"source", 0
+        await rig.later(2)
+        assert rig.forgotten == [("n1", 7), ("all", 0)]
+        assert rig.made.kept == 0
+
+    play(tmp_path, scene)
+
+
+def test_a_node_gets_a_new_name_without_another_digest(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        rig.write(LARGE)
+        assert await rig.fsync() == b"peer"
+        rig.path = b"ckpt/final"
+        assert rig.durable(rig.node) == b"local"
+        await rig.made.renamed()
+        assert rig.durable(rig.node) == b"peer"
+        first, second = rig.asked
+        assert (first.digest, second.path) == (second.digest, b"ckpt/final")
+        # Without an fsync the task does it.
+        rig.path = b"ckpt/again"
+        await rig.later(2)
+        assert rig.durable(rig.node) == b"peer"
+
+    play(tmp_path, scene)
+
+
+def test_a_long_file_is_not_sent_at_each_fsync(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        rig.write(LARGE)
+        assert await rig.fsync() == b"peer"
+        for _ in range(5):
+            rig.write(LARGE)
+            assert await rig.fsync() == b"local"
+        assert len(rig.asked) == 1
+        await rig.later(11)
+        assert rig.durable(rig.node) == b"peer"
+        assert len(rig.asked) == 2
+
+    play(tmp_path, scene)
+
+
+def test_no_node_takes_a_file_at_first(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        rig.takers = []
+        assert await rig.fsync() == b"local"
+        assert rig.made.not_taken == 1
+        rig.takers = rig.nodes[1:]
+        await rig.later(6)
+        assert rig.durable(rig.node) == b"peer"
+
+    play(tmp_path, scene)
+
+
+def test_a_node_that_fails_or_has_lost_a_file_does_not_count(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        assert await rig.fsync() == b"peer"
+        rig.takers = []
+        rig.nodes[0].breaker.is_failing = True
+        assert rig.durable(rig.node) == b"local"
+        rig.takers = rig.nodes[1:]
+        await rig.later(10)
+        assert rig.durable(rig.node) == b"peer"
+        assert rig.forgotten == [("n1", 7)]
+        # It answers, and has lost its disk.
+        rig.is_held, rig.takers = False, []
+        await rig.later(6)
+        assert rig.durable(rig.node) == b"local" and rig.made.kept == 0
+
+    play(tmp_path, scene)
+
+
+def test_without_a_lease_at_the_source_nothing_is_sent(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        rig.lease.trouble = "EROFS"
+        assert await rig.fsync() == b"local"
+        assert not rig.asked
+        rig.lease.trouble = ""
+        await rig.later(2)
+        assert rig.durable(rig.node) == b"peer"
+
+    play(tmp_path, scene)
+
+
+def test_the_end_of_a_mount_leaves_nothing_on_other_nodes(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        await rig.fsync()
+        await rig.made.finish()
+        assert not rig.forgotten, "the source lacks it"
+        rig.waiting = 0
+        await rig.made.finish()
+        assert rig.forgotten == [("all", 0)]
+
+    play(tmp_path, scene)
