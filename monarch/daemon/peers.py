@@ -16,11 +16,12 @@ from monarch.packmount.source import PackSource
 from monarch.peers.answers import Answers, Found, Wanted, digest_of
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient
-from monarch.peers.engine import SOCKET, Engine, Site
+from monarch.peers.engine import Engine
 from monarch.peers.held import HeldFiles
 from monarch.peers.hello import MemberKey
 from monarch.peers.holding import Holding, member_id
 from monarch.peers.membership import Membership
+from monarch.peers.nginx import SOCKET, Site
 from monarch.peers.ownership import Member, Ownership
 from monarch.peers.source import Peers, PeerSource
 from monarch.peers.spans import Span, granule_digests, short_digest, span_digest

@@ -28,9 +28,9 @@ import xxhash
 
 from monarch.errors import MonarchError
 from monarch.peers.client import COMING, DIGEST_HEADER, NOT_KEPT, OK
-from monarch.peers.engine import INTERNAL
 from monarch.peers.hello import MemberKey
 from monarch.peers.holding import REQUEST, Holding
+from monarch.peers.nginx import INTERNAL
 from monarch.peers.spans import Span, short_digest
 from monarch.peers.tls import Certificate
 from monarch.posix.files import closing_fd

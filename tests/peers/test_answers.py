@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from monarch.peers.answers import Answers
-from monarch.peers.engine import SOCKET
+from monarch.peers.nginx import SOCKET
 from tests.peers.test_engine import KEY, LARGE, ODD, SET, SMALL, Files
 
 

@@ -22,9 +22,10 @@ from monarch.peers import engine as engines
 from monarch.peers.answers import Answers, Found, Wanted, digest_of
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient, PeerFailed
-from monarch.peers.engine import SOCKET, Engine, Site, find_engine
+from monarch.peers.engine import Engine, find_engine
 from monarch.peers.hello import PROOFS_BYTES, MemberKey, hello_request, new_challenge
 from monarch.peers.members import Endpoint
+from monarch.peers.nginx import SOCKET, Site
 from monarch.peers.spans import Span, granule_digests, span_digest
 from monarch.peers.tls import Certificate
 from monarch.tiers.contents import PARTS, copy_name, part_name

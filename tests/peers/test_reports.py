@@ -11,9 +11,10 @@ from monarch.daemon.peers import SharedFiles, Sharing
 from monarch.peers.answers import Answers
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient
-from monarch.peers.engine import Engine, Site
+from monarch.peers.engine import Engine
 from monarch.peers.hello import MemberKey
 from monarch.peers.members import Endpoint
+from monarch.peers.nginx import Site
 from monarch.peers.requests import Received
 from monarch.peers.source import Peers
 
