@@ -74,13 +74,16 @@ class Expected:
         reuses the number of a removed file at once, so it identifies no version."""
         if not strict or self.is_staged(found):
             return True
-        known = [] if self.known is None else [self.known, *self.as_set]
+        if self.is_known(found, version=version):
+            return True
+        return any(_is_entry(found, each, version=version) for each in self.over)
+
+    def is_known(self, found: stat_result, *, version: bool) -> bool:
+        """Whether ``found`` is the known entry, with ``version`` in its known version."""
         if self.is_file and not stat.S_ISREG(found.st_mode):
-            known = []
-        return any(
-            found.st_ino == each.source_ino and (not version or _is_version(found, each))
-            for each in (*self.over, *known)
-        )
+            return False
+        known = () if self.known is None else (self.known, *self.as_set)
+        return any(_is_entry(found, each, version=version) for each in known)
 
     def is_staged(self, found: stat_result) -> bool:
         """Whether ``found`` is one of ``ours``."""
@@ -118,6 +121,10 @@ def grown_to(size: int) -> Identity:
     length in the place of the time: an older version ignores it there.
     """
     return Identity(ANY_SIZE, size, 0, 0)
+
+
+def _is_entry(found: stat_result, known: Identity, *, version: bool) -> bool:
+    return found.st_ino == known.source_ino and (not version or _is_version(found, known))
 
 
 def _is_version(found: stat_result, known: Identity) -> bool:

@@ -281,8 +281,10 @@ def kind_of_place(
         return "new", None
     if stat.S_ISDIR(target.st_mode) or not expected.is_it(target, strict=op.strict, version=True):
         return "conflict", target
-    known = expected.known.source_ino if expected.known is not None else 0
-    is_own = target.st_ino == known or (not expected.is_made and expected.is_staged(target))
+    # The drain may have removed the known version. An entry that is to be replaced may have its
+    # number by now.
+    is_own = expected.is_known(target, version=op.strict)
+    is_own = is_own or (not expected.is_made and expected.is_staged(target))
     return ("over" if is_own else "replace"), target
 
 
