@@ -3,7 +3,7 @@
 A loop of ``open`` and ``read`` waits for one file after the other, and takes the interpreter for
 each. Here threads open, read and close the files, without the interpreter where the C extension is
 installed. Files are opened by their names, so permissions hold as for any program, on a mount of
-Monarch and in any other directory.
+Monarch and in any other directory. Where a mount says so, their copies are read (copies.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import os
 import stat
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +25,12 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
+from monarch.datasets.copies import Copies
 from monarch.text import KiB
 
 Name = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 Places = npt.NDArray[np.int64]
-ReadMany = Callable[[int, "tuple[Name, ...]", memoryview, int, int], bytes]
+ReadMany = Callable[[int, "tuple[Name, ...]", memoryview, int, int, "bytes | array[int]"], bytes]
 
 
 def _extension() -> ReadMany | None:
@@ -73,9 +75,10 @@ class Dataset:
         self._path = os.path.abspath(os.fsencode(path))
         self._threads = threads
         self._fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._copies = Copies()
         self._mean_bytes = float(_FIRST_BYTES)
-        # The buffers of the last calls. One is used again when the caller has no view of it any
-        # more. Two: in a loop the caller still has the views of the call before.
+        # The buffers of the last calls, the newest at the end. One is used again when the caller
+        # has no view of it any more. Two: in a loop the caller has those of the call before.
         self._buffers: deque[npt.NDArray[np.uint8]] = deque(maxlen=2)
 
     def get(self, name: Name) -> memoryview:
@@ -120,23 +123,25 @@ class Dataset:
     def _buffer(self, size: int) -> npt.NDArray[np.uint8]:
         """A buffer of at least ``size`` bytes. Memory that was used before needs no new pages of
         the kernel."""
-        for _ in range(len(self._buffers)):
+        used: list[npt.NDArray[np.uint8]] = []
+        found = None
+        while found is None:
             try:
-                # A list: the number of references from a variable depends on the interpreter.
-                taken = [self._buffers.popleft()]
+                # A list: the number of references from a variable depends on the interpreter. The
+                # last one first: the processor's cache may have its memory.
+                taken = [self._buffers.pop()]
             except IndexError:
-                # Another thread has taken it.
+                # There is none, or another thread has taken it.
                 break
             # Two: the list, and the argument of the function.
-            is_unused = sys.getrefcount(taken[0]) == 2
-            if is_unused and len(taken[0]) < size:
-                continue
-            self._buffers.append(taken[0])
-            if is_unused:
-                return taken[0]
-        buffer = _memory(size)
-        self._buffers.append(buffer)
-        return buffer
+            if sys.getrefcount(taken[0]) != 2:
+                used.append(taken[0])
+            elif len(taken[0]) >= size:
+                found = taken[0]
+        if found is None:
+            found = _memory(size)
+        self._buffers.extend((*reversed(used), found))
+        return found
 
     def _fill(self, names: tuple[Name, ...], into: memoryview) -> list[memoryview]:
         places = self._read(names, into)
@@ -154,7 +159,11 @@ class Dataset:
         read = _read_in_python if _read_many is None else _read_many
         cores = len(os.sched_getaffinity(0))
         least = min(self._threads, cores, 1 + len(names) // _FILES_A_THREAD)
-        found = read(self._fd, names, buffer, least, min(self._threads, max(1, len(names))))
+        most = min(self._threads, max(1, len(names)))
+        # Kept until all files are read.
+        copies = self._copies.now(self._fd) if _read_many is not None else None
+        table = b"" if copies is None else copies.table
+        found = read(self._fd, names, buffer, least, most, table)
         places = np.frombuffer(found, np.int64).reshape(len(names), 2).copy()
         bad = np.flatnonzero(places[:, 0] == _FAILED)
         if len(bad):
@@ -220,9 +229,14 @@ def _memory(size: int) -> npt.NDArray[np.uint8]:
 
 
 def _read_in_python(
-    directory: int, names: tuple[Name, ...], buffer: memoryview, least: int, most: int
+    directory: int,
+    names: tuple[Name, ...],
+    buffer: memoryview,
+    least: int,
+    most: int,
+    copies: bytes | array[int],
 ) -> bytes:
-    """As ``read_many`` of _many.c, in threads of the interpreter."""
+    """As ``read_many`` of _many.c, in threads of the interpreter, without copies."""
     places = np.zeros((len(names), 2), np.int64)
     with ThreadPoolExecutor(most) as pool:
         contents = pool.map(partial(_content, directory), map(os.fsencode, names))

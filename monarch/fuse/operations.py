@@ -29,7 +29,7 @@ from monarch.posix import acl, failpoints
 from monarch.posix.credentials import Credentials, credentials_of
 from monarch.transfer.source_calls import CALLER, Caller
 from monarch.types import Attributes, Ino
-from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.filesystem import XATTR_COPIES, FileSystem
 
 log = logging.getLogger(__name__)
 
@@ -342,6 +342,9 @@ class Operations(pyfuse3.Operations):
             raise FUSEError(errno.EOPNOTSUPP)
         if name == STATUS_ATTRIBUTE and inode == pyfuse3.ROOT_INODE:
             return self._status()
+        if name == XATTR_COPIES and ctx.uid not in (0, os.getuid()):
+            # Other users may not open a copy by its path.
+            raise FUSEError(pyfuse3.ENOATTR)
         value = await self._filesystem.xattrs.get(Ino(inode), name)
         if value is None:
             raise FUSEError(pyfuse3.ENOATTR)

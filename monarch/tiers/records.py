@@ -142,6 +142,14 @@ class Records:
         """The number of the current term."""
         return self._term
 
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    def place_of(self, tier: int) -> int:
+        """The index of a tier in a record."""
+        return self._places[tier]
+
     def leave(self) -> None:
         """Closes records that were opened by ``existing``."""
         os.close(self._fd)

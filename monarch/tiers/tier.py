@@ -103,7 +103,7 @@ class Tier:
         # A read from memory never waits, but tmpfs does not support RWF_NOWAIT.
         self.in_memory = kind_of_file_system(self._root) in _MEMORY
         self._generation = -1
-        self._generation_name = ""
+        self.generation_name = ""
         # Whether the file system keeps a seal exactly; set by ``use``.
         self.seals = False
         # How often its lots were given up (lots.py); the extension reads it while it writes.
@@ -126,7 +126,7 @@ class Tier:
         if self._generation >= 0:
             os.close(self._generation)
         self._generation = os.open(name, DIRECTORY, dir_fd=self._root)
-        self._generation_name = name
+        self.generation_name = name
         failpoints.failpoint("tier-generation-made")
         self.sweep_stage()
         self.seals = keeps_seals(self._root)
@@ -159,7 +159,7 @@ class Tier:
         contents = Contents(self._root)
         for generation in contents.generations():
             name = Contents.PREFIX + generation
-            if name != self._generation_name:
+            if name != self.generation_name:
                 named = filter(part_of, contents.parts(generation))
                 parts = (f"{name}/{PARTS}/{part}" for part in named)
                 for path in chain(contents.copies(generation), parts):
@@ -180,8 +180,8 @@ class Tier:
     def copies(self) -> Iterator[list[str]]:
         """The paths, as of ``copy_name``, of all files of this generation, one subdirectory at a
         time. Raises OSError, ENOENT if the directory of the generation is gone."""
-        os.stat(self._generation_name, dir_fd=self._root)
-        return Contents(self._root).files(self._generation_name.removeprefix(Contents.PREFIX))
+        os.stat(self.generation_name, dir_fd=self._root)
+        return Contents(self._root).files(self.generation_name.removeprefix(Contents.PREFIX))
 
     def remove_stranger(self, path: str, *, before_ns: int, unless_size: int | None = None) -> bool:
         """Removes a file without a record, unless it is newer than ``before_ns`` or has the size
@@ -354,7 +354,7 @@ class Tier:
                     f"{where!r} is another tier than before",
                     hint="unmount and mount again to use it",
                 )
-            there.use(self._generation_name.removeprefix(Contents.PREFIX))
+            there.use(self.generation_name.removeprefix(Contents.PREFIX))
             os.dup2(there._root, self._root, inheritable=False)
             os.dup2(there._generation, self._generation, inheritable=False)
             self.own, self.in_memory, self.seals = there.own, there.in_memory, there.seals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -72,6 +73,27 @@ class Copies:
             return None
         self._promotions.accessed(ino, number)
         return Binding(ino, attributes.size, tier=number, copy=copy)
+
+    def places(self) -> bytes | None:
+        """Where the daemon's user may open the copies of all files (datasets/copies.py); None if
+        files must be opened through the mount: so that the daemon sees an open on which a decision
+        depends, or verifies the copy."""
+        resident = sum(map(self._residency.resident_files, self._tiers))
+        is_complete = resident >= self._names.snapshot.files
+        if self._kernel.sends_opens or self._verify == "open" or not is_complete:
+            return None
+        directories = {
+            self._records.place_of(number): str(tier.own / tier.generation_name)
+            for number, tier in self._tiers.items()
+            if tier.seals and self._tier_calls.is_read(number)
+        }
+        found = {
+            "records": str(self._records.path),
+            "term": self._records.term,
+            "acls": self._names.has_acls,
+            "directories": directories,
+        }
+        return json.dumps(found).encode()
 
     async def _open(self, tier: Tier, attributes: Attributes) -> OpenCopy:
         """Opens a copy, and verifies it first if necessary. Raises OSError, ESTALE if it has

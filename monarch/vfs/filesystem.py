@@ -31,6 +31,7 @@ _OURS = b"user.monarch."
 XATTR_TIER = b"user.monarch.tier"
 XATTR_STATE = b"user.monarch.state"
 XATTR_DIGEST = b"user.monarch.digest"
+XATTR_COPIES = b"user.monarch.copies"
 
 
 class FileSystem:
@@ -64,7 +65,7 @@ class FileSystem:
         self.readers = Readers(read, epochs, foresight, self.writing, watch, self.measured)
         # Ends one open of a file.
         self.release = self.readers.release
-        self.xattrs = ExtendedAttributes(read, self.readers, attributes)
+        self.xattrs = ExtendedAttributes(read, self.readers, attributes, self.measured)
 
     async def open(self, ino: Ino, flags: int, by: Credentials) -> bool:
         """Opens a file for one more user. Returns whether the kernel may keep its cached pages.
@@ -146,12 +147,19 @@ class FileSystem:
 class ExtendedAttributes:
     """``writing`` has the attributes that were set through the mount, None if it is read-only."""
 
-    def __init__(self, read: ReadSide, readers: Readers, writing: WrittenAttributes | None) -> None:
+    def __init__(
+        self,
+        read: ReadSide,
+        readers: Readers,
+        writing: WrittenAttributes | None,
+        measured: MeasuredJobs,
+    ) -> None:
         self._names = read.names
         self._residency = read.residency
         self._records = read.records
         self._metrics = read.metrics
-        self._catch_up = readers.catch_up
+        self._copies = read.copies
+        self._readers, self._measured = readers, measured
         self._writing = writing
         # The attributes in the namespace "user" that a source gives which never changes.
         self.of_source: Callable[[Ino], Mapping[bytes, bytes]] = _none
@@ -172,8 +180,10 @@ class ExtendedAttributes:
         if name in (found := self.of_source(ino)):
             return found[name]
         if not self._names.attributes(ino).is_file:
-            return None
-        self._catch_up()
+            # Each open is recorded, or is answered in a way of its own.
+            is_watched = self._readers.traced is not None or not self._measured.is_empty
+            return self._copies.places() if name == XATTR_COPIES and not is_watched else None
+        self._readers.catch_up()
         if writing is not None and is_written:
             tier = writing.tier_of(ino)
         else:

@@ -1,6 +1,7 @@
 /* Reads many small files, or many ranges of one file, with threads that do not
  * need the interpreter (files.py, range_reads.py). */
 
+#include "_copies.h"
 #include "_parallel.h"
 
 #include <errno.h>
@@ -21,6 +22,8 @@ struct found {
 
 struct many {
   int directory;
+  const struct copies *copies; /* NULL: there are none */
+  size_t directories;          /* of ``copies`` */
   const char **names;
   struct found *found;
   char *buffer;
@@ -62,24 +65,34 @@ static int64_t read_range(int fd, char *into, int64_t size, int64_t offset) {
   return done;
 }
 
-static struct found read_open(struct many *many, int fd) {
-  struct stat status;
-  struct found found;
+/* Reads an open file of ``size`` bytes. */
+static struct found read_open(struct many *many, int fd, int64_t size) {
+  struct found found = {.offset = take(many, (size_t)size), .size = size};
 
-  if (fstat(fd, &status) != 0)
-    return failed(errno);
-  if (!S_ISREG(status.st_mode))
-    return failed(S_ISDIR(status.st_mode) ? EISDIR : EINVAL);
-  found.size = status.st_size;
-  found.offset = take(many, (size_t)status.st_size);
   if (found.offset < 0)
     return found;
-  found.size = read_range(fd, many->buffer + found.offset, found.size, 0);
+  found.size = read_range(fd, many->buffer + found.offset, size, 0);
   return found.size < 0 ? failed(errno) : found;
 }
 
-static struct found read_file(struct many *many, const char *name) {
+/* Reads the copy of a file; FAILED if the file must be read itself. */
+static struct found read_copy(struct many *many, const char *name) {
+  struct found found = failed(ENOENT);
+  int64_t size;
+  int fd =
+      copy_open(many->copies, many->directories, many->directory, name, &size);
+
+  if (fd < 0)
+    return found;
+  found = read_open(many, fd, size);
+  close(fd);
+  /* The daemon has emptied a damaged copy. */
+  return found.offset >= 0 && found.size < size ? failed(EIO) : found;
+}
+
+static struct found read_itself(struct many *many, const char *name) {
   struct found found;
+  struct stat status;
   int fd;
 
   /* O_NONBLOCK: a fifo must not wait for a process that writes to it. */
@@ -89,9 +102,20 @@ static struct found read_file(struct many *many, const char *name) {
   while (fd < 0 && errno == EINTR);
   if (fd < 0)
     return failed(errno);
-  found = read_open(many, fd);
+  if (fstat(fd, &status) != 0)
+    found = failed(errno);
+  else if (!S_ISREG(status.st_mode))
+    found = failed(S_ISDIR(status.st_mode) ? EISDIR : EINVAL);
+  else
+    found = read_open(many, fd, status.st_size);
   close(fd);
   return found;
+}
+
+static struct found read_file(struct many *many, const char *name) {
+  struct found found = many->copies ? read_copy(many, name) : failed(ENOENT);
+
+  return found.offset == FAILED ? read_itself(many, name) : found;
 }
 
 static void read_next(void *of, size_t index) {
@@ -120,20 +144,32 @@ static PyObject *encode(PyObject *sequence, const char **names, size_t count) {
   return encoded;
 }
 
-/* read_many(directory, names, buffer, least, most): two 64-bit numbers for each
- * name of the tuple ``names``, as bytes. */
+/* The copies that the buffer ``table`` describes, if any. */
+static void set_copies(struct many *many, const Py_buffer *table) {
+  size_t size = (size_t)table->len;
+
+  if (size < sizeof(struct copies))
+    return;
+  many->copies = table->buf;
+  many->directories = (size - sizeof(struct copies)) / sizeof(int64_t);
+}
+
+/* read_many(directory, names, buffer, least, most, copies): two 64-bit numbers
+ * for each name of the tuple ``names``, as bytes. ``copies`` is a table of
+ * copies.py, or empty. */
 static PyObject *read_many(PyObject *module, PyObject *args) {
   PyObject *encoded = NULL, *result = NULL;
   PyObject *names;
-  Py_buffer buffer;
+  Py_buffer buffer, table;
   struct many many = {0};
   struct parallel work = {.piece = read_next, .of = &many};
   int least, most;
 
   (void)module;
-  if (!PyArg_ParseTuple(args, "iO!w*ii", &many.directory, &PyTuple_Type, &names,
-                        &buffer, &least, &most))
+  if (!PyArg_ParseTuple(args, "iO!w*iiy*", &many.directory, &PyTuple_Type,
+                        &names, &buffer, &least, &most, &table))
     return NULL;
+  set_copies(&many, &table);
   work.count = (size_t)PyTuple_GET_SIZE(names);
   many.buffer = buffer.buf;
   many.room = (size_t)buffer.len;
@@ -152,6 +188,7 @@ static PyObject *read_many(PyObject *module, PyObject *args) {
   }
   Py_XDECREF(encoded);
   free(many.names);
+  PyBuffer_Release(&table);
   PyBuffer_Release(&buffer);
   return result;
 }

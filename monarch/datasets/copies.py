@@ -1,0 +1,92 @@
+"""The copies of a mount in its tiers, for a program that may open them: the daemon's user, or root.
+
+A file of a mount without passthrough is read from pages of FUSE, which costs twice the time of the
+copy itself. So ``get_many`` asks the mount, at most once a second, where the copies are. For each
+file it takes the attributes and the rights from the mount, and the version of the copy from the
+daemon's records; the seal of the copy shows that it is of this version (tiers/contents.py). It
+opens the file itself if anything differs. Nothing is kept for a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from array import array
+from contextlib import suppress
+
+# The value is JSON: ``records`` is the path of the records, ``term`` that of the copies that need
+# no check, ``acls`` whether files may have access control lists, and ``directories`` the path of
+# the copies of each place of a record.
+ATTRIBUTE = "user.monarch.copies"
+
+# The interval in which the mount is asked again, in seconds.
+_ASK_S = 1.0
+_MOST_PLACES = 255
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class Opened:
+    """The directories with the copies of a mount, and their records. They are closed with the
+    object. ``table`` has their numbers, as _copies.h."""
+
+    def __init__(self, value: bytes, directory: int) -> None:
+        """``value`` is that of the attribute. Raises OSError, and ValueError for another value."""
+        self._fds: list[int] = []
+        self.value = value
+        found = json.loads(value)
+        try:
+            head = (os.fstat(directory).st_dev, bool(found["acls"]), int(found["term"]))
+            paths = {int(place): str(path) for place, path in found["directories"].items()}
+            if not all(0 < place <= _MOST_PLACES for place in paths):
+                raise ValueError("no place of a record")
+            places = [-1] * max(paths, default=0)
+            records = self._open(str(found["records"]), _FILE)
+            for place, path in paths.items():
+                places[place - 1] = self._open(path, _DIRECTORY)
+        except (AttributeError, KeyError, OverflowError, TypeError) as error:
+            raise ValueError("another value") from error
+        self.table = array("q", (*head, records, *places))
+
+    def _open(self, path: str, flags: int) -> int:
+        fd = os.open(path, flags)
+        self._fds.append(fd)
+        return fd
+
+    def __del__(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+
+class Copies:
+    """The copies of the mount that an open directory is in, as this process may use them now."""
+
+    def __init__(self) -> None:
+        self._opened: Opened | None = None
+        self._asked_s = -_ASK_S
+        self._asked_by: tuple[object, ...] = ()
+
+    def now(self, directory: int) -> Opened | None:
+        """None if all files must be opened themselves. The result must be kept as long as its
+        descriptors are used."""
+        by, now_s = (os.geteuid(), os.getegid(), os.getgroups()), time.monotonic()
+        if by != self._asked_by or now_s - self._asked_s >= _ASK_S:
+            # Another thread must not use what is not known to be right.
+            opened, self._opened = self._opened, None
+            self._opened = _asked(directory, opened if by == self._asked_by else None)
+            self._asked_by, self._asked_s = by, now_s
+        return self._opened
+
+
+def _value(directory: int) -> bytes:
+    """The value of the attribute. Raises OSError if there is none."""
+    return os.getxattr(directory, ATTRIBUTE)
+
+
+def _asked(directory: int, opened: Opened | None) -> Opened | None:
+    """Asks the mount; ``opened`` is its last answer."""
+    with suppress(OSError, ValueError):
+        value = _value(directory)
+        return opened if opened is not None and opened.value == value else Opened(value, directory)
+    return None

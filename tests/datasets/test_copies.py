@@ -1,0 +1,296 @@
+"""Copies of a mount's files are read in the place of the files, and only as these may be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch.datasets import copies
+from monarch.datasets.files import Dataset
+from monarch.tiers.contents import copy_name, put_seal
+from monarch.tiers.records import Record, Records
+from monarch.types import Identity, Ino
+
+SIZE = 9000
+NAMES = ("a/1", "a/2", "b/3")
+_SOURCE_INO = 7
+_OTHER_USER = 65534
+
+
+class FakeMount:
+    """A directory in the place of a mount. Each copy has other bytes than its file, so it shows
+    which of them was read."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self._tier, self._state = root / "mount", root / "tier", root / "state"
+        for directory in (self.root, self._tier, self._state):
+            directory.mkdir()
+        self._records = Records(self._state, "g", ["tier"])
+        # Unlike those of a daemon, which only its user may open.
+        self._records.path.chmod(0o644)
+        self.has_acls = False
+        self.term = self._records.term
+        for name in NAMES:
+            path = self.root / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(self.of_file(name))
+            path.chmod(0o644)
+            self.copy(name)
+
+    def of_file(self, name: str) -> bytes:
+        return f"file {name}".encode().ljust(SIZE, b"f")
+
+    def of_copy(self, name: str) -> bytes:
+        return f"copy {name}".encode().ljust(SIZE, b"c")
+
+    def copy_of(self, name: str) -> Path:
+        return self._tier / copy_name(self._ino(name))
+
+    def copy(self, name: str, *, doubted: bool = False) -> None:
+        """Makes the copy of a file as it is now."""
+        status = (self.root / name).stat()
+        identity = Identity(status.st_size, status.st_mtime_ns, status.st_ctime_ns, _SOURCE_INO)
+        path = self.copy_of(name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(self.of_copy(name))
+        path.chmod(0o644)
+        with path.open("rb+") as file:
+            put_seal(file.fileno(), self._ino(name), identity)
+        record = Record(1, identity, bytes(16))
+        self._records.put(self._ino(name), record, doubted=doubted)
+
+    def forget(self, name: str) -> None:
+        self._records.clear(self._ino(name))
+
+    def value(self, directory: int) -> bytes:
+        """The attribute of the mount."""
+        return json.dumps(
+            {
+                "records": str(self._records.path),
+                "term": self.term,
+                "acls": self.has_acls,
+                "directories": {"1": str(self._tier)},
+            }
+        ).encode()
+
+    def _ino(self, name: str) -> Ino:
+        return Ino((self.root / name).stat().st_ino)
+
+
+@pytest.fixture
+def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMount]:
+    # Not in ``tmp_path``, which other users cannot enter.
+    with tempfile.TemporaryDirectory(prefix="monarch-copies-") as directory:
+        os.chmod(directory, 0o755)
+        made = FakeMount(Path(directory))
+        monkeypatch.setattr(copies, "_value", made.value)
+        yield made
+
+
+@pytest.fixture
+def asks_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_ASK_S", 0.0)
+
+
+def test_the_copies_of_files_are_read(mount: FakeMount) -> None:
+    expected = [mount.of_copy(name) for name in NAMES]
+    with Dataset(mount.root) as dataset:
+        assert dataset.get_many(NAMES) == expected
+        memory = bytearray(3 * SIZE)
+        assert dataset.get_many(NAMES, into=memory) == expected
+        assert dataset.get_many(["a/../b/3", mount.root / "a/1"]) == [expected[2], expected[0]]
+    with Dataset(mount.root / "a") as dataset:
+        assert dataset.get_many(["1", "2"]) == expected[:2]
+
+
+def rewritten(mount: FakeMount) -> None:
+    # Another time, whatever the clock of the file system is.
+    (mount.root / "a/1").write_bytes(mount.of_file("a/1"))
+    os.utime(mount.root / "a/1", ns=(1, 1))
+
+
+def changed_attributes(mount: FakeMount) -> None:
+    path = mount.root / "a/1"
+    before = path.stat().st_ctime_ns
+    while path.stat().st_ctime_ns == before:
+        path.chmod(0o666)
+
+
+def replaced(mount: FakeMount) -> None:
+    (mount.root / "new").write_bytes(mount.of_file("a/1"))
+    os.rename(mount.root / "new", mount.root / "a/1")
+
+
+def unsealed(mount: FakeMount) -> None:
+    os.utime(mount.copy_of("a/1"), ns=(1, 1))
+
+
+def emptied(mount: FakeMount) -> None:
+    os.truncate(mount.copy_of("a/1"), 0)
+
+
+def removed(mount: FakeMount) -> None:
+    mount.copy_of("a/1").unlink()
+
+
+def a_fifo(mount: FakeMount) -> None:
+    mount.copy_of("a/1").unlink()
+    os.mkfifo(mount.copy_of("a/1"))
+
+
+def a_link(mount: FakeMount) -> None:
+    there = mount.copy_of("a/1")
+    there.rename(f"{there}.moved")
+    there.symlink_to(f"{there}.moved")
+
+
+def forgotten(mount: FakeMount) -> None:
+    mount.forget("a/1")
+
+
+def doubted(mount: FakeMount) -> None:
+    mount.copy("a/1", doubted=True)
+
+
+@pytest.mark.promise(252)
+@pytest.mark.parametrize(
+    "change",
+    [
+        rewritten,
+        changed_attributes,
+        replaced,
+        unsealed,
+        emptied,
+        removed,
+        a_fifo,
+        a_link,
+        forgotten,
+        doubted,
+    ],
+)
+def test_a_file_is_opened_itself_if_its_copy_is_not_of_its_version(
+    mount: FakeMount, change: Callable[[FakeMount], None]
+) -> None:
+    with Dataset(mount.root) as dataset:
+        assert dataset.get("a/1") == mount.of_copy("a/1")
+        change(mount)
+        expected = [mount.of_file("a/1"), mount.of_copy("a/2"), mount.of_copy("b/3")]
+        assert dataset.get_many(NAMES) == expected
+
+
+@pytest.mark.promise(252)
+def test_a_removed_file_and_a_hidden_one_are_not_found(mount: FakeMount) -> None:
+    with Dataset(mount.root) as dataset:
+        assert dataset.get_many(NAMES[:2]) == [mount.of_copy(name) for name in NAMES[:2]]
+        (mount.root / "a/1").unlink()
+        with pytest.raises(FileNotFoundError):
+            dataset.get("a/1")
+        os.rename(mount.root / "a", mount.root / "c")
+        with pytest.raises(FileNotFoundError):
+            dataset.get("a/2")
+        assert dataset.get("c/2") == mount.of_copy("a/2")
+
+
+def as_another_user(call: Callable[[], bytes]) -> bytes:
+    """The result of a call by a user who is neither root nor the owner of the files; empty if it
+    was refused."""
+    there, here = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(_OTHER_USER)
+                os.setuid(_OTHER_USER)
+            os.write(here, call())
+        except PermissionError:
+            pass
+        finally:
+            os._exit(0)
+    os.close(here)
+    try:
+        found = b""
+        while part := os.read(there, 1 << 16):
+            found += part
+    finally:
+        os.close(there)
+        os.waitpid(child, 0)
+    return found
+
+
+@pytest.mark.promise(253)
+def test_no_copy_is_read_of_a_file_that_the_user_may_not_read(mount: FakeMount) -> None:
+    # The owner of the files, if this is not root, may not read this one either.
+    (mount.root / "a/1").chmod(0o000)
+    mount.copy("a/1")
+    with Dataset(mount.root) as dataset:
+        if os.geteuid() == 0:
+            assert dataset.get("a/1") == mount.of_copy("a/1")
+        assert as_another_user(lambda: bytes(dataset.get("a/1"))) == b""
+        assert as_another_user(lambda: bytes(dataset.get("a/2"))) == mount.of_copy("a/2")
+        (mount.root / "a").chmod(0o000 if os.geteuid() else 0o700)
+        assert as_another_user(lambda: bytes(dataset.get("a/2"))) == b""
+        (mount.root / "a").chmod(0o755)
+
+
+@pytest.mark.promise(252)
+@pytest.mark.usefixtures("asks_always")
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"7",
+        b"{}",
+        b'{"records": "/none", "term": 1, "acls": false, "directories": {"1": "/none"}}',
+        b'{"records": "/dev/zero", "term": "x", "acls": false, "directories": {}}',
+        b'{"records": "/dev/zero", "term": 1, "acls": false, "directories": {"0": "/"}}',
+        b'{"records": "/dev/zero", "term": 1, "acls": false, "directories": {"999": "/"}}',
+        b'{"records": "/dev/zero", "term": 1, "acls": false, "directories": []}',
+        b'{"records": "/dev/zero", "term": 1, "acls": false, "directories": {"1": "/"}}',
+        b'{"records": "/dev/zero", "term": 0, "acls": false, "directories": {"1": "/dev/zero"}}',
+        b'{"records": 5, "term": 1e999, "acls": null, "directories": {"1": 5}}',
+    ],
+)
+def test_another_value_of_the_attribute_does_no_harm(
+    mount: FakeMount, monkeypatch: pytest.MonkeyPatch, value: bytes
+) -> None:
+    with Dataset(mount.root) as dataset:
+        assert dataset.get("a/1") == mount.of_copy("a/1")
+        monkeypatch.setattr(copies, "_value", lambda directory: value)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            assert dataset.get_many(NAMES) == [mount.of_file(name) for name in NAMES]
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.usefixtures("asks_always")
+def test_the_mount_may_withdraw_its_copies(
+    mount: FakeMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(directory: int) -> bytes:
+        raise OSError
+
+    with Dataset(mount.root) as dataset:
+        assert dataset.get("a/1") == mount.of_copy("a/1")
+        mount.term += 1
+        assert dataset.get("a/1") == mount.of_file("a/1")
+        mount.term -= 1
+        assert dataset.get("a/1") == mount.of_copy("a/1")
+        monkeypatch.setattr(copies, "_value", none)
+        assert dataset.get("a/1") == mount.of_file("a/1")
+
+
+def test_no_descriptor_is_left(mount: FakeMount) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    with Dataset(mount.root) as dataset:
+        for _ in range(3):
+            dataset.get_many(NAMES)
+    del dataset
+    assert sorted(os.listdir("/proc/self/fd")) == before
