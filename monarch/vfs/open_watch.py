@@ -38,6 +38,11 @@ _SHARE_OF_WATCHES = 0.25
 _PATIENCE_S = 5.0
 # How long events are collected, in seconds. The queue overflows at 16,384 opens in this time.
 _STEP_S = 0.02
+# The setting that may be the reason for an error.
+_LIMITS = {
+    errno.EMFILE: ", perhaps fs.inotify.max_user_instances",
+    errno.ENOSPC: ", fs.inotify.max_user_watches",
+}
 # The datapath's last number at the end of the file system.
 _UNMOUNTED = 0xFFFFFFFF
 
@@ -95,10 +100,11 @@ class OpenWatch:
             self._events = OpenEvents()
             code, numbers = await self._set_watches(self._events, inos)
         except OSError as error:
-            self._give_up(errno_words(error.errno))
+            self._give_up(errno_words(error.errno) + _LIMITS.get(error.errno or 0, ""))
             return
         if code or len(numbers) < len(inos):
-            self._give_up(f"a directory cannot be watched: {errno_words(code or errno.EIO)}")
+            why = errno_words(code or errno.EIO) + _LIMITS.get(code, "")
+            self._give_up(f"a directory cannot be watched: {why}")
             return
         self._directories = array("I", bytes(4 * (max(numbers, default=0) + 1)))
         for number, ino in zip(numbers, inos, strict=True):

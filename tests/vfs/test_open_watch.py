@@ -179,6 +179,24 @@ async def test_a_directory_that_cannot_be_watched_ends_the_count(place: Path) ->
 
 
 @pytest.mark.promise(183)
+@pytest.mark.parametrize(
+    ("number", "setting"),
+    [(errno.ENOSPC, "max_user_watches"), (errno.EMFILE, "max_user_instances")],
+)
+async def test_the_setting_that_ends_the_count_is_shown(
+    watch: OpenWatch, monkeypatch: pytest.MonkeyPatch, number: int, setting: str
+) -> None:
+    async def set_watches(events: OpenEvents, inos: list[Ino]) -> tuple[int, array[int]]:
+        if number == errno.EMFILE:
+            raise OSError(number, os.strerror(number))
+        return number, array("i", [1])
+
+    monkeypatch.setattr(watch, "_set_watches", set_watches)
+    await watch.begin()
+    assert watch.not_counted.endswith(f"fs.inotify.{setting}")
+
+
+@pytest.mark.promise(183)
 async def test_opens_wake_the_task_that_counts_them(watch: OpenWatch, place: Path) -> None:
     counted: list[int] = []
     async with trio.open_nursery() as tasks:
