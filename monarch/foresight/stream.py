@@ -218,8 +218,14 @@ class Stream:
 
     @property
     def reach(self) -> int:
-        """How many files ahead of the readers are given out; 0 without a known order."""
-        return self.distance if self.pattern in _LOCAL else 0
+        """How many files ahead of the readers are given out; 0 without a known order, and at the
+        end of an epoch."""
+        if self.pattern not in _LOCAL or self._front < 0:
+            return 0
+        last = self._last if self.pattern == "same order" else None
+        files = self._n if last is None else len(last.positions)
+        left = (files - 1 - self._front) // (self.step if self.pattern == "strided" else 1)
+        return max(0, min(self.distance, left))
 
     @property
     def is_scan(self) -> bool:

@@ -122,6 +122,8 @@ def test_the_distance_grows_with_success_and_collapses_when_the_order_ends() -> 
     # The order continues at another place.
     job.open(files[3000:3064])
     assert job.foresight.report(counts_opens=True).streams[0].ahead == 64
+    job.open(files[3064:])
+    assert job.foresight.report(counts_opens=True).streams[0].ahead < 64, "it ends"
 
 
 def test_a_strided_order_leaves_the_files_of_other_nodes_alone() -> None:
