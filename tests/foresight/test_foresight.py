@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from array import array
 from dataclasses import dataclass, field
 
@@ -433,6 +434,31 @@ def test_opens_that_are_recorded_together_are_recognised(kind: str, lot: int) ->
     assert stream.share is not None
     assert stream.share > 0.95
     assert stream.pattern == {"in order": "same order"}.get(kind, kind)
+
+
+def test_memory_grows_by_at_most_16_bytes_a_file() -> None:
+    """A job reads all files of a directory in the same order, and another one begins there."""
+    files = 60_000
+    tree = Tree((1, files))
+    orders = [array("I", random.Random(seed).sample(tree.files[0], files)) for seed in range(2)]
+    tracemalloc.start()
+    try:
+        foresight = Foresight(tree, ForesightSettings(ahead=False, fill=False))
+        for epoch in range(3):
+            for start in range(0, files, 5000):
+                foresight.opened_all(orders[0][start : start + 5000])
+            if not epoch:
+                for ino in orders[1][:1000]:
+                    foresight.opened(Ino(ino), JOB)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    streams = foresight.report(counts_opens=True).streams
+    assert {(stream.pattern, stream.epoch) for stream in streams} == {
+        ("same order", 3),
+        ("shuffled", 1),
+    }
+    assert held <= 16 * files + 65_536
 
 
 def unread(job: Job) -> tuple[int, int]:
