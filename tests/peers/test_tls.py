@@ -24,6 +24,9 @@ from monarch.peers.hello import CHALLENGE
 from monarch.peers.members import Endpoint
 from monarch.peers.tls import Certificate, client_context
 from monarch.tiers.contents import copy_name
+from tests.conftest import require_fuse
+from tests.mount.observe import files
+from tests.peers.lab import lab
 from tests.peers.member import head
 from tests.peers.test_engine import (
     FIRST,
@@ -100,6 +103,26 @@ def test_members_read_copies_over_tls_and_strangers_get_nothing(
         assert status_of(plain) == 400 and CONTENT not in plain
 
     with_node(tmp_path, check, certificate)
+
+
+@pytest.mark.promise(330)
+def test_mounts_of_a_job_share_their_copies_over_tls(tmp_path: Path, authority: Path) -> None:
+    require_fuse()
+    source = tmp_path / "source"
+    source.mkdir()
+    content = files(20)
+    for name, data in content.items():
+        (source / name).write_bytes(data)
+    with lab(tmp_path / "lab", source, 2) as job:
+        for number, name in ((1, "a"), (2, "b")):
+            own = f"{authority}/{name}"
+            job.mount(number, f"peers.tls_cert={own}.crt", f"peers.tls_key={own}.key")
+        job.read_all(content)
+        assert job.opens_at_the_source() == len(content)
+        for number in job.nodes:
+            found = job.peers(number)
+            assert found["files"] > 0 and not found["failures"]
+            assert found["address"].endswith(", TLS")
 
 
 class Middle:
