@@ -17,7 +17,7 @@ def peers_fields(report: StatusReport) -> Iterator[tuple[str, str]]:
     peers = report.peers
     if peers is None:
         return
-    where = f"answers at {peers.address}" if peers.address else "its nginx does not run"
+    where = f"answers at {peers.address}" if peers.address else "its engine does not run"
     yield "nodes", f"{peers.members:,}, this one is {peers.own} and {where}"
     yield "places", _places(report, peers)
     yield "from other nodes", _received(peers)

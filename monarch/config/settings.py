@@ -330,7 +330,7 @@ class PeerSettings(Section):
     """Nodes that keep each file: with 2 the loss of a node costs no read of the source, and the
     tiers of all nodes together hold half as many files."""
     engine: AbsolutePath | None = None
-    """The program nginx. null: found in PATH."""
+    """The program nginx, or caddy. null: found in PATH, nginx first."""
     tls_cert: AbsolutePath | None = None
     """File with a certificate of this node, PEM: the nodes encrypt what they send to each other.
     All nodes need one, or none of them. It needs no authority: the secret of the job vouches for

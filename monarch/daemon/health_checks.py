@@ -337,7 +337,7 @@ class PeersCheck:
         if not report.address:
             yield Problem(
                 "peers-engine",
-                "nginx, which serves copies to the other nodes, does not run",
+                "nginx or Caddy, which serves copies to the other nodes, does not run",
                 remedy="see the log for the reason; it is started again and again, and the other"
                 " nodes read the source meanwhile",
             )

