@@ -37,15 +37,21 @@ def verdicts(
     shared_s: float, alone_s: float, read_bytes: tuple[int, int], plain_s: float
 ) -> list[str]:
     remote = Remote(Reading(10, 10**6, 1.0), Reading(10, 10**6, plain_s), 0.1, 0.1)
-    rows = nodes.rows(allowed=2.0)
+    rows = nodes.rows(allowed=2.0, is_large=True)
     results = measure(rows, lambda: FakeLab(shared_s, alone_s, read_bytes, remote), 3)
     return [result.verdict for result in results if result.row.bar is not None]
 
 
 def test_the_source_is_read_once_and_nodes_are_as_fast_as_the_bandwidths_allow() -> None:
-    assert verdicts(1.0, 1.9, (BYTES, 0), 0.7) == ["good"] * 4
-    assert verdicts(1.0, 1.7, (BYTES, 0), 0.7) == ["good", "good", "missed", "good"]
-    assert verdicts(1.0, 1.9, (2 * BYTES, BYTES), 0.5) == ["missed", "missed", "good", "missed"]
+    assert verdicts(1.0, 1.9, (BYTES, 0), 0.7) == ["good"] * 6
+    assert verdicts(1.0, 1.7, (BYTES, 0), 0.7) == ["good", "good", "missed", "good"] + [
+        "good",
+        "missed",
+    ]
+    assert verdicts(1.0, 1.9, (2 * BYTES, BYTES), 0.5) == ["missed", "missed", "good", "missed"] + [
+        "missed",
+        "good",
+    ]
 
 
 def test_the_allowed_ratio_follows_from_the_bandwidths() -> None:

@@ -207,7 +207,7 @@ def _month(subject: argparse.ArgumentParser) -> None:
 
 def _nodes(subject: argparse.ArgumentParser) -> None:
     subject.add_argument(
-        "--large-mb", type=int, help="size of the large file in MB (2,000; with --quick 64)"
+        "--large-mb", type=int, help="size of the large file in MB (2,000; with --quick 256)"
     )
     subject.add_argument(
         "--link-mbit",

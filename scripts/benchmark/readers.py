@@ -67,15 +67,24 @@ def read_files(
     each file after it was read, so that the next read asks the file system again.
     """
     shares = [paths[number::readers] for number in range(readers)]
-    return together([partial(_read_share, share, seconds, again, forget) for share in shares])
+    return together(
+        [partial(read_share, share, seconds, again=again, forget=forget) for share in shares]
+    )
 
 
 def read_lists(lists: Sequence[Sequence[str]]) -> Reading:
     """One reader for each list of files, which reads every file of it once."""
-    return together([partial(_read_share, each, None, False, False) for each in lists])
+    return together([partial(read_share, each) for each in lists])
 
 
-def _read_share(paths: Sequence[str], seconds: float | None, again: bool, forget: bool) -> Counts:
+def read_share(
+    paths: Sequence[str],
+    seconds: float | None = None,
+    *,
+    again: bool = False,
+    forget: bool = False,
+) -> Counts:
+    """Every file once, as ``read_files`` with one reader, in this process."""
     buffers = [bytearray(BUFFER_BYTES)]
     count = size = 0
     end = _end(seconds)
@@ -141,6 +150,19 @@ def _read_randomly(path: Path, block: int, seconds: float, seed: int) -> Counts:
     finally:
         os.close(fd)
     return count, count * block
+
+
+def read_pieces(path: str, places: Sequence[int]) -> Counts:
+    """The pieces of 1 MiB that begin at these places of a file, in this process."""
+    buffers = [bytearray(BUFFER_BYTES)]
+    size = 0
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for place in places:
+            size += os.preadv(fd, buffers, place)
+    finally:
+        os.close(fd)
+    return len(places), size
 
 
 def scan_mapped(path: Path, *, seconds: float) -> Reading:

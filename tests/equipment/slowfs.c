@@ -17,6 +17,7 @@
  *   bad FROM REGEX       reads that reach beyond byte FROM fail with EIO
  *   cut AT REGEX         reads end at byte AT, whatever size getattr reports
  *   short OP REGEX       read or write half of the requested bytes (files opened since)
+ *   direct REGEX         the kernel keeps no pages (files opened since)
  *   flip OP REGEX        read or write the first byte of each call with its lowest bit wrong
  *   free BYTES           statfs reports them; then writes fail with ENOSPC (none is freed)
  *
@@ -82,7 +83,7 @@ enum {
 static const char *NM[] = {"getattr",  "open",    "read",   "readdir", "create",   "write",
                            "unlink",   "mkdir",   "rmdir",  "rename",  "truncate", "fsync",
                            "readlink", "symlink", "statfs", "setattr", "flush"};
-enum kind { LAT, STOP, BAD, CUT, SHORT, FLIP };
+enum kind { LAT, STOP, BAD, CUT, SHORT, DIRECT, FLIP };
 struct rule {
     enum kind kind;
     int op;   /* -1: any */
@@ -172,6 +173,8 @@ __attribute__((noreturn)) static void *loader(void *a) {
                 add(n, CUT, "read", d, rx);
             else if (sscanf(line, "short %63s %511s", op, rx) == 2)
                 add(n, SHORT, op, 0, rx);
+            else if (sscanf(line, "direct %511s", rx) == 1)
+                add(n, DIRECT, "open", 0, rx);
             else if (sscanf(line, "flip %63s %511s", op, rx) == 2)
                 add(n, FLIP, op, 0, rx);
             else if (sscanf(line, "jitter %lf", &d) == 1)
@@ -298,7 +301,8 @@ static int opened(int fd, const char *p, struct fuse_file_info *fi) {
     strcpy(f->path, p);
     fi->fh = (uintptr_t)f;
     /* The kernel's pages would make a short answer the end of the file. */
-    fi->direct_io = ruled(SHORT, READ, p, 0) || ruled(SHORT, WRITE, p, 0);
+    fi->direct_io =
+        ruled(SHORT, READ, p, 0) || ruled(SHORT, WRITE, p, 0) || ruled(DIRECT, OPEN, p, 0);
     return 0;
 }
 static int s_getattr(const char *p, struct stat *st, struct fuse_file_info *fi) {
