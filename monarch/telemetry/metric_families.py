@@ -343,9 +343,11 @@ _TABLE: Mapping[str, _Nameless] = {
         lambda s: s.foresight.window.dropped_bytes,
     ),
     "monarch_peer_files_total": _of_peers(
-        "Files that another node of the job gave, in place of the source.", lambda p: p.files
+        "Small files that another node of the job gave, in place of the source.", lambda p: p.files
     ),
-    "monarch_peer_bytes_total": _of_peers("Bytes of monarch_peer_files_total.", lambda p: p.bytes),
+    "monarch_peer_bytes_total": _of_peers(
+        "Bytes that came from other nodes, also of large files.", lambda p: p.bytes
+    ),
     "monarch_peer_failures_total": partial(
         Family,
         help="Requests to other nodes that brought no bytes, by kind (docs/nodes.md); the source"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 class PeerReport:
     """One other node. ``state``: "answers", "not asked", or why it did not answer: "unreachable",
     "slow", "broken", "wrong-secret", "other-set" (another snapshot), "damaged". ``out``: it is left
-    out for a while after several failures, and has not answered since. ``files`` and ``bytes`` came
-    from it; ``failed`` requests did not."""
+    out for a while after several failures or late answers, and has not answered since. ``files``,
+    small ones, and ``bytes``, also of large files, came from it; ``failed`` requests did not."""
 
     name: str
     state: str
