@@ -179,6 +179,7 @@ async def test_the_refusals_of_many_users_do_not_fill_the_log(
     assert rig.announcements.report().refused == 1000
 
 
+@pytest.mark.fault("I10")
 async def test_the_pieces_of_a_user_in_a_second_are_limited(
     rig: Rig, caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -205,6 +206,7 @@ async def test_the_pieces_of_a_user_in_a_second_are_limited(
             await trio.sleep(1.1)
 
 
+@pytest.mark.fault("I10")
 async def test_the_processor_time_of_a_user_and_of_all_in_a_second_is_limited(
     rig: Rig, spent: list[float], autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -222,6 +224,7 @@ async def test_the_processor_time_of_a_user_and_of_all_in_a_second_is_limited(
     assert len(rig.announcements) == 8
 
 
+@pytest.mark.fault("I10")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 async def test_few_sets_of_groups_of_a_user_are_kept(
     rig: Rig, monkeypatch: pytest.MonkeyPatch

@@ -161,6 +161,7 @@ def test_opens_move_the_cursor_of_an_order(mounted: Mounted) -> None:
         process.end()
 
 
+@pytest.mark.fault("I10")
 @pytest.mark.modes(*NATIVE)
 def test_an_invalid_hint_is_refused(monarch: MonarchCommand, mounted: Mounted) -> None:
     monarch.expects_log(f"a hint of user {ALICE}, process .* was refused: Invalid argument")
@@ -188,6 +189,7 @@ def test_an_invalid_hint_is_refused(monarch: MonarchCommand, mounted: Mounted) -
         process.end()
 
 
+@pytest.mark.fault("I10")
 @pytest.mark.modes(*NATIVE)
 def test_random_hints_harm_neither_the_mount_nor_its_readers(
     monarch: MonarchCommand, mounted: Mounted
