@@ -13,6 +13,7 @@ import trio
 
 from monarch.peers.answers import Answers
 from monarch.peers.nginx import SOCKET
+from monarch.peers.spans import Span
 from tests.peers.test_engine import KEY, LARGE, ODD, SET, SMALL, Files
 
 
@@ -72,6 +73,20 @@ def with_answers(directory: Path, check: Callable[[Files, Path], Awaitable[None]
         assert not path.exists()
 
     trio.run(main)
+
+
+def test_bytes_that_are_kept_are_given_up_for_others(tmp_path: Path) -> None:
+    """All of them together are twice as many as may be held."""
+
+    async def check(files: Files, path: Path) -> None:
+        files.may_arrive.set()
+        for number in (0, 1, 2, 3, 4, 0):
+            files.source[Span(ODD, number, number)] = bytes([number]) * 3_000_000
+            answer = await ask_daemon(path, to_daemon(f"/{SET}/r/{ODD}/{number}-{number}"))
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert answer.endswith(bytes([number]) * 3_000_000)
+
+    with_answers(tmp_path, check)
 
 
 def test_an_unknown_error_in_one_answer_ends_its_connection_only(
