@@ -23,7 +23,7 @@ from monarch.datasets.lmdb_index import (
 )
 from monarch.datasets.lmdb_reader import LmdbReader
 from monarch.errors import UsageError
-from monarch.posix.signals import interruptible
+from monarch.posix.signals import interruptible_at_once
 from monarch.text import counted, escape_text, format_bytes
 
 _DIFFERENT = 1
@@ -86,7 +86,7 @@ def index(file: Path, output: Path, sample: int | None, as_json: bool, quiet: bo
             hint="remove it, or name another file",
         )
     began = time.monotonic()
-    with interruptible(), progress_bar(quiet=quiet) as progress:
+    with interruptible_at_once(), progress_bar(quiet=quiet) as progress:
         with LmdbReader(file, progress=progress) as reader:
             found = []
             if sample is not None:

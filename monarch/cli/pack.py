@@ -22,7 +22,7 @@ from monarch.packs.rebuild import Damage
 from monarch.packs.rebuild import rebuild as rebuild_pack
 from monarch.packs.unpack import unpack as unpack_pack
 from monarch.packs.verify import verify as verify_pack
-from monarch.posix.signals import interruptible
+from monarch.posix.signals import interruptible_at_once
 from monarch.text import counted, escape_text, format_bytes, parse_bytes
 
 _DAMAGED = 1
@@ -131,7 +131,7 @@ def build(
     """
     name = escape_text(os.fspath(output))
     try:
-        with interruptible(), progress_bar(quiet=quiet, of_bytes=True) as progress:
+        with interruptible_at_once(), progress_bar(quiet=quiet, of_bytes=True) as progress:
             report = build_pack(
                 source, output, Parameters(seed, by, chunk), jobs=jobs, progress=progress
             )
@@ -205,7 +205,7 @@ def verify(pack: Path, jobs: int, as_json: bool, quiet: bool) -> int:
     Example:
       monarch pack verify /pfs/packs/imagenet -j 32
     """
-    with interruptible(), progress_bar(quiet=quiet, of_bytes=True) as progress:
+    with interruptible_at_once(), progress_bar(quiet=quiet, of_bytes=True) as progress:
         report = verify_pack(pack, jobs=jobs, progress=progress)
     read = f"{counted(report.files, 'file', 'files')}, {format_bytes(report.bytes)} read"
     damaged = counted(report.damaged, "fault", "faults")
@@ -243,7 +243,7 @@ def unpack(pack: Path, output: Path, set_id: bool, as_json: bool, quiet: bool) -
     """
     name = escape_text(os.fspath(output))
     try:
-        with interruptible(), progress_bar(quiet=quiet, of_bytes=True) as progress:
+        with interruptible_at_once(), progress_bar(quiet=quiet, of_bytes=True) as progress:
             report = unpack_pack(pack, output, set_id=set_id, progress=progress)
     except KeyboardInterrupt:
         remark(f"monarch: interrupted: nothing was written to {name}")
@@ -279,7 +279,7 @@ def index(pack: Path, rebuild: bool, as_json: bool, quiet: bool) -> int:
             entries = counted(opened.info.entries, "entry", "entries")
             show(opened.info, as_json, f"{entries}: the index is sound")
         return 0
-    with interruptible(), progress_bar(quiet=quiet) as progress:
+    with interruptible_at_once(), progress_bar(quiet=quiet) as progress:
         report = rebuild_pack(pack, progress=progress)
     if report.is_changed:
         outcome = "the index was written again"

@@ -6,10 +6,18 @@ inherits ignored signals and keeps them so: such a command ends on SIGTERM only.
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# The time in which a command heeds an ending signal unless a call hangs, in seconds; and its exit
+# code.
+_PATIENCE_S = 5.0
+_INTERRUPTED = 130
+# Raises KeyboardInterrupt in the main thread while that does not get ending signals.
+_FORWARDED = signal.SIGUSR2
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -31,6 +39,60 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def interruptible_at_once() -> Iterator[None]:
+    """As ``interruptible``, for a command that may be killed at any moment, and whose calls may
+    hang. If the block has not ended five seconds after an ending signal, the process ends with the
+    exit code 130: neither the main thread nor another one can be interrupted in a call that hangs.
+    """
+    numbers = ending()
+    handlers = {number: signal.signal(number, _ignore) for number in numbers}
+    handlers[_FORWARDED] = signal.signal(_FORWARDED, signal.default_int_handler)
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writing, False)
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    has_ended = threading.Event()
+    arguments = (reading, numbers, threading.get_ident(), has_ended)
+    watch = threading.Thread(target=_watch, args=arguments, daemon=True)
+    watch.start()
+    # The kernel prefers the main thread, which takes a signal only when its call has ended.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        # A further signal does not interrupt the rest.
+        signal.signal(_FORWARDED, _ignore)
+        has_ended.set()
+        signal.set_wakeup_fd(wakeup)
+        # The end of the pipe ends the thread.
+        os.close(writing)
+        watch.join()
+        os.close(reading)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _ignore(*_: object) -> None:
+    """The thread of ``_watch`` reads the number of the signal."""
+
+
+def _watch(
+    reading: int, numbers: tuple[signal.Signals, ...], main: int, has_ended: threading.Event
+) -> None:
+    """Forwards ending signals, whose numbers it reads, to the main thread. Ends the process if that
+    thread does not heed them."""
+    while received := os.read(reading, 64):
+        if has_ended.is_set() or not any(number in numbers for number in received):
+            continue
+        signal.pthread_kill(main, _FORWARDED)
+        if not has_ended.wait(_PATIENCE_S):
+            # A progress bar may have hidden the cursor.
+            shown = "\x1b[?25h\n" if os.isatty(2) else ""
+            os.write(2, f"{shown}monarch: interrupted: a file system does not answer\n".encode())
+            os._exit(_INTERRUPTED)
 
 
 def heed_all() -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,10 @@ from click.testing import CliRunner, Result
 
 from monarch.cli.pack import pack as command
 from monarch.errors import PackError, SourceError
+from monarch.posix import signals
+from tests.equipment import slowfs
+from tests.equipment.slowfs import SlowSource
+from tests.equipment.waiting import wait_until
 from tests.packs.trees import contents, make_tree
 
 
@@ -91,6 +99,64 @@ def test_verify_and_rebuild_name_the_damage_and_end_with_1(own: Path, tmp_path: 
     assert isinstance(result.exception, PackError)
     assert result.exception.exit_code == 14
     assert not (tmp_path / "again").exists()
+
+
+PROGRAM = """
+import sys
+from monarch.cli.main import main
+from monarch.posix import signals
+signals._PATIENCE_S = 0.2
+sys.argv[0] = "monarch"
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["build", "verify", "unpack"])
+def test_a_signal_ends_a_command_whose_files_hang(
+    command: str, made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    if reason := slowfs.unavailable():
+        pytest.skip(reason)
+    with SlowSource(made[0] if command == "build" else made[1], tmp_path / "slow") as slow:
+        slow.rules("hang read jpg$", "hang read chunk$")
+        arguments = [command, str(slow.path)]
+        if command != "verify":
+            arguments += ["-o", str(tmp_path / "to")]
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, "pack", *arguments, "-q"], stderr=subprocess.PIPE
+        )
+        try:
+            wait_until(lambda: slow.counters()["hanging"] > 0, "a read hangs", timeout_s=60)
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            slow.rules()
+    assert process.returncode == 130
+    assert said == b"monarch: interrupted: a file system does not answer\n"
+
+
+def test_several_signals_end_a_command_once_and_everything_is_as_before() -> None:
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+    before = [*map(signal.getsignal, numbers), signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+    threads = threading.active_count()
+    interrupts = 0
+    for _ in range(3):
+        try:
+            with signals.interruptible_at_once():
+                try:
+                    for number in numbers[:2]:
+                        os.kill(os.getpid(), number)
+                    wait_until(lambda: False, "never")
+                except KeyboardInterrupt:
+                    interrupts += 1
+                    os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            pytest.fail("a second interrupt")
+    assert interrupts == 3
+    after = [*map(signal.getsignal, numbers), signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+    assert after == before
+    assert threading.active_count() == threads
 
 
 def test_unpack_counts_the_files(made: tuple[Path, Path], tmp_path: Path) -> None:
