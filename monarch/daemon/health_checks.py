@@ -215,7 +215,7 @@ class PackCheck:
         shown = ", ".join(f"{each.name} {each.what}" for each in found[:_SHOWN_DAMAGE])
         yield Problem(
             "pack-damaged",
-            f"{files} of the pack cannot be read (EIO): {shown}"
+            f"{files} of the pack cannot be read (EIO), or get no copy if they are large: {shown}"
             + (", ..." if found[_SHOWN_DAMAGE:] else ""),
             found[0].since_ns,
             f"put intact files of the same pack in their place: `monarch pack verify {self.source}`"
