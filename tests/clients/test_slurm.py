@@ -354,11 +354,15 @@ export MONARCH_PEERS_SECRET=$(head -c 32 /dev/urandom | base64)
 export D={lab.scratch}/$SLURM_JOB_ID
 export HOME=$D XDG_STATE_HOME=$D/state
 srun --ntasks-per-node=1 mkdir -p $D/mnt
+# The snapshot is built once, on the first node, and given to all.
+{monarch} snapshot build {cluster.source} -o $1/snapshot
+sbcast $1/snapshot $D/snapshot
 srun --overlap --ntasks-per-node=1 {monarch} mount {cluster.source} $D/mnt \\
-    --tier $D/tier:20MiB --peers slurm -o peers.patience=10,open=open --foreground &
+    --tier $D/tier:20MiB --peers slurm --snapshot $D/snapshot \\
+    -o peers.patience=10,open=open --foreground &
 srun --overlap --ntasks-per-node=1 bash -c 'until mountpoint -q $D/mnt; do sleep 0.1; done'
 {cluster.reader("$D/mnt", 2)}
-srun --overlap --ntasks-per-node=1 {monarch} status $D/mnt --json >$1/status
+srun --overlap --ntasks-per-node=1 --output=$1/status-%N {monarch} status $D/mnt --json
 srun --overlap --ntasks-per-node=1 {monarch} umount $D/mnt
 wait
 srun --ntasks-per-node=1 rm -rf $D
@@ -367,4 +371,7 @@ srun --ntasks-per-node=1 rm -rf $D
     job.passes("half-1", "whole-1", "half-2", "whole-2")
     job.ends("COMPLETED")
     job.assert_read(*lab.nodes)
+    reports = [json.loads((job.directory / f"status-{n}").read_text()) for n in lab.nodes]
+    assert len({report["peers"]["set"] for report in reports}) == 1
+    assert all(report["peers"]["files"] > 0 for report in reports)
     cluster.assert_nothing_is_left(*lab.nodes)
