@@ -48,6 +48,8 @@ _LEAST_S = 10.0
 _BYTE_S = 1 / 20e6
 # How long an answer to an offer is known, for a member that asks again, in seconds.
 _KEPT_S = 10.0
+# The most offers that are known at a time.
+_MOST_ARRIVING = 1000
 # How often a member that keeps files is asked for one of them, in seconds.
 CHECK_S = 5.0
 
@@ -112,6 +114,8 @@ class Holding:
         if client is None:
             return NOT_KEPT
         if key not in self._arriving:
+            if len(self._arriving) >= _MOST_ARRIVING:
+                return NOT_KEPT
             self._arriving[key] = None
             nursery.start_soon(self._receive, client, key)
         with trio.move_on_after(self._patience_s):
