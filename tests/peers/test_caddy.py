@@ -15,10 +15,7 @@ from monarch.config.settings import PeerSettings
 from monarch.errors import UsageError
 from monarch.peers import engine as engines
 from monarch.peers.membership import membership
-from tests.conftest import require_fuse
-from tests.mount.observe import files
 from tests.peers import test_engine
-from tests.peers.lab import lab
 from tests.peers.test_engine import FIRST, KEY, TOKEN, Node, with_node
 
 
@@ -72,23 +69,6 @@ def test_its_configuration_is_private_and_it_has_no_capabilities(
         assert TOKEN.encode() not in command + environment
 
     with_node(tmp_path, check)
-
-
-@pytest.mark.promise(332)
-def test_mounts_share_their_copies_with_caddy_and_nginx(tmp_path: Path, caddy: Path) -> None:
-    require_fuse()
-    source, content = tmp_path / "source", files(20)
-    source.mkdir()
-    for name, data in content.items():
-        (source / name).write_bytes(data)
-    with lab(tmp_path / "lab", source, 2) as job:
-        job.mount(1, f"peers.engine={caddy}")
-        job.mount(2)
-        job.read_all(content)
-        assert job.opens_at_the_source() == len(content)
-        for number in job.nodes:
-            found = job.peers(number)
-            assert found["files"] > 0 and not found["failures"]
 
 
 def test_caddy_is_found_without_nginx_and_refused_with_tls(
