@@ -111,9 +111,9 @@ class JobRuns:
         if not report.exists():
             for line in _last_lines(log):
                 remark(f"  | {line}")
+            how = f"exit code {code}" if code >= 0 else f"signal {-code}"
             raise MonarchError(
-                f"`{self._shown}` ended (exit code {code}) before it"
-                f" was measured, in the run {phase!r}",
+                f"`{self._shown}` ended ({how}) before it was measured, in the run {phase!r}",
                 hint="its loop must be over monarch.watch(loader), and must not end before"
                 f" {self._warmup + self._iterations} batches (--warmup, --iters)",
             )

@@ -21,13 +21,13 @@ def read_json(path: Path, *, made_by: str) -> Any:
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     try:
-        if len(content) > MOST_BYTES:
-            raise ValueError(f"it is larger than {format_bytes(MOST_BYTES)}")
-        return json.loads(content)
+        if len(content) <= MOST_BYTES:
+            return json.loads(content)
+        what = f"it is larger than {format_bytes(MOST_BYTES)}"
     except RecursionError:
         what = "it is nested too deeply"
     except ValueError as error:
-        what = f"it is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+        what = f"it is not JSON: {error}"
     raise UsageError(
         f"{name} cannot be used: {escape_text(what)}", hint=f"`{made_by}` writes such a file"
     )

@@ -19,10 +19,18 @@ def require_writable(out: Path) -> None:
 
 def replace_whole(out: Path, content: str | bytes) -> None:
     """Replaces the file as a whole, or, where that is impossible, as a device or in a directory of
-    another user, its content. Raises OSError; a file that is replaced as a whole is then
-    unchanged."""
-    if isinstance(content, str):
-        content = content.encode()
+    another user, its content. Raises OSError with the name of the file; a file that is replaced as
+    a whole is then unchanged."""
+    try:
+        _replace(out, content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        # A write that fails has no name.
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(out)) from error
+
+
+def _replace(out: Path, content: bytes) -> None:
     target = Path(os.path.realpath(out))
     # /dev/stdout may be a pipe, which has no path.
     if (out.exists() and not out.is_file()) or not os.access(target.parent, os.W_OK):
