@@ -20,6 +20,7 @@ SUBJECTS = (
     "packs",
     "seeds",
     "snapshot",
+    "stalls",
     "write",
 )
 # The parts of the subject packs.
@@ -48,6 +49,7 @@ examples:
   scripts/bench seeds --quick
   scripts/bench seeds --only coordl --json coordl.json
   scripts/bench snapshot --files 1000000
+  scripts/bench stalls --quick --rounds 1
   scripts/bench write --quick --modes relay,auto
   scripts/bench write --only small --quick --rounds 1 --modes auto
 
@@ -111,6 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     _packs(subject("packs", "packs and data sets in large files over a slow source", 20_000, 0, 3))
     _seeds(subject("seeds", "the main figures of the papers that Monarch builds on", 1600, 320, 3))
     _snapshot(subject("snapshot", "the cost of the names of a large tree", 1_000_000, 50_000, 5))
+    stalls = "what monarch analyze calls a job of PyTorch, and what its advice brings"
+    subject("stalls", stalls, 1600, 1200, 3)
     _write(subject("write", "checkpoints and small files on a slow source", 2000, 200, 3))
     return parser
 
