@@ -50,11 +50,12 @@ class FullTier(NamedTuple):
 
 
 class WithoutTier(NamedTuple):
-    """The rate of the loader alone with hardly any files in the tier, in batches a second; ``hits``
-    of its opens were served by it all the same, less than 1."""
+    """A job without a tier: its ``rate``, and that of its loader alone (``load``), in batches a
+    second. ``hits`` of its opens were served by a tier all the same, less than 1."""
 
-    hits: float
+    rate: float
     load: float
+    hits: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +136,13 @@ def optimistic(
         },
         empty,
     )
+    known = [[_measured(full[each], empty.get(each), share) for share in shares] for each in cores]
     rates = [
         [
-            full[each].rate if share == 1 else min(full[each].rate, models[each].rate(share))
-            for share in shares
+            min(full[each].rate, models[each].rate(share)) if rate is None else rate
+            for share, rate in zip(shares, row, strict=True)
         ]
-        for each in cores
+        for each, row in zip(cores, known, strict=True)
     ]
     return Sensitivity(
         monarch_sensitivity=VERSION,
@@ -150,8 +152,17 @@ def optimistic(
         tier_bytes=sizes,
         rates=rates,
         source=_source_of(rates, shares, model.batch_bytes),
-        measured=[[share == 1 for share in shares] for _ in cores],
+        measured=[[rate is not None for rate in row] for row in known],
     )
+
+
+def _measured(full: FullTier, empty: WithoutTier | None, share: float) -> float | None:
+    """The measured rate with this share of the files in the tier, None if it was not measured."""
+    if share == 1:
+        return full.rate
+    if share == 0 and empty is not None and not empty.hits:
+        return min(empty.rate, full.rate)
+    return None
 
 
 def _fetching(

@@ -257,8 +257,9 @@ class _Measurements:
         for (phase, share, cores), reports in self._reports.items():
             if phase == "real" and share == 0:
                 hits, misses = (sum(getattr(each, name) for each in reports) for name in _COUNTS)
+                rate = self.rate(phase, share, cores, 0)
                 load = rate_of([each.load_s for each in reports], reports[0].window).per_s
-                found[cores] = WithoutTier(hits / (hits + misses) if misses else 0.0, load)
+                found[cores] = WithoutTier(rate, load, hits / (hits + misses) if misses else 0.0)
         return found
 
     def profile(
