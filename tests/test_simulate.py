@@ -240,6 +240,14 @@ def test_a_figure_is_drawn(run: Run, snapshot: Path, tmp_path: Path, kind: str) 
     assert "<svg" in (tmp_path / "it.svg").read_text()
 
 
+def test_a_figure_that_cannot_be_written_is_refused_before_the_simulation(
+    run: Run, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monarch.cli.simulate.read", lambda *_: pytest.fail("it is simulated"))
+    with pytest.raises(FileNotFoundError):
+        run(snapshot, "--capacity", "30%", "-o", tmp_path / "missing/it.png")
+
+
 def test_without_matplotlib_the_command_says_what_to_install(
     run: Run, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from monarch.cli.written_files import replace_whole
+from monarch.cli.written_files import replace_whole, require_writable
 from monarch.errors import MonarchError, UsageError
 from monarch.text import escape_text
 
@@ -37,8 +37,8 @@ class Line:
 
 
 def require_plot(path: Path | None) -> None:
-    """Raises UsageError if a figure of this name cannot be made, and MonarchError without
-    matplotlib: before a long simulation."""
+    """Raises UsageError if a figure of this name cannot be made, MonarchError without matplotlib,
+    and OSError if the file cannot be written: before a long simulation."""
     if path is None:
         return
     if path.suffix not in _SUFFIXES:
@@ -51,6 +51,7 @@ def require_plot(path: Path | None) -> None:
             "matplotlib, which draws the figure, is not installed",
             hint="install it: pip install matplotlib",
         )
+    require_writable(path)
 
 
 def draw(

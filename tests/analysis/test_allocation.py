@@ -92,7 +92,7 @@ def randomly(seed: int) -> tuple[list[Job], list[Server]]:
 @pytest.mark.promise(289)
 def test_every_job_with_gpus_is_placed_at_its_fair_share_or_above() -> None:
     split = 0
-    for seed in range(150):
+    for seed in range(200):
         jobs, servers = randomly(seed)
         fair = allocate("fair", jobs, servers)
         tuned = allocate("tune", jobs, servers)
