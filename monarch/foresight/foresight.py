@@ -151,11 +151,16 @@ class Foresight:
         files = stream.subtree.files
         return stream if inos[0] in files and inos[-1] in files else None
 
-    def end_jobs(self, over: Callable[[Sequence[int]], Iterable[int]]) -> None:
+    def end_jobs(
+        self, over: Callable[[Sequence[int]], Iterable[int]], *, with_unknown: bool = False
+    ) -> None:
         """Ends the streams of the jobs that have ended: ``over`` returns which of them have.
-        Another job in the same files then keeps their order."""
+        Another job in the same files then keeps their order. ``with_unknown``: also those of
+        unknown processes."""
         for number in over([number for number in self._jobs if number]):
             self._end_job(number)
+        if with_unknown and 0 in self._jobs:
+            self._end_job(0)
 
     def fetched(self, ino: Ino, nbytes: int) -> None:
         """Records that ``nbytes`` of a file were fetched ahead; 0: it has a copy, or is empty."""

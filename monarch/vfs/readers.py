@@ -46,8 +46,9 @@ _ATTEMPTS_DRAINING = 100
 # How long a visit is kept after the last read, in seconds, and the interval of checks.
 _VISIT_S = 1.0
 _VISIT_STEP_S = 0.25
-# The interval in which it is checked whether jobs have ended, in seconds.
-_JOBS_STEP_S = 1.0
+# The interval in which it is checked whether jobs have ended, in seconds. Unknown processes are
+# taken to have ended after the second time without an open.
+_JOBS_STEP_S, _UNKNOWN_S = 1.0, 600.0
 
 
 class Readers:
@@ -87,6 +88,8 @@ class Readers:
         self.quotas: JobQuotas | None = None
         # Is called for each open with its file, tier, latency in seconds and job, if not None.
         self.traced: Callable[[Ino, int | None, float | None, int], None] | None = None
+        # Opens by unknown processes.
+        self._unknown = 0
         # When each visit ends.
         self._visits: dict[Ino, float] = {}
         self._visited = trio.Event()
@@ -428,9 +431,14 @@ class Readers:
 
     async def end_jobs(self) -> None:
         """Forgets what the jobs that have ended were reading, until cancelled."""
+        unknown, since_s = self._unknown, trio.current_time()
         while True:
             await trio.sleep(_JOBS_STEP_S)
-            self._foresight.end_jobs(self._sessions.over)
+            now = trio.current_time()
+            if unknown != self._unknown:
+                unknown, since_s = self._unknown, now
+            is_idle = now - since_s > _UNKNOWN_S
+            self._foresight.end_jobs(self._sessions.over, with_unknown=is_idle)
             if self.quotas is not None:
                 self.quotas.end_jobs()
 
@@ -466,6 +474,7 @@ class Readers:
         """``pid`` is the process that opened the file, ``job`` its session, 0: unknown. ``tier``
         has served the open, None: unknown."""
         self._epochs.opened(ino, bool(tier))
+        self._unknown += not job
         self._measured.opened(job, tier)
         # The copy may have left since, and a written file is none.
         if tier and self.quotas is not None and self._residency.tier_of(ino) != SOURCE:
@@ -481,6 +490,7 @@ class Readers:
                 self._count_open(Ino(ino), None, 0, 0)
             return
         self._epochs.opened_all(inos)
+        self._unknown += len(inos)
         self._foresight.opened_all(inos)
 
     @property

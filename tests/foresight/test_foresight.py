@@ -232,6 +232,17 @@ def test_opens_by_workers_that_have_ended_belong_to_the_job_that_reads_the_direc
             assert len(found) == 3
 
 
+def test_unknown_processes_end_without_the_jobs_that_are_known() -> None:
+    job = Job(rate=0)
+    for reader, directory in ((0, TRAIN), (JOB, VAL)):
+        job.open(shuffled(job.files(directory), 1), reader)
+    job.foresight.end_jobs(set[int]().intersection)
+    assert set(job.patterns) == {"2", "3"}
+    for _ in range(2):
+        job.foresight.end_jobs(set[int]().intersection, with_unknown=True)
+    assert set(job.patterns) == {"3"}
+
+
 def test_a_job_that_has_ended_leaves_nothing_to_the_job_that_follows() -> None:
     """A job that is killed and starts again is another one, and its order is recognised."""
     job = Job(rate=0)

@@ -103,6 +103,31 @@ async def test_the_events_of_the_datapath_are_counted_in_their_order(rigs: Rigs)
     assert rig.residency.tier_of(fetched) == 1
 
 
+async def test_unknown_processes_are_a_job_until_ten_minutes_without_an_open(
+    rigs: Rigs, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = FakeFastPath()
+    rig = rigs(fast=fast)
+    copied, readers = rig.copy("small"), rig.filesystem.readers
+    ended: list[float] = []
+    monkeypatch.setattr(
+        readers._foresight,
+        "end_jobs",
+        lambda over, with_unknown: ended.append(trio.current_time()) if with_unknown else None,
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(readers.end_jobs)
+        began = trio.current_time()
+        for job in (0, 7):
+            await trio.sleep(500)
+            fast.events = [(copied, 1, None, job, job)]
+            readers.catch_up()
+        assert not ended
+        await trio.sleep(200)
+        nursery.cancel_scope.cancel()
+    assert 1100 < ended[0] - began < 1105
+
+
 async def test_fetched_bytes_of_a_file_that_another_node_keeps_become_no_copy(rigs: Rigs) -> None:
     fast = FakeFastPath()
     rig = rigs(fast=fast)
