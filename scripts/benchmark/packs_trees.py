@@ -178,6 +178,9 @@ class Bench:
         if (epoch.files, epoch.bytes) != (len(self.names), self.bytes):
             raise BenchError(f"{contender.name}: {epoch.files} files, {epoch.bytes} bytes")
         if mounted is not None:
+            # Why an epoch was slow, if the mount knows.
+            if why := mounted.status()["health"]["why"]:
+                sys.stderr.write(f"{contender.name}: {why}\n")
             mounted.settle(0)
         calls = self._source.calls() - calls
         read_bytes = self._source.counters()["read_bytes"] - before
