@@ -81,8 +81,9 @@ class Training:
 def mount_all(job: Lab, nodes: int) -> list[Path]:
     for number in range(1, nodes + 1):
         job.mount(number, f"absorb={CHECKPOINTS}/**", "writeback.shared=true")
-        # The other mounts write the same directories.
-        job.commands[-1].allows_log("another mount|other mount")
+        # The other mounts write the same directories. A training that takes more than some seconds
+        # also meets the next look of a mount at the names of others, which finds a new `latest`.
+        job.commands[-1].allows_log("another mount|other mount|'ckpt/latest' changed at the source")
     return [mounted.path for mounted in job.nodes.values()]
 
 
