@@ -197,10 +197,9 @@ def _measure(measured: _Measurements, cores: Sequence[int], gpus: int, repeat: i
     measured.rate("real", 0.0, most, repeat)
     measured.rate("synthetic", 1.0, most, repeat)
     rates = {most: measured.rate("cached", 1.0, most, 0)}
-    rest = sorted(set(cores) - {most}, reverse=True)
-    while (fewer := next_cores(rates, gpus) if not cores else next(iter(rest), None)) is not None:
+    named = iter(sorted(set(cores) - {most}, reverse=True))
+    while (fewer := next(named, None) if cores else next_cores(rates, gpus)) is not None:
         rates[fewer] = measured.rate("cached", 1.0, fewer, repeat)
-        rest = rest[1:]
     # A source that is slow for one worker may be as slow for all together, or not.
     if min(rates) != most:
         measured.rate("real", 0.0, min(rates), repeat)
