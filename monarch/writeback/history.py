@@ -31,13 +31,14 @@ class Summary:
 
     Sequence numbers: ``done`` are the operations that are drained; ``published`` those of them with
     a known entry at the source. Numbers of objects: ``gone`` are the objects that were removed;
-    ``several`` have more than one content.
+    ``several`` have more than one content; ``unnamed`` may have lost a name.
     """
 
     done: Container[int]
     published: Container[int]
     gone: Container[int]
     several: Container[int]
+    unnamed: Container[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,9 @@ def _removed(
     """The objects of files that were removed, with all operations on them drained, and that no
     later content still has to replace at the source. Also the versions of the source's files that
     were copied up into them, by object."""
-    # The names of the objects that are removed later.
+    # The objects that keep a name, and the names of the others that are removed later. Most objects
+    # are removed because their files are read from the source again, under their names.
+    named = Numbers()
     names: dict[bytes, int] = {}
     taken: dict[int, Identity | None] = {}
     counts: dict[int, int] = {}
@@ -224,7 +227,11 @@ def _removed(
 
     def name(path: bytes, number: int) -> None:
         take_off(path)
-        if number in summary.gone:
+        if number not in summary.gone:
+            return
+        if number not in summary.unnamed:
+            named.add(number)
+        else:
             names[path] = number
             counts[number] = counts.get(number, 0) + 1
 
@@ -257,7 +264,7 @@ def _removed(
                 names = {moved(path, op): number for path, number in names.items()}
                 if (number := names.pop(op.path, 0)) != 0:
                     names[op.to] = number
-            case "gone" if not counts.get(op.object, 0):
+            case "gone" if not (op.object in named or counts.get(op.object, 0)):
                 # A file that still has a name is read from the source.
                 removed.add(op.object)
     removed = removed - waiting - replaced.objects() - {0}

@@ -32,7 +32,7 @@ class Shortening:
         self._state = state = _summed_up(file, position)
         done = Numbers()
         done.update(filter(state.is_done, state.seqs))
-        summary = Summary(done, state.published_seqs, state.gone, state.several)
+        summary = Summary(done, state.published_seqs, state.gone, state.several, state.unnamed)
         self._obsolete = found = obsolete(_Changes(file, position), summary)
         self.kept = Numbers()
         self.kept.update(seq for seq in state.seqs if seq not in found.seqs)
@@ -69,7 +69,8 @@ class Shortening:
 
 class _Sum(JournalState):
     """The state, and of the changes the sequence numbers, and those that were published. Of the
-    objects: those that are gone, and those with more than one content."""
+    objects: those that are gone, those with more than one content, and those that may have lost a
+    name."""
 
     def __init__(self, source: bytes, token: str = "") -> None:
         super().__init__(source, token)
@@ -77,6 +78,7 @@ class _Sum(JournalState):
         self.published_seqs = Numbers()
         self.gone = Numbers()
         self.several = Numbers()
+        self.unnamed = Numbers()
         self._with_content = Numbers()
 
     def changed(self, seq: int, record: Record) -> None:
@@ -84,6 +86,8 @@ class _Sum(JournalState):
         kind, number = record["op"], int(record.get("object", 0))
         if kind == "gone":
             self.gone.add(number)
+        elif kind in ("unlink", "rename"):
+            self.unnamed.update((number, int(record.get("over_object", 0))))
         elif kind == "content":
             (self.several if number in self._with_content else self._with_content).add(number)
 
