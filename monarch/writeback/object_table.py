@@ -134,7 +134,7 @@ class ObjectTable:
         self.states.forget(number)
         self._inos.pop(number, None)
 
-    def being_written(self) -> set[Ino]:
+    def writable(self) -> set[Ino]:
         """Open files that have a name and that a process may write, or has written."""
         return {
             file.ino

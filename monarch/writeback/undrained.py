@@ -114,7 +114,9 @@ class UndrainedNotes:
                 self._is_there = True
                 await self._threads.run(write_undrained, self._state, note)
             else:
-                await self._threads.run(prepare_undrained, self._state, self._note(1, []))
+                # Without room for a prepared note the next first one is tried all the same.
+                with suppress(OSError):
+                    await self._threads.run(prepare_undrained, self._state, self._note(1, []))
                 if self._now() is not None:
                     return
                 self._is_there, self._begins = False, trio.Event()
@@ -137,7 +139,7 @@ class UndrainedNotes:
     def _now(self) -> UndrainedNote | None:
         """None if the source has all changes, and no file is open for writing."""
         queue = self._drain.queue
-        count, written = len(queue) + len(queue.held), len(self._table.being_written())
+        count, written = len(queue) + len(queue.held), len(self._table.writable())
         if not count and not written:
             return None
         ops = [entry.op for entry in islice(queue.entries(), _MOST_CHANGES)]

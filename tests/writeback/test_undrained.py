@@ -194,7 +194,7 @@ class Waiting:
         journal = SimpleNamespace(token="0123")
         place = SimpleNamespace(tier=tier, directory=directory, journal=journal)
         drain = SimpleNamespace(queue=self, progress=self)
-        table = SimpleNamespace(being_written=lambda: self.written)
+        table = SimpleNamespace(writable=lambda: self.written)
         self.notes = UndrainedNotes(
             self.state,
             cast(WriteStore, place),
@@ -288,6 +288,9 @@ def test_the_first_note_needs_no_turn_of_the_loop_and_a_prepared_one_no_room(
             waiting.notes.begin()
             waiting.written.add(1)
             assert names_in(tmp_path) == ["undrained-0123"]
+            waiting.written.clear()
+            await waiting.notes._update()
+            assert names_in(tmp_path) == []
             nursery.cancel_scope.cancel()
 
     def full(*_: object) -> None:
