@@ -101,11 +101,12 @@ class UndrainedNotes:
     async def finish(self) -> None:
         """Updates the note for the last time, after the drain of the mount's end."""
         with trio.move_on_after(_LAST_S, shield=True):
-            await self._update()
+            await self._update(is_last=True)
             with suppress(OSError):
                 await self._threads.run(prepare_undrained, self._state, None)
 
-    async def _update(self) -> None:
+    async def _update(self, *, is_last: bool = False) -> None:
+        """``is_last``: no other change comes, so no other note is prepared."""
         note = self._now()
         if self._is_known and note == self._noted:
             return
@@ -116,7 +117,8 @@ class UndrainedNotes:
             else:
                 # Without room for a prepared note the next first one is tried all the same.
                 with suppress(OSError):
-                    await self._threads.run(prepare_undrained, self._state, self._note(1, []))
+                    first = None if is_last else self._note(1, [])
+                    await self._threads.run(prepare_undrained, self._state, first)
                 if self._now() is not None:
                     return
                 self._is_there, self._begins = False, trio.Event()
