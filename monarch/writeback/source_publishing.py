@@ -148,7 +148,8 @@ class Publishing:
             now = status_at(to_fd, to_name)
             if now is None or now.st_ino != os.stat(name, dir_fd=fd).st_ino:
                 if now is not None and not (
-                    expected.is_it(now, strict=op.strict) or _is_copy(now, expected.known)
+                    expected.is_it(now, strict=op.strict, version=True)
+                    or _is_copy(now, expected.known)
                 ):
                     # The bytes must get this name as well, in case the first one is removed.
                     to_name, now = self._log.conflict_name(to_name, expected.seq), None

@@ -384,6 +384,18 @@ def test_a_content_is_kept_beside_the_file_of_others(rig: Rig) -> None:
     assert rig.identity(kept) == rig.identity("b") == identity
 
 
+def test_a_second_name_is_not_taken_from_a_file_of_others_with_the_number_of_the_older_version(
+    rig: Rig,
+) -> None:
+    (rig.root / "b").write_bytes(b"of others")
+    older = replace(rig.identity("b"), mtime_ns=1)
+    publish(rig, content(b"a", b"b"), Expected(seq=3, known=older, is_file=True), lambda: None)
+    assert (rig.root / "b").read_bytes() == b"of others"
+    kept = os.fsdecode(rig.conflict().kept)
+    assert kept == "b.monarch-conflict-node-012345-3"
+    assert rig.identity(kept) == rig.identity("a")
+
+
 @pytest.mark.parametrize("change", ["appears", "is changed", "staged file is cut"])
 def test_a_place_that_changes_meanwhile_is_left_and_staged_for_again(rig: Rig, change: str) -> None:
     expected = Expected()
