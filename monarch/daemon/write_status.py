@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from monarch.config.settings import MountSettings
@@ -281,13 +282,20 @@ class WriteStatus:
             )
         if backlog.trouble and not backlog.only_aside:
             kept = f"{counted(backlog.files, 'file', 'files')}, {format_bytes(backlog.bytes)}"
-            what, remedy = self._why_it_waits(backlog.cause, write_back.place.directory)
+            queue = write_back.drain.queue
+            waiting_for = [each.path for each in queue.refusals() if not each.is_aside]
+            what, remedy = self._why_it_waits(
+                backlog.cause, write_back.place.directory, waiting_for
+            )
             yield Problem(
                 "drain-refused", f"{what} ({kept} wait): {backlog.trouble}", remedy=remedy
             )
 
-    def _why_it_waits(self, cause: Cause, directory: Path) -> tuple[str, str]:
-        """The failed part and the remedy, for written data that is not drained."""
+    def _why_it_waits(
+        self, cause: Cause, directory: Path, refused: Sequence[bytes]
+    ) -> tuple[str, str]:
+        """The failed part and the remedy, for written data that is not drained. ``refused``: the
+        paths of changes that the source refuses, and of which other changes wait."""
         stays = f"all data is kept in {directory} and retried automatically"
         if cause == "tier":
             return (
@@ -299,6 +307,16 @@ class WriteStatus:
                 "the daemon lacks file descriptors or memory, so written data cannot be drained",
                 "raise the limit: `LimitNOFILE=` of the systemd unit or `ulimit -n`, for ENFILE"
                 f" `sysctl fs.file-max`, for ENOMEM the memory of the daemon; {stays}",
+            )
+        if refused:
+            above = shlex.quote(os.fspath(self._source / os.fsdecode(os.path.dirname(refused[0]))))
+            return (
+                "the source refuses written data",
+                f"check the directory as the user who wrote there: `ls -ld {above}`, `df {above}`;"
+                f" `monarch ckpt set-aside {self._mountpoint}` lists what is refused, and with a"
+                " path has other changes made first; `monarch ckpt retry"
+                f" {self._mountpoint}` tries again now, `monarch ckpt discard {self._mountpoint}"
+                f" PATH` gives changes up; {stays}",
             )
         return (
             "the source refuses written data",

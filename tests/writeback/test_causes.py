@@ -130,3 +130,22 @@ async def test_an_error_of_the_tiers_disk_is_no_refusal_of_the_source(
         await session.drained()
         await session.end()
     assert (rig.source / "f").read_bytes() == NEW
+
+
+async def test_a_refused_change_is_reported_with_its_directory_and_what_to_do(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    (rig.source / "a b").mkdir()
+    async with rig.mount() as session:
+        (rig.source / "a b/c").write_bytes(OLD)
+        await session.mkdir(b"a b/c")
+        await trio.sleep(20)
+        [problem] = problems(session)
+        assert problem.kind == "drain-refused" and "mkdir 'a b/c'" in problem.what
+        assert f"`ls -ld '{rig.source / 'a b'}'`" in problem.remedy
+        for verb in ("set-aside", "retry", "discard"):
+            assert f"`monarch ckpt {verb} " in problem.remedy
+        (rig.source / "a b/c").unlink()
+        await session.drained()
+        assert problems(session) == []
+        await session.end()
