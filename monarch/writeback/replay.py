@@ -283,6 +283,10 @@ class _Replayed:
         is_dir = names.attributes(ino).is_dir
         parent, name = self._place(op.path)
         to_parent, to_name = self._place(op.to)
+        if existing == ino and op.path != op.to:
+            # The source has made it already, or others have: the file has both names.
+            names.unlink(parent, name, now_ns=self._now_ns)
+            return
         if existing not in (None, ino) and (is_dir or names.attributes(existing).is_dir):
             names.hide(to_parent, to_name, now_ns=self._now_ns)
         if is_dir:

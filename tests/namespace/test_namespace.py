@@ -115,3 +115,25 @@ def test_a_link_that_the_source_has_already_is_made_again_of_the_file_that_the_j
     assert caplog.messages == []
     assert ino_of(names, b"a") == ino_of(names, b"b") == ino_of(names, b"new")
     assert sorted(name for _, name in listed(names)) == [b"a", b"b", b"c", b"d", b"dir", b"new"]
+
+
+@pytest.mark.promise(67)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_rename_that_the_source_has_made_already_takes_the_old_name(
+    source: Path, taken: Taken, caplog: pytest.LogCaptureFixture, is_there: bool
+) -> None:
+    """``is_there``: others have given the file its old name again."""
+    (source / "a").touch()
+    for name in ("new", "old") if is_there else ("new",):
+        (source / name).hardlink_to(source / "a")
+    names = Namespace(taken(source), lambda _: None)
+    records = [
+        (1, Op(kind="take", path=b"a", paths=(b"a", b"old"), object=1)),
+        (2, Op(kind="rename", path=b"old", to=b"new", object=1)),
+        (3, Op(kind="content", path=b"a", paths=(b"a", b"new"), object=1, mtime_ns=1)),
+    ]
+    replay(names, records, now_ns=1)
+    assert caplog.messages == []
+    assert sorted(name for _, name in listed(names)) == [b"a", b"new"]
+    assert ino_of(names, b"a") == ino_of(names, b"new")
+    assert names.attributes(ino_of(names, b"a")).nlink == 2
