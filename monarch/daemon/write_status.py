@@ -295,7 +295,7 @@ class WriteStatus:
         self, cause: Cause, directory: Path, refused: Sequence[bytes]
     ) -> tuple[str, str]:
         """The failed part and the remedy, for written data that is not drained. ``refused``: the
-        paths of changes that the source refuses, and of which other changes wait."""
+        paths of changes that the source refuses and that are not set aside."""
         stays = f"all data is kept in {directory} and retried automatically"
         if cause == "tier":
             return (
