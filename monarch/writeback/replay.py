@@ -222,12 +222,12 @@ class _Replayed:
     def _have_attributes(self, node: Node) -> None:
         """Those that the mount showed of a file when its content was recorded. A write removes
         set-ID bits, and others may have changed the file at the source before: neither has another
-        record. A newer snapshot has what others have changed."""
+        record. A newer snapshot has what others have changed, unless it lacks the file."""
         op = self._op
         if op.mode is None:
             return
         node.drop_bits((stat.S_ISUID | stat.S_ISGID) & ~op.mode)
-        if op.ino >= 0:
+        if op.ino >= 0 or self._names.at_source(node.ino) is None:
             node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(op.mode)
             node.uid = node.uid if op.uid is None else op.uid
             node.gid = node.gid if op.gid is None else op.gid

@@ -137,3 +137,26 @@ def test_a_rename_that_the_source_has_made_already_takes_the_old_name(
     assert sorted(name for _, name in listed(names)) == [b"a", b"new"]
     assert ino_of(names, b"a") == ino_of(names, b"new")
     assert names.attributes(ino_of(names, b"a")).nlink == 2
+
+
+@pytest.mark.promise(67)
+def test_a_file_that_the_source_lacks_now_has_the_owner_of_its_last_content(
+    names: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The drain has removed its older version for a rename. The numbers are of another snapshot."""
+    take = Op(kind="take", path=b"new", object=1, ino=-2, mode=0o100644)
+    content = Op(kind="content", path=b"new", paths=(b"new",), object=1, ino=-2, mtime_ns=1)
+    there = replace(content, path=b"a", paths=(b"a",), object=2, ino=-4)
+    before = names.attributes(ino_of(names, b"a"))
+    records = [
+        (1, take),
+        (2, replace(content, mode=0o640, uid=1001, gid=1002)),
+        (3, replace(there, mode=0o640, uid=1001, gid=1002)),
+    ]
+    replay(names, records, now_ns=1)
+    assert caplog.messages == []
+    found = names.attributes(ino_of(names, b"new"))
+    assert (found.mode & 0o7777, found.uid, found.gid) == (0o640, 1001, 1002)
+    # Others may have changed a file that the new snapshot has.
+    found = names.attributes(ino_of(names, b"a"))
+    assert (found.mode, found.uid, found.gid) == (before.mode, before.uid, before.gid)
