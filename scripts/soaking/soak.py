@@ -110,11 +110,12 @@ class Soak:
             cleanup.callback(subprocess.run, ["umount", "-l", str(path)], check=False)
 
     def _inject_faults(self, faults: Faults) -> None:
+        """Until the time is over and the second mount was mounted again at least once."""
         end_s = self._options.minutes * 60
         step_s = self._options.sample
         next_sample_s, next_line_s = 0.0, 0.0
         next_turn_s = self._options.turn
-        while self._now_s < end_s:
+        while self._now_s < end_s or not self._turn:
             now_s = self._now_s
             for mount in self.mounts:
                 mount.readers.collect()
@@ -123,7 +124,8 @@ class Soak:
                 for mount in self.mounts:
                     mount.sample(now_s)
             faults.step(now_s)
-            if now_s >= next_turn_s and not faults.of_source and now_s + 5 < end_s:
+            is_turn = now_s >= next_turn_s and not faults.of_source
+            if is_turn and (now_s + 5 < end_s or not self._turn):
                 self._remount()
                 next_turn_s = self._now_s + self._options.turn
             if now_s >= next_line_s:
