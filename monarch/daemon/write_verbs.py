@@ -193,7 +193,9 @@ class WrittenVerbs:
     def _write_back_and_path(self, params: dict[str, Any]) -> tuple[WriteBack, bytes]:
         path = params.get("path")
         if not isinstance(path, str) or not path:
-            raise UsageError("a path must be a text", hint="name a path in the mount")
+            raise UsageError(
+                "no path is named", hint="name a file or directory in the mount, not the mount"
+            )
         if self.write_back is None:
             raise UsageError("no file was written through this mount")
         return self.write_back, os.fsencode(path).strip(b"/")

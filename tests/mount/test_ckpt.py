@@ -562,6 +562,8 @@ def test_a_refused_change_is_set_aside_retried_and_given_up(absorb: Absorb, tree
     assert mount.run("ckpt", "retry", mount.mounted.path, "ckpt/x").out == (
         "the source refuses nothing\n"
     )
+    whole = mount.run("ckpt", "discard", mount.mounted.path, ".")
+    assert whole.code == 2 and "no path is named" in whole.err
     again = mount.run("ckpt", "retry", mount.mounted.path, "ckpt/x")
     assert again.code == 2 and "the source refuses nothing at 'ckpt/x'" in again.err
     at = mount.mounted.path / "ckpt"
