@@ -17,6 +17,7 @@ from monarch.errors import Refused
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
 from monarch.vfs.filesystem import ExtendedAttributes
+from monarch.vfs.measured import MeasuredJobs
 from monarch.vfs.read_side import ReadSide
 from monarch.vfs.readers import Readers
 from monarch.writeback import copy_up
@@ -174,10 +175,12 @@ async def test_each_extended_attribute_that_a_mount_lists_has_a_value(
 
 def extended_attributes(session: Session) -> ExtendedAttributes:
     """What answers the processes, for attributes that Monarch does not define."""
-    read = SimpleNamespace(names=session.names, residency=None, records=None, metrics=None)
-    readers = SimpleNamespace(catch_up=None)
+    parts = dict.fromkeys(("residency", "records", "metrics", "copies"))
     return ExtendedAttributes(
-        cast(ReadSide, read), cast(Readers, readers), session.front.attributes
+        cast(ReadSide, SimpleNamespace(names=session.names, **parts)),
+        cast(Readers, SimpleNamespace(catch_up=None)),
+        session.front.attributes,
+        MeasuredJobs(lambda ino: 0),
     )
 
 
