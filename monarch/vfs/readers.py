@@ -379,7 +379,8 @@ class Readers:
                 else:
                     binding.fall_back(file)
         data = await self._source_files.read(binding, offset, size)
-        if binding.job is not None:
+        # Another job may have opened the file meanwhile, and reads from the same binding.
+        if binding.job is not None and binding.job is self._measured_caller():
             await binding.job.read_from_source(len(data))
         if (limit := self._source_limit()) is not None:
             limit.count(len(data))

@@ -137,3 +137,22 @@ async def test_an_open_of_another_job_does_not_wait_for_a_limit(
             assert await rig.content("small") == FILES["small"]
         assert trio.current_time() == began
         rig.filesystem.measured.end(job.session)
+
+
+@pytest.mark.promise(292)
+async def test_a_read_of_another_job_does_not_wait_for_a_limit(
+    rig: Rig, us: Caller, autojump_clock: MockClock
+) -> None:
+    job = begin(rig, us, 1.0, 1)
+    with calling(us):
+        ino = await rig.open("large")
+    with calling(Caller(0, 0, 0)):
+        # It reads from the binding that the measured job has made.
+        began = trio.current_time()
+        assert await rig.open("large") == ino
+        assert bytes(await rig.filesystem.read(ino, 0, 100_000)) == FILES["large"]
+        assert trio.current_time() == began
+    assert (job.source.nbytes, job.misses) == (0, 1)
+    for _ in range(2):
+        rig.filesystem.release(ino)
+    rig.filesystem.measured.end(job.session)
