@@ -204,6 +204,13 @@ class _Cluster:
         self._take(job, option, gpus, 1)
         self.placed[job.name] = _Placed(job, option, gpus)
 
+    def exceeded(self) -> str | None:
+        """A server whose jobs have more cores or bytes than it has; None if there is none."""
+        for server, free in self.free.items():
+            if free.cores < 0 or free.tier_bytes < 0:
+                return server
+        return None
+
     def replace(self, placed: _Placed, option: Option) -> None:
         """Gives a placed job another option."""
         self._take(placed.job, placed.option, placed.gpus, -1)
@@ -265,25 +272,29 @@ def _place_greedily(cluster: _Cluster, job: Job, needs: Needs) -> None:
 
 
 def _place_and_tune(cluster: _Cluster, job: Job, needs: Mapping[str, Needs]) -> None:
-    """Best fit with the full demand, or else with the least share. Without room, other jobs on the
-    servers with free GPUs are reduced to their least shares, until the job fits."""
+    """Best fit with the full demand, or else with the least share. Without room, the job is placed
+    on servers with free GPUs, and other jobs there are reduced to their least shares until all fit.
+
+    The least share of a job may have more cores or more bytes than its option. So this may exceed
+    another server of that job, and continues there. It ends: jobs with their least shares fit."""
     own = needs[job.name]
     for option in (own.demand, own.least):
         gpus = cluster.best_fit(job, option)
         if gpus is not None:
             cluster.place(job, option, gpus)
             return
-    gpus = _required(cluster, job)
-    for server, count in gpus.items():
-        others = [placed for placed in cluster.placed.values() if server in placed.gpus]
+    cluster.place(job, own.least, _required(cluster, job))
+    while (server := cluster.exceeded()) is not None:
+        others = [
+            placed
+            for placed in cluster.placed.values()
+            if server in placed.gpus and placed.option != needs[placed.job.name].least
+        ]
         excess = {
             placed.job.name: _excess(placed, needs[placed.job.name].least) for placed in others
         }
-        for placed in sorted(others, key=lambda each: (-excess[each.job.name], each.job.name)):
-            if cluster.room_for(server, job, own.least) >= count:
-                break
-            cluster.replace(placed, needs[placed.job.name].least)
-    cluster.place(job, own.least, gpus)
+        most = min(others, key=lambda each: (-excess[each.job.name], each.job.name))
+        cluster.replace(most, needs[most.job.name].least)
 
 
 def _excess(placed: _Placed, least: Option) -> float:

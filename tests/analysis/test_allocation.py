@@ -168,6 +168,18 @@ def test_a_job_that_needs_little_leaves_its_share_to_others() -> None:
     assert bound(jobs, SERVERS[:1]) == pytest.approx(3 + 3 + 6)
 
 
+@pytest.mark.promise(289)
+def test_a_job_that_is_reduced_exceeds_no_other_of_its_servers() -> None:
+    servers = [Server("a", 3, 12, 300), Server("b", 3, 12, 300)]
+    # It takes few cores and most of both tiers, and its fair share has all of its cores.
+    wide = Job("wide", 4, (Option(4, 600, 100.0, 0), Option(16, 0, 50.0, 0)))
+    cores = Job("cores", 1, (Option(4, 0, 5.0, 0), Option(10, 0, 10.0, 0)))
+    tier = Job("tier", 1, (Option(1, 100, 1.0, 0),))
+    found = allocate("tune", [wide, cores, tier], servers)
+    require_sound(found, servers)
+    assert [grant.option.cores for grant in found.grants] == [16, 4, 1]
+
+
 def test_jobs_beyond_the_gpus_wait_in_their_order() -> None:
     one = (Option(1, 0, 1.0, 0),)
     two = (Option(2, 0, 1.0, 0),)
