@@ -209,6 +209,7 @@ def test_jobs_without_a_place_are_named(
         ("nodes: [{names: 'a[', gpus: 1, cores: 1, tier: 1GB}]", "no host name"),
         ("nodes: [{names: 'a,a', gpus: 1, cores: 1, tier: 1GB}]", "listed twice"),
         ("nodes: [{names: '', gpus: 1, cores: 1, tier: 1GB}]", "no node is named"),
+        ("source: 0\nnodes: [{names: a, gpus: 1, cores: 1, tier: 1GB}]", "source is 0; leave it"),
         ("x: 1\nnodes: [{names: a, gpus: 1, cores: 1, tier: 1GB}]", "unknown key 'x'"),
         ("nodes: [", "not YAML"),
     ],

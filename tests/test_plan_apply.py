@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,24 @@ def test_a_job_whose_name_is_no_file_name_is_refused(tmp_path: Path) -> None:
         error = run(plan, "-o", tmp_path / "out").exception
         assert isinstance(error, UsageError) and "is not the name of a file" in str(error)
     assert not (tmp_path / "out").exists()
+
+
+def test_files_of_a_plan_have_different_names(tmp_path: Path) -> None:
+    plan = write(tmp_path, [grant("a", "b.c", 1), grant("a.b", "c", 1)])
+    error = run(plan, "-o", tmp_path / "out").exception
+    assert isinstance(error, UsageError) and "the same name" in str(error)
+    jobs = [replace(grant("a", "n01", 1), mount={"/n01": "--tier PATH:1"})]
+    error = run(write(tmp_path, jobs), "-o", tmp_path / "out").exception
+    assert isinstance(error, UsageError) and "is not the name of a file" in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_part_of_a_byte_a_second_is_not_taken_for_no_limit(tmp_path: Path) -> None:
+    plan = write(tmp_path, [grant("a", "n01", 1, 0.5), grant("b", "n01", 1)])
+    done = run(plan, "-o", tmp_path / "out", "--job", "a=user:0", "--job", "b=user:1")
+    assert done.exception is None
+    quotas = yaml.safe_load(content(tmp_path / "out")["n01.quotas.yaml"])["quotas"]
+    assert [each["source_bandwidth"] for each in quotas] == [1, 0]
 
 
 @pytest.mark.parametrize(

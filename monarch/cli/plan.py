@@ -26,7 +26,7 @@ from monarch.cli.json_files import read_json
 from monarch.cli.options import FILE, Capacity, aligned, bandwidth, counts_of, parse_rate
 from monarch.cli.output import progress_bar, remark, show
 from monarch.cli.plan_apply import apply
-from monarch.cli.plan_file import VERSION, GrantReport, PlanReport
+from monarch.cli.plan_file import VERSION, GrantReport, PlanReport, whole_limit
 from monarch.cli.plan_nodes import nodes
 from monarch.cli.plan_profile import profile
 from monarch.cli.profile_file import read_profile
@@ -309,7 +309,7 @@ def _report(grant: Grant, limit: float | None, fair_limit: float | None) -> Gran
     reached, fair = _reached(option, limit), _reached(grant.fair, fair_limit)
     for_each_gpu = -(-option.tier_bytes // job.gpus)
     tiers = {node: count * for_each_gpu for node, count in grant.gpus.items()}
-    limited = "" if limit is None else f" -o limits.source_bandwidth={int(limit)}"
+    limited = "" if limit is None else f" -o limits.source_bandwidth={whole_limit(limit)}"
     return GrantReport(
         job=job.name,
         gpus=dict(grant.gpus),
@@ -407,4 +407,7 @@ def _nodes_of(raw: Any) -> tuple[float | None, list[Server]]:
         raise ValueError("no node is named")
     if len({server.name for server in servers}) < len(servers):
         raise ValueError("a node is listed twice")
-    return (float(parse_rate(str(raw["source"]))) if "source" in raw else None), servers
+    source = float(parse_rate(str(raw["source"]))) if "source" in raw else None
+    if source == 0:
+        raise ValueError("source is 0; leave it out if the source has no limit")
+    return source, servers

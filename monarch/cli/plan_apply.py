@@ -15,7 +15,7 @@ import click
 from monarch.cli.daemon_call import JSON, ask, mount_of
 from monarch.cli.options import FILE
 from monarch.cli.output import remark, show
-from monarch.cli.plan_file import GrantReport, PlanReport, read_plan
+from monarch.cli.plan_file import GrantReport, PlanReport, read_plan, whole_limit
 from monarch.cli.written_files import replace_whole
 from monarch.errors import UsageError
 from monarch.telemetry.quota_changes import QuotaChange, QuotaChanges
@@ -182,33 +182,37 @@ def _quota(grant: GrantReport, who: Who, node: str) -> dict[str, Any]:
     return {
         **who,
         "tier": grant.tier_bytes.get(node, 0),
-        "source_bandwidth": int(grant.source_limit or 0),
+        "source_bandwidth": whole_limit(grant.source_limit),
     }
 
 
 def _files(plan: PlanReport, whos: Mapping[str, Who], tier_path: str) -> dict[str, str]:
     """The files of a plan by their names."""
-    files: dict[str, str] = {}
+    files: list[tuple[str, str]] = []
     quotas: dict[str, list[str]] = {}
     for each in plan.jobs:
-        for name in (each.job, *each.gpus):
+        for name in (each.job, *each.gpus, *each.mount):
             if not _PLAIN.fullmatch(name):
                 raise UsageError(
                     f"{escape_text(name)!r} is not the name of a file",
                     hint="name jobs with letters, digits, dots, dashes and underscores",
                 )
-        files[f"{each.job}.sbatch"] = f"{each.sbatch}\n"
+        files.append((f"{each.job}.sbatch", f"{each.sbatch}\n"))
         for node, options in each.mount.items():
             # The first word after --tier is PATH:BYTES.
             text = options.replace(f" {_PATH}:", f" {tier_path}:", 1)
-            files[f"{each.job}.{node}.mount"] = f"{text}\n"
+            files.append((f"{each.job}.{node}.mount", f"{text}\n"))
         for node in each.gpus if each.job in whos else ():
             fields = _quota(each, whos[each.job], node)
             text = ", ".join(f"{key}: {_yaml(value)}" for key, value in fields.items())
             quotas.setdefault(node, []).append(f"  - {{{text}}}\n")
     for node, lines in quotas.items():
-        files[f"{node}.quotas.yaml"] = "quotas:\n" + "".join(lines)
-    return files
+        files.append((f"{node}.quotas.yaml", "quotas:\n" + "".join(lines)))
+    found = dict(files)
+    if len(found) < len(files):
+        # As those of the job a on b.c, and of the job a.b on c.
+        raise UsageError("two files of this plan would have the same name", hint="rename a job")
+    return found
 
 
 def _yaml(value: object) -> str:

@@ -50,6 +50,11 @@ class PlanReport(Report):
     bound: float
 
 
+def whole_limit(source_limit: float | None) -> int:
+    """The limit of the source in whole bytes a second, as a configuration has it: 0 is no limit."""
+    return 0 if source_limit is None else max(1, int(source_limit))
+
+
 def read_plan(path: Path) -> PlanReport:
     """Raises OSError, and UsageError if the file has no plan of this version."""
     raw = read_json(path, made_by=_MADE_BY)
