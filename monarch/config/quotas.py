@@ -87,4 +87,5 @@ def quota_of(raw: object) -> QuotaSettings:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{where}: {first['msg']}" if where else first["msg"]) from error
+        what = str(first.get("ctx", {}).get("error", first["msg"]))
+        raise UsageError(f"{where}: {what}" if where else what) from error

@@ -40,15 +40,15 @@ class QuotaVerbs:
         if len(names) < len(made):
             raise UsageError("two quotas are for one job")
         new = sum(quotas.of(*name) is None for name in names)
-        if new > quotas.room():
+        room = quotas.room(made)
+        if new > room:
             raise UsageError(
-                f"there is room for {quotas.room()} more quotas, and {new} are new",
+                f"there is room for {room} more quotas, and {new} are new",
                 hint="quotas that were added leave when their job has ended",
             )
         changes = [self._change_of(quotas, each) for each in made]
         if params.get("dry") is not True:
-            for each in made:
-                quotas.change(each)
+            quotas.change(*made)
         return QuotaChanges(changes).to_dict()
 
     def _quota(self, raw: dict[str, Any]) -> Quota:

@@ -69,31 +69,38 @@ class JobQuotas:
         """The bytes of copies that the job of a quota is charged for."""
         return round(self.copies.charged(self._jobs.index(quota)))
 
-    def room(self) -> int:
-        """How many quotas can be added."""
-        return MOST_JOBS - len(self._jobs) + len(self._over())
+    def room(self, wanted: Sequence[Quota]) -> int:
+        """How many quotas can be added, if those in ``wanted`` are to have places."""
+        return len(self._places(wanted))
 
-    def change(self, quota: Quota) -> None:
-        """Gives a job another quota, or one at all. A job that was added and has ended leaves its
-        place to it. Raises ValueError without a place."""
-        known = self.of(quota.user, quota.group)
-        if known is not None:
-            known.tier = quota.tier
-            known.source.change(quota.source.rate)
-            self.copies.change(self._jobs.index(known), quota.tier)
-            return
-        over = self._over()
-        if len(self._jobs) >= MOST_JOBS and not over:
+    def change(self, *quotas: Quota) -> None:
+        """Gives jobs other quotas, or ones at all. A job that was added and has ended leaves its
+        place to them. Raises ValueError, and changes nothing, if there are too few places."""
+        new = [each for each in quotas if self.of(each.user, each.group) is None]
+        places = self._places(quotas)
+        if len(new) > len(places):
             raise ValueError("there are too many quotas")
-        number = len(self._jobs) if len(self._jobs) < MOST_JOBS else over[0]
-        if number < len(self._jobs):
-            self.copies.ended(number)
-        self._jobs[number : number + 1] = [quota]
-        self.copies.change(number, quota.tier)
+        for quota in quotas:
+            if (known := self.of(quota.user, quota.group)) is not None:
+                known.tier = quota.tier
+                known.source.change(quota.source.rate)
+                self.copies.change(self._jobs.index(known), quota.tier)
+        for quota, number in zip(new, places, strict=False):
+            if number < len(self._jobs):
+                self.copies.ended(number)
+            self._jobs[number : number + 1] = [quota]
+            self.copies.change(number, quota.tier)
 
-    def _over(self) -> list[int]:
-        """The numbers of jobs that were added and have no process any more."""
-        return [n for n in range(self._configured, len(self._jobs)) if not self._jobs[n].runs()]
+    def _places(self, wanted: Sequence[Quota]) -> list[int]:
+        """The numbers that new jobs can have: free ones, and those of jobs that were added, have no
+        process any more, and are not in ``wanted``."""
+        kept = {(each.user, each.group) for each in wanted}
+        over = [
+            number
+            for number, job in enumerate(self._jobs)
+            if number >= self._configured and (job.user, job.group) not in kept and not job.runs()
+        ]
+        return [*range(len(self._jobs), MOST_JOBS), *over]
 
     def job_of(self, caller: Caller | None) -> int | None:
         """The number of the job that a process belongs to; None if there is none."""

@@ -97,10 +97,29 @@ async def test_jobs_that_have_ended_leave_their_places_and_configured_ones_do_no
     assert served.quotas.copies.charged(2 + 5) == 0
 
 
+@pytest.mark.promise(321)
+async def test_the_quotas_of_one_request_do_not_replace_each_other(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "runs_any_of", lambda user: True)
+    await served.ask(*({"user": 2000 + n} for n in range(MOST_JOBS - 2)))
+    # Two have ended, and the new ones have no process yet.
+    monkeypatch.setattr(module, "runs_any_of", lambda user: user in range(1000, 2012))
+    await served.ask({"user": 3000, "tier": 1}, {"user": 3001, "tier": 2})
+    assert served.limits()["user 3000"] == (1, 0) and served.limits()["user 3001"] == (2, 0)
+    # One that is changed keeps its place, although it has ended.
+    await served.ask({"user": 3000, "tier": 3}, {"user": 4000, "tier": 4})
+    limits = served.limits()
+    assert limits["user 3000"] == (3, 0) and limits["user 4000"] == (4, 0)
+    assert len(limits) == MOST_JOBS and "user 3001" not in limits
+    with pytest.raises(UsageError, match="room for 1 more quotas, and 2 are new"):
+        await served.ask({"user": 3000}, {"user": 5000}, {"user": 5001})
+
+
 @pytest.mark.parametrize(
     ("wanted", "complaint"),
     [
-        ([{"user": "no such user"}], "no user"),
+        ([{"user": "no such user"}], "^there is no user"),
         ([{"tier": "much"}], "is not a size"),
         ([{"user": 1, "cgroup": "/a"}], "exclude each other"),
         ([{"speed": 1}], "speed: "),
