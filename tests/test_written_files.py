@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from monarch.cli import json_files
+from monarch.cli import json_files, written_files
 from monarch.cli.json_files import read_json
-from monarch.cli.written_files import replace_whole
+from monarch.cli.written_files import replace_whole, require_writable
 from monarch.errors import UsageError
+from monarch.posix.files import closing_fd
 
 CONTENT = "a page of ü\n" * 1000
 
@@ -24,13 +26,13 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(
     out = tmp_path / "page.html"
     replace_whole(out, CONTENT)
     assert out.read_text("utf-8") == CONTENT
-    write_bytes = Path.write_bytes
+    write_new = written_files._write_new
 
-    def half(path: Path, content: bytes) -> int:
-        write_bytes(path, content[: len(content) // 2])
+    def half(path: Path, content: bytes, mode: int | None) -> None:
+        write_new(path, content[: len(content) // 2], mode)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", half)
+    monkeypatch.setattr(written_files, "_write_new", half)
     with pytest.raises(OSError, match=r"No space.*page\.html"):
         replace_whole(out, "another page")
     assert out.read_text("utf-8") == CONTENT and list(tmp_path.iterdir()) == [out]
@@ -41,6 +43,33 @@ def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
     for content in ("first", b"second"):
         replace_whole(tmp_path / "link", content)
     assert (tmp_path / "there").read_text() == "second" and (tmp_path / "link").is_symlink()
+
+
+def test_a_file_keeps_its_mode_and_a_link_beside_it_is_not_followed(tmp_path: Path) -> None:
+    out, victim = tmp_path / "page.html", tmp_path / "victim"
+    out.write_text("old")
+    out.chmod(0o604)
+    victim.write_text("mine")
+    part = tmp_path / f".monarch.{os.getpid()}.part"
+    part.symlink_to(victim)
+    replace_whole(out, "new")
+    assert (out.read_text(), victim.read_text()) == ("new", "mine")
+    assert stat.S_IMODE(out.stat().st_mode) == 0o604 and not part.is_symlink()
+    part.symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        written_files._write_new(part, b"new", None)
+    assert victim.read_text() == "mine"
+
+
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"missing/page\.html"):
+        replace_whole(tmp_path / "missing/page.html", CONTENT)
+
+
+def test_a_check_leaves_a_link_without_its_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("there")
+    require_writable(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "there").exists()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "file", "null"])
@@ -85,3 +114,14 @@ def test_a_file_that_is_no_json_is_refused_in_one_line(
 def test_a_device_without_an_end_is_refused() -> None:
     with pytest.raises(UsageError, match="larger than"):
         read_json(Path("/dev/zero"), made_by="monarch")
+
+
+def test_a_pipe_with_a_name_is_refused_and_that_of_a_shell_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UsageError, match="fifo is not a regular file"):
+        read_json(tmp_path / "fifo", made_by="monarch")
+    reader, writer = os.pipe()
+    with closing_fd(reader):
+        with closing_fd(writer):
+            os.write(writer, b"[1]")
+        assert read_json(Path(f"/dev/fd/{reader}"), made_by="monarch") == [1]

@@ -18,6 +18,9 @@ def read_json(path: Path, *, made_by: str) -> Any:
     """The value in a file that the command ``made_by`` writes. Raises OSError, and UsageError if
     the file is too large, or is not JSON."""
     name = escape_text(os.fspath(path))
+    # The pipe of a shell, as /dev/stdin, has a writer and no path; one with a path may have none.
+    if path.is_fifo() and os.path.exists(os.path.realpath(path)):
+        raise UsageError(f"{name} is not a regular file", hint=f"`{made_by}` writes one")
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     try:

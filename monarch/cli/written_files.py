@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import stat
 from pathlib import Path
 
 
@@ -14,7 +14,8 @@ def require_writable(out: Path) -> None:
     with out.open("a"):
         pass
     if is_new:
-        out.unlink()
+        # A link stays, and the file that it leads to does not.
+        os.unlink(os.path.realpath(out))
 
 
 def replace_whole(out: Path, content: str | bytes) -> None:
@@ -24,9 +25,7 @@ def replace_whole(out: Path, content: str | bytes) -> None:
     try:
         _replace(out, content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        # A write that fails has no name.
-        if error.filename is not None:
-            raise
+        # A write that fails has no name, and the name of the temporary file says nothing to users.
         raise OSError(error.errno, error.strerror, os.fspath(out)) from error
 
 
@@ -36,11 +35,20 @@ def _replace(out: Path, content: bytes) -> None:
     if (out.exists() and not out.is_file()) or not os.access(target.parent, os.W_OK):
         out.write_bytes(content)
         return
+    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     part = target.with_name(f".monarch.{os.getpid()}.part")
+    part.unlink(missing_ok=True)
     try:
-        part.write_bytes(content)
-        if target.exists():
-            shutil.copymode(target, part)
+        _write_new(part, content, mode)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, content: bytes, mode: int | None) -> None:
+    """Makes a file, with ``mode`` unless it is None. In a directory of all users another one may
+    have made a link of this name: it is not followed. Raises OSError."""
+    with path.open("xb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
+        file.write(content)
