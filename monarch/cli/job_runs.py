@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ from monarch.analysis.plan import (
 )
 from monarch.analysis.stalls import Run
 from monarch.cli.output import remark
-from monarch.control.registry import process_started
+from monarch.control.registry import process_started, process_stat
 from monarch.errors import MonarchError, UsageError
 from monarch.posix.processes import process_space
 from monarch.text import escape_text
@@ -34,6 +35,7 @@ from monarch.types import Progress
 
 # How long the processes of a run may take to end.
 _GRACE_S = 5.0
+_LOOK_S = 0.02
 # Lines of the output of a command that has failed.
 _SHOWN = 15
 # Characters of a command in a message.
@@ -166,9 +168,28 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
+        until = time.monotonic() + _GRACE_S
+        while runs := _group_runs(process):
+            if time.monotonic() > until:
+                break
+            time.sleep(_LOOK_S)
+        if not runs:
             return
+
+
+def _group_runs(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process of the group of the command runs: others may outlive the first one. A
+    zombie does not run; it stays where nothing waits for the orphans of a container."""
+    if process.poll() is None:
+        return True
+    with suppress(PermissionError):
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return False
+    group = str(process.pid).encode()
+    stats = (process_stat(int(name)) for name in os.listdir("/proc") if name.isdecimal())
+    return any(stat is not None and stat[2] == group and stat[0] != b"Z" for stat in stats)
 
 
 def _last_lines(log: Path) -> list[str]:
