@@ -137,7 +137,7 @@ def _changed(model: JobModel, change: Change) -> JobModel:
     if change.cores != model.cores:
         model = model.with_cores(change.cores)
     source = _source(change)
-    if source == math.inf or not model.source_bytes_s:
+    if source == math.inf or not model.batch_bytes:
         return model
     # All nodes read alike, so each gets an equal part.
     return model.with_source(source / change.nodes)

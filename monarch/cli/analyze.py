@@ -225,13 +225,14 @@ def _cores(profile: Profile) -> str:
     if model is None:
         return "give the loader more cores and workers"
     used = min(model.workers, model.cores)
-    for cores in range(used, _MOST_CORES):
+    most = max(_MOST_CORES, 2 * used)
+    for cores in range(used, most):
         if model.with_cores(cores).rate(1.0) * model.training_s > 1 - TOLERANCE:
             return (
                 f"the loader needs {cores} cores, and as many workers; it uses {used} of the"
                 f" {profile.cores} cores"
             )
-    return f"not even {_MOST_CORES} cores prepare as fast as this job trains: prepare in advance"
+    return f"not even {most} cores prepare as fast as this job trains: prepare in advance"
 
 
 analyze.add_command(whatif)

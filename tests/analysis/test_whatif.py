@@ -61,6 +61,13 @@ def test_a_pack_is_read_at_the_rate_of_its_chunks() -> None:
     assert both.rate == pytest.approx(2 * (MODEL.with_source(50e6).rate(0.0) or 0))
 
 
+def test_a_slow_pack_limits_a_job_that_has_not_waited_for_its_source() -> None:
+    job = Measured(JobModel("serial", 2, 2, 0.01, 0.02, 0.0, batch_bytes=1e6), 1e9, 1000)
+    assert predicted(job, Change(0, 2)).rate == pytest.approx(100)
+    slow = predicted(job, Change(0, 2, pack=True, chunks=5e6))
+    assert slow.rate == pytest.approx(5) and slow.fetch_stall == pytest.approx(0.95)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
