@@ -174,6 +174,24 @@ def test_a_sample_has_about_the_hits_of_all_files(run: Run, snapshot: Path) -> N
     assert float(cells[-4]) == pytest.approx(234, abs=10)
 
 
+def test_a_sample_without_bytes_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    for number in range(30):
+        (tmp_path / f"source/{number}").touch()
+    (tmp_path / "source/x").write_bytes(b"x")
+    build(tmp_path / "source", tmp_path / "it.snapshot")
+    options = (tmp_path / "it.snapshot", "--capacity", "50%", "--seed", "1")
+    with pytest.raises(UsageError, match="none of the 1 files of the sample has bytes"):
+        run(*options, "--sample", 1)
+    assert "31 files" in run(*options, "--sample", 31)
+
+
+def test_files_of_impossible_sizes_are_refused(run: Run) -> None:
+    options = ("--capacity", "5%", "--nodes", 1)
+    with pytest.raises(UsageError, match="--files and --size are of at most"):
+        run("nodes", "--files", 20_000_000, "--size", "1TB", *options)
+
+
 def test_a_sample_of_a_trace_keeps_the_order_of_its_opens(tmp_path: Path) -> None:
     found = read(trace_of(tmp_path / "opens.jsonl", shuffled(2)), lambda *_: None)
     some = sampled(found, 10, seed=1)

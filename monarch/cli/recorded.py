@@ -23,7 +23,7 @@ _GZIP = b"\x1f\x8b"
 # Entries of a snapshot, and opens of a trace, between two reports of the progress.
 _REPORTED = 1 << 16
 # The sums of sizes have 64 bits.
-_MOST_BYTES = 1 << 62
+MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _read_trace(path: Path, progress: Progress) -> Recorded:
             if len(opens) % _REPORTED == 0:
                 progress(len(opens), None, "reading the trace")
         is_cut_off = trace.end is None
-    if sum(sizes) >= _MOST_BYTES:
+    if sum(sizes) >= MOST_BYTES:
         raise UsageError(f"{escape_text(os.fspath(path))} has files of impossible sizes")
     files = Files(np.array(sizes, np.int64), np.arange(1, len(sizes) + 1).astype(np.uint64))
     starts = _starts(opens, epochs, len(sizes))
@@ -132,14 +132,19 @@ def _starts(opens: list[int], epochs: list[int | None], files: int) -> list[int]
 def sampled(found: Recorded, most: int, seed: int) -> Recorded:
     """A random sample of at most ``most`` files, with their opens. With the capacity in proportion
     it has about the same hit ratio (Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC
-    construction with SHARDS", FAST 2015)."""
+    construction with SHARDS", FAST 2015). Raises UsageError if none of them has bytes."""
     count = len(found.files)
     if count <= most:
         return found
     chosen = np.sort(np.random.default_rng(seed).choice(count, most, replace=False))
     places: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
     places[chosen] = np.arange(most)
+    files = found.files.chosen(chosen)
+    if not files.bytes:
+        raise UsageError(
+            f"none of the {most:,} files of the sample has bytes", hint="give a larger --sample"
+        )
     orders = None
     if found.orders is not None:
         orders = [mapped[mapped >= 0] for mapped in (places[order] for order in found.orders)]
-    return Recorded(found.files.chosen(chosen), orders, None, found.lost, found.is_cut_off)
+    return Recorded(files, orders, None, found.lost, found.is_cut_off)

@@ -26,7 +26,7 @@ from monarch.cli.options import (
 )
 from monarch.cli.output import progress_bar, show
 from monarch.cli.plots import PLOT, Line, draw, require_plot
-from monarch.cli.recorded import read
+from monarch.cli.recorded import MOST_BYTES, read
 from monarch.errors import UsageError
 from monarch.peers.members import listed, slurm_members
 from monarch.peers.ownership import MOST_MEMBERS, Member
@@ -271,6 +271,8 @@ def _require_sense(
         raise UsageError("either FILE or --files with --size is needed")
     if (count is None) != (size is None) or size == 0:
         raise UsageError("--files and --size are needed together, and the size must not be 0")
+    if count is not None and size is not None and count * size >= MOST_BYTES:
+        raise UsageError(f"--files and --size are of at most {format_bytes(MOST_BYTES)} together")
     late = [epoch for epoch in lost if epoch > epochs]
     if late:
         raise UsageError(f"--lose names epoch {late[0]}, and there are {epochs}")
