@@ -75,9 +75,10 @@ def last_state(place: Path) -> Path:
                 return state
     if os.path.isdir(path) and any(path.glob("residency-*")):
         return path
-    raise NotMountedError(
-        f"{escape_text(os.fspath(place))} is neither a Monarch mount nor a state directory",
-        hint="`monarch status` lists the mounts; of one with --state DIRECTORY name that",
+    raise registry.not_served(
+        place,
+        "is neither a Monarch mount nor a state directory",
+        hint="; of one with --state DIRECTORY name that",
     )
 
 

@@ -111,15 +111,26 @@ class Registry:
         wanted = real_path(path, [record.mountpoint for record in records])
         matching = [r for r in records if f"{wanted}/".startswith(r.mountpoint.rstrip("/") + "/")]
         if not matching:
-            raise NotMountedError(
-                f"{escape_text(str(path))} is not in a Monarch mount",
-                hint="`monarch status` lists the mounts",
-            )
+            raise not_served(path, "is not in a Monarch mount")
         return max(matching, key=lambda r: len(r.mountpoint))
 
     def _file(self, mountpoint: str) -> Path:
         digest = hashlib.sha256(os.fsencode(os.path.abspath(mountpoint))).hexdigest()
         return self._directory / f"{digest[:32]}.json"
+
+
+def not_served(path: Path, what: str, *, hint: str = "") -> NotMountedError:
+    """The error for a place that belongs to no mount of this user: ``what`` it is, or that it is in
+    a mount of another one. ``hint`` is added to that for the former."""
+    shown = escape_text(os.fspath(path))
+    mounted = [str(each.mount_point) for each in mount_table() if each.kind == FUSE_TYPE]
+    place = real_path(path, mounted)
+    if any(f"{place}/".startswith(f"{each.rstrip('/')}/") for each in mounted):
+        return NotMountedError(
+            f"{shown} is in a mount of another user, or of another MONARCH_STATE_ROOT",
+            hint=f"its user may ask for that; `monarch status {shown}` shows its public figures",
+        )
+    return NotMountedError(f"{shown} {what}", hint=f"`monarch status` lists the mounts{hint}")
 
 
 def real_path(path: Path | str, mountpoints: Collection[str] = ()) -> str:

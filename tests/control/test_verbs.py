@@ -19,10 +19,12 @@ import pytest
 import trio
 
 from monarch.cli import evict, status, warm
+from monarch.cli.daemon_call import last_state, mount_of
 from monarch.control import registry
 from monarch.control.registry import MountRecord, Registry, process_started
 from monarch.control.server import Send, Server, Verb
 from monarch.errors import MonarchError, NotMountedError, SnapshotError, UsageError
+from monarch.posix.mounts import MountedFileSystem
 from monarch.telemetry.health import health_of
 from monarch.telemetry.report import (
     EvictReport,
@@ -268,6 +270,19 @@ async def test_a_path_that_is_not_a_mount_is_exit_code_9(
     with pytest.raises(NotMountedError, match="is not in a Monarch mount") as caught:
         await run(command, "/somewhere")
     assert caught.value.exit_code == 9
+
+
+def test_a_place_in_a_mount_of_another_user_is_named_as_one(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = [MountedFileSystem(Path("/mnt/of another"), registry.FUSE_TYPE)]
+    monkeypatch.setattr(registry, "mount_table", lambda: there)
+    for ask in (mount_of, last_state):
+        for place in ("/mnt/of another", "/mnt/of another/train"):
+            with pytest.raises(NotMountedError, match="is in a mount of another user"):
+                ask(Path(place))
+        with pytest.raises(NotMountedError, match=r"Monarch mount.*`monarch status` lists the"):
+            ask(Path("/mnt/of"))
 
 
 async def test_without_mounts_status_says_how_to_make_one(
