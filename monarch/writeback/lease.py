@@ -13,8 +13,8 @@ write there see each other, and each sees a lease at the root. The mount with a 
 does not see their leases.
 
 Any user with permission to write there may have made these files. They are read with limits on
-size and number, and never through a symbolic link. Their only effect is that a mount is refused, or
-that a warning is logged.
+size and number, and never through a symbolic link. Their only effect is that a mount is refused,
+that a warning is logged, or that the files of a node count as not lost (``is_in_force``).
 
 Every call may wait for the source: call none on the event loop.
 """
@@ -25,8 +25,10 @@ import errno
 import fnmatch
 import json
 import logging
+import math
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -182,8 +184,11 @@ class Lease:
         self._source = source
         self._me = me
         self._directories: tuple[bytes, ...] = ()
-        # The time of the last renewal, by the clock of the source's file system.
+        # The time of the last renewal, by the clock of the source's file system, and by that of
+        # this machine.
         self._now_ns = 0
+        self._renewed_s = -math.inf
+        self._is_released = False
         self.others: tuple[Holder, ...] = ()
         self.trouble = ""
         self.was_lost = False
@@ -246,7 +251,10 @@ class Lease:
     # -- while it is held ----------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Renews the lease, puts it again if it was removed, and reads the leases of others."""
+        """Renews the lease, puts it again if it was removed, and reads the leases of others. Does
+        nothing after ``release``."""
+        if self._is_released:
+            return
         try:
             if self._directories:
                 self._renew()
@@ -260,6 +268,7 @@ class Lease:
 
     def release(self, *, undrained: bool = False) -> None:
         """Removes the lease; with ``undrained`` a file stays that says so."""
+        self._is_released = True
         for path in self._directories:
             with suppress(OSError):
                 with closing_fd(self._opened(path)) as directory:
@@ -270,9 +279,15 @@ class Lease:
         self._directories = ()
 
     def is_in_force(self, token: str) -> bool:
-        """Whether the mount with this token has a lease in force for some of the same paths. Raises
-        OSError."""
-        return any(each.token == token and each.is_in_force for each in self._read_others())
+        """Whether the mount with this token has a lease in force. Raises OSError if that is not
+        known, also because this mount never had a lease: its time is compared."""
+        if self._renewed_s == -math.inf:
+            raise OSError(errno.ENOLCK, "the time at the source is not known")
+        # The clock there continues if this mount cannot renew its lease, or has released it.
+        now_ns = self._now_ns + int((time.monotonic() - self._renewed_s) * 1e9)
+        # The lease is read by its name: it counts also behind many leases of others.
+        found = (_read(directory, token, now_ns) for directory in self._opened_all())
+        return any(holder is not None and holder.is_in_force for holder in found)
 
     # -- internal ------------------------------------------------------------------------------
 
@@ -297,10 +312,13 @@ class Lease:
 
     def _put(self, path: bytes) -> None:
         with closing_fd(self._opened(path, make=True)) as directory:
-            self._now_ns = _write(directory, self._me)
+            self._renewed_at(_write(directory, self._me))
             if not self._me.since_ns:
                 self._me = replace(self._me, since_ns=self._now_ns)
                 _write(directory, self._me)
+
+    def _renewed_at(self, now_ns: int) -> None:
+        self._now_ns, self._renewed_s = now_ns, time.monotonic()
 
     def _opened(self, path: bytes, *, make: bool = False) -> int:
         """A descriptor of the directory of the leases in ``path``. Raises OSError."""
@@ -322,7 +340,8 @@ class Lease:
         with suppress(OSError):
             before = os.stat(name, dir_fd=directory, follow_symlinks=False)
             os.utime(name, dir_fd=directory, follow_symlinks=False)
-            self._now_ns = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime_ns
+            renewed = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            self._renewed_at(renewed.st_mtime_ns)
         found = _read(directory, name, self._now_ns)
         is_ours = found is not None and (found.pid, found.since_ns) == (
             self._me.pid,
@@ -337,13 +356,27 @@ class Lease:
                 STALE_S,
             )
         self.was_lost = True
-        self._now_ns = _write(directory, self._me)
+        self._renewed_at(_write(directory, self._me))
 
     def _read_others(self) -> list[Holder]:
         """The holders of other leases for the same paths, in force or not. Raises OSError."""
         found: dict[str, Holder] = {}
         compared = 0
-        # Others may have put leases for the same paths there.
+        for directory in self._opened_all():
+            for name in _smallest(directory):
+                if name == self._me.token or name.endswith(_NEW):
+                    continue
+                holder = _read(directory, name, self._now_ns)
+                if holder is None:
+                    continue
+                compared += len(self._me.patterns) * len(holder.patterns)
+                if compared > _MOST_COMPARED or overlap(self._me.patterns, holder.patterns):
+                    found[name] = holder
+        return sorted(found.values(), key=lambda holder: (holder.since_ns, holder.token))
+
+    def _opened_all(self) -> Iterator[int]:
+        """Descriptors of the directories in which others may have put leases for the same paths,
+        each open until the next one is. Raises OSError."""
         for path in sorted({b"", *chain.from_iterable(map(_upwards, self._me.patterns))}):
             try:
                 directory = self._opened(path)
@@ -352,16 +385,7 @@ class Lease:
                     raise
                 continue
             with closing_fd(directory):
-                for name in _smallest(directory):
-                    if name == self._me.token or name.endswith(_NEW):
-                        continue
-                    holder = _read(directory, name, self._now_ns)
-                    if holder is None:
-                        continue
-                    compared += len(self._me.patterns) * len(holder.patterns)
-                    if compared > _MOST_COMPARED or overlap(self._me.patterns, holder.patterns):
-                        found[name] = holder
-        return sorted(found.values(), key=lambda holder: (holder.since_ns, holder.token))
+                yield directory
 
 
 def _smallest(directory: int) -> list[str]:

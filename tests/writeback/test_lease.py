@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -359,3 +360,64 @@ def test_the_directory_of_leases_is_as_open_as_the_one_above_it(take: Take, shar
     root.chmod(0o2770)
     take("aa")
     assert (root / LEASES).stat().st_mode & 0o7777 == 0o1770
+
+
+def test_a_lease_is_found_by_its_name_also_behind_many_others(
+    take: Take, elsewhere: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [f"owner{number}" for number in range(5)]
+    elsewhere("one")
+    for token in tokens:
+        # The paths of a node that lives may differ.
+        take(token, f"{token}/**", share=True)
+    elsewhere("two")
+    keeper = take("keeper", "ckpt/**", share=True)
+    monkeypatch.setattr(leases, "_MOST", 1)
+    assert all(keeper.is_in_force(token) for token in tokens)
+    assert not keeper.is_in_force("gone")
+
+
+@pytest.mark.promise(331)
+def test_a_node_that_lives_is_known_to_a_mount_that_cannot_renew_its_lease(
+    shared: Source,
+    take: Take,
+    elsewhere: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now))
+    elsewhere("one")
+    take("owner", share=True)
+    elsewhere("two")
+    keeper = take("keeper", share=True)
+    assert keeper.is_in_force("owner")
+    # The owner renews its lease, and the keeper does not.
+    grow_old(file_of(shared, "owner"), -100)
+    now += 100
+    assert keeper.is_in_force("owner")
+    # Now the owner does not either.
+    now += 100
+    assert not keeper.is_in_force("owner")
+
+
+@pytest.mark.parametrize("undrained", [False, True])
+def test_a_lease_that_was_released_is_not_put_again(
+    shared: Source, take: Take, undrained: bool
+) -> None:
+    lease = take("mine")
+    lease.release(undrained=undrained)
+    # The task that renews it may run until the mount has ended.
+    lease.renew()
+    path = file_of(shared, "mine")
+    assert path.exists() == undrained
+    assert not undrained or json.loads(path.read_text())["undrained"]
+
+
+def test_a_mount_without_a_lease_does_not_know_whether_others_are_gone(
+    shared: Source, take: Take
+) -> None:
+    (Path(os.fsdecode(shared.path)) / LEASES).write_bytes(b"no directory")
+    keeper = take("keeper", share=True)
+    assert keeper.trouble
+    with pytest.raises(OSError, match="not known"):
+        keeper.is_in_force("owner")
