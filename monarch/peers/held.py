@@ -109,7 +109,7 @@ class HeldFiles:
 
     def _load(self, place: Path) -> None:
         """Reads the records of a mount, and removes what does not count."""
-        for path in place.glob("*.json"):
+        for path in sorted(place.glob("*.json"), key=lambda path: path.lstat().st_mtime_ns):
             with suppress(OSError, ValueError):
                 record = Record.from_text(read_private(path))
                 is_whole = self._path(record).stat().st_size == record.size
@@ -137,9 +137,12 @@ class HeldFiles:
             return sorted({token for token, _ in self._records})
 
     def of(self, token: str) -> list[Record]:
-        """The files of a mount, in the order of their paths."""
+        """The files of a mount, in the order of their paths. Of files with the same path the one
+        comes first that has got it last: the others had it before, as the target of a rename."""
         with self._lock:
-            return sorted(self._of(token), key=lambda record: record.path)
+            found = list(self._of(token))
+        found.reverse()
+        return sorted(found, key=lambda record: record.path)
 
     def _of(self, token: str) -> Iterator[Record]:
         return (record for (of, _), record in self._records.items() if of == token)
@@ -150,12 +153,12 @@ class HeldFiles:
     def put(self, record: Record, fetch: Callable[[Take], None]) -> bool:
         """Keeps a file in the place of its earlier version. ``fetch`` gives its bytes, unless they
         are here. Returns False without room for it, while another version of it arrives, and if the
-        bytes are not those of the record. Whatever ``fetch`` raises, the earlier version stays."""
-        before = self._records.get((record.token, record.number))
+        bytes are not those of the record. The earlier version stays then, and after an error."""
+        key = (record.token, record.number)
+        before = self._records.get(key)
         if before is not None and _same_bytes(before, record):
             self._enter(record)
             return True
-        key = (record.token, record.number)
         # The earlier version stays until the new one is safe.
         with self._lock:
             is_full = self._bytes + record.size > self._most or len(self._records) >= _MOST_FILES
@@ -167,20 +170,18 @@ class HeldFiles:
         try:
             place = self._directory / record.token
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            is_kept = self._has_room(record.size) and self._receive(record, fetch)
-            if is_kept:
-                self._enter(record)
+            if self._has_room(record.size) and self._receive(record, fetch):
+                # The earlier version may have been forgotten meanwhile.
+                before = self._enter(record)
+                is_kept = True
         finally:
             with self._lock:
                 self._arriving.remove(key)
-                if not is_kept:
-                    self._bytes -= record.size
-                elif before is not None:
-                    self._bytes -= before.size
-            stale = before if is_kept else record
-            if stale is not None:
+                gone = before if is_kept else record
+                self._bytes -= 0 if gone is None else gone.size
+            if gone is not None:
                 with suppress(OSError):
-                    self._path(stale).unlink()
+                    self._path(gone).unlink()
         return is_kept
 
     def _has_room(self, size: int) -> bool:
@@ -205,18 +206,23 @@ class HeldFiles:
             os.fsync(file.fileno())
         return count == record.size and digest.hexdigest() == record.digest
 
-    def _enter(self, record: Record) -> None:
+    def _enter(self, record: Record) -> Record | None:
+        """Returns the record in whose place this one is."""
         place = self._directory / record.token
         replace_private(place / f"{record.number}.json", record.to_text())
         sync_path(place)
         sync_path(self._directory)
         with self._lock:
+            # The last one to come is behind all others.
+            before = self._records.pop((record.token, record.number), None)
             self._records[record.token, record.number] = record
+        return before
 
     def forget(self, token: str, number: int) -> None:
         """Removes a file of a mount; all of them if the number is 0."""
         with self._lock:
-            gone = [each for each in self._of(token) if number in (0, each.number)]
+            one = self._records.get((token, number))
+            gone = list(self._of(token)) if number == 0 else [one] if one is not None else []
             for record in gone:
                 del self._records[token, record.number]
                 self._bytes -= record.size

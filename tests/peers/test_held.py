@@ -81,6 +81,37 @@ def test_a_new_path_moves_no_bytes_and_new_bytes_replace_the_earlier_ones(tmp_pa
     assert len(list((tmp_path / TOKEN).iterdir())) == 2
 
 
+def test_the_file_that_has_got_a_path_last_is_the_first_to_be_recovered(tmp_path: Path) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    # As after a rename over a file that is not forgotten yet.
+    last, before = record_of(number=9, path=b"latest.tmp"), record_of(number=8, path=b"latest")
+    assert held.put(last, giving()) and held.put(before, giving())
+    renamed = record_of(number=9, path=b"latest")
+    assert held.put(renamed, not_asked)
+    assert held.of(TOKEN) == [renamed, before]
+    os.utime(tmp_path / TOKEN / "8.json", (1000, 1000))
+    assert HeldFiles(tmp_path, 100_000).of(TOKEN) == [renamed, before]
+    os.utime(tmp_path / TOKEN / "9.json", (500, 500))
+    assert HeldFiles(tmp_path, 100_000).of(TOKEN) == [before, renamed]
+
+
+def test_a_version_that_is_forgotten_while_the_next_one_arrives_is_counted_once(
+    tmp_path: Path,
+) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    assert held.put(record_of(), giving())
+    longer = CONTENT * 2
+
+    def fetch(take: Take) -> None:
+        held.forget(TOKEN, 7)
+        take(longer)
+
+    assert held.put(record_of(longer), fetch)
+    assert (held.files, held.nbytes) == (1, len(longer))
+    held.forget(TOKEN, 7)
+    assert (held.files, held.nbytes) == (0, 0)
+
+
 @pytest.mark.parametrize("bad", ["digest", "short", "fails"])
 def test_bytes_that_are_not_those_of_the_record_leave_the_earlier_version(
     tmp_path: Path, bad: str
@@ -103,6 +134,24 @@ def test_bytes_that_are_not_those_of_the_record_leave_the_earlier_version(
     assert held.of(TOKEN) == [before] and read(held, before) == CONTENT
     assert held.nbytes == len(CONTENT)
     assert len(list((tmp_path / TOKEN).iterdir())) == 2
+
+
+def test_an_error_of_the_disk_behind_the_bytes_leaves_the_earlier_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    before, content = record_of(), CONTENT[::-1]
+    assert held.put(before, giving())
+
+    def full(path: Path, text: str) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(held_files, "replace_private", full)
+    with pytest.raises(OSError, match="no space"):
+        held.put(record_of(content), giving(content))
+    assert held.of(TOKEN) == [before] and read(held, before) == CONTENT
+    assert held.nbytes == len(CONTENT)
+    assert HeldFiles(tmp_path, 100_000).of(TOKEN) == [before]
 
 
 def test_no_more_is_kept_than_there_is_room_for(
