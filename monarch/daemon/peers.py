@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
 from monarch.daemon.recovery import Recovery
 from monarch.daemon.subsystems import Parts, Tiers
 from monarch.fuse.datapath import Datapath
+from monarch.fuse.mountpoint import open_root
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.packmount.source import PackSource
@@ -294,7 +296,10 @@ def _replicas(
     front.fsyncs.replication = replication
     front.drained.has_replica = replication.has
     recovery = Recovery(
-        holding.held, parts.settings.mountpoint, given.recover_after, write_back.is_in_force
+        holding.held,
+        partial(open_root, parts.settings.mountpoint),
+        given.recover_after,
+        write_back.is_in_force,
     )
     return Replicas(holding, replication, recovery)
 

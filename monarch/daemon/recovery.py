@@ -3,6 +3,9 @@
 So they are written files of this mount, with its journal, drain and rules for conflicts. An owner
 that has no lease in force at the source for ``writeback.recover_after`` counts as gone. If it comes
 back later, its drain finds files that it has not made, and keeps both.
+
+The record of a file comes from another node, and other users may change the directories of the
+mount meanwhile. So no symbolic link is followed, and nothing is written outside the mount.
 """
 
 from __future__ import annotations
@@ -10,14 +13,13 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import trio
 
-from monarch.peers.held import HeldFiles, Record, digest_of_path
+from monarch.peers.held import HeldFiles, Record, digest_of_file
 from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import closing_fd, copy_data, rename_new
 from monarch.posix.thread_pool import ThreadPool
@@ -28,20 +30,31 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
 _STEP_S = 0.2
+# The pause after a file could not be written, in seconds: each attempt reads all of its bytes.
+_AGAIN_S = 30.0
 _NEW = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_WAY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Other users may be allowed to read the files in a directory only because they cannot reach them,
+# and the mode of a directory is not known here.
+_DIRECTORY_MODE = 0o700
+_LONGEST_NAME = 255
 
 
 @dataclass(eq=False, repr=False)
 class Recovery:
-    """Belongs to the event loop. ``is_alive`` returns whether the mount with a token has a lease in
+    """Belongs to the event loop. ``root`` opens the root of this mount; it raises OSError if that
+    is not mounted any more. ``is_alive`` returns whether the mount with a token has a lease in
     force at the source; it raises OSError if that is not known."""
 
     _held: HeldFiles
-    _mountpoint: Path
+    _root: Callable[[], int]
     _after_s: float
     _is_alive: Callable[[str], Awaitable[bool]]
-    # Since when each mount was seen without a lease.
+    # Since when each mount was seen without a lease, and when its files are tried again.
     _gone_s: dict[str, float] = field(default_factory=dict, init=False)
+    _again_s: dict[str, float] = field(default_factory=dict, init=False)
     _threads: ThreadPool = field(
         default_factory=lambda: ThreadPool(1, "recovery", abandon=True), init=False
     )
@@ -77,7 +90,9 @@ class Recovery:
     async def look(self) -> None:
         """Recovers the files of all mounts that are gone for long enough."""
         tokens = self._held.tokens()
-        self._gone_s = {token: self._gone_s[token] for token in tokens if token in self._gone_s}
+        for times in (self._gone_s, self._again_s):
+            for token in times.keys() - tokens:
+                del times[token]
         for token in tokens:
             await self._look_at(token)
 
@@ -87,11 +102,13 @@ class Recovery:
         try:
             is_alive = await self._is_alive(token)
         except OSError:
-            # The source does not answer.
-            return
+            # The source does not answer. Nor did it answer the owner, so the time begins anew.
+            is_alive = True
         if is_alive:
             self._gone_s.pop(token, None)
-        elif now - self._gone_s.setdefault(token, now) >= self._after_s:
+            return
+        is_gone = now - self._gone_s.setdefault(token, now) >= self._after_s
+        if is_gone and now >= self._again_s.get(token, now):
             await self._recover(token)
 
     async def _recover(self, token: str) -> None:
@@ -101,8 +118,9 @@ class Recovery:
                 await self._threads.run(self._write, record)
                 await self._threads.run(self._held.forget, token, record.number)
             except OSError as error:
+                self._again_s[token] = trio.current_time() + _AGAIN_S
                 self._limiter.warning(
-                    f"recovery {token}",
+                    f"recovery {token} {error.errno}",
                     "%r of another node is not recovered yet: %s; this node keeps it",
                     *(os.fsdecode(record.path), errno_words(error.errno)),
                 )
@@ -117,42 +135,68 @@ class Recovery:
 
     def _write(self, record: Record) -> None:
         """Writes a file as its user, beside the name if another file has that. Raises OSError."""
-        path = self._mountpoint / os.fsdecode(record.path)
-        with closing_fd(self._held.open(record)) as content:
+        *above, name = record.path.split(b"/")
+        with closing_fd(self._held.open(record)) as content, closing_fd(self._root()) as root:
             with acting_as(Credentials(record.uid, record.gid)):
-                if _is_there(path, record):
-                    return
-                path.parent.mkdir(parents=True, exist_ok=True)
-                directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                with closing_fd(directory):
-                    self._write_in(directory, os.fsencode(path.name), content, record)
+                with closing_fd(_directory(root, above)) as directory:
+                    if not _is_there(directory, name, record):
+                        self._write_in(directory, name, content, record)
 
     def _write_in(self, directory: int, name: bytes, content: int, record: Record) -> None:
-        mark = f"{record.token[:8]}-{record.number}".encode()
-        staged = b".%s.recovering" % mark
-        with closing_fd(os.open(staged, _NEW, 0o600, dir_fd=directory)) as fd:
-            copy_data(content, fd, record.size)
-            # Another node may say anything: no program gets the rights of a user by it.
-            os.fchmod(fd, record.mode & 0o777)
-            os.utime(fd, ns=(record.mtime_ns, record.mtime_ns))
-            os.fsync(fd)
+        staged, beside = _names_beside(name, record)
         try:
-            rename_new(directory, staged, name)
-        except FileExistsError:
-            # The longest name that a file may have is 255 bytes.
-            beside = name[: 255 - len(mark) - 11] + b".recovered-" + mark
-            os.rename(staged, beside, src_dir_fd=directory, dst_dir_fd=directory)
-            log.warning(
-                "%r exists with other bytes: what another node has written is %r",
-                *(os.fsdecode(record.path), os.fsdecode(beside)),
-            )
-        os.fsync(directory)
+            with closing_fd(os.open(staged, _NEW, 0o600, dir_fd=directory)) as fd:
+                copy_data(content, fd, record.size)
+                # Another node may say anything: no program gets the rights of a user by it.
+                os.fchmod(fd, record.mode & 0o777)
+                os.utime(fd, ns=(record.mtime_ns, record.mtime_ns))
+                os.fsync(fd)
+            try:
+                rename_new(directory, staged, name)
+            except FileExistsError:
+                os.rename(staged, beside, src_dir_fd=directory, dst_dir_fd=directory)
+                log.warning(
+                    "%r exists with other bytes: what another node has written is %r",
+                    *(os.fsdecode(record.path), os.fsdecode(beside)),
+                )
+            os.fsync(directory)
+        except OSError:
+            # It would come to the source.
+            with suppress(OSError):
+                os.unlink(staged, dir_fd=directory)
+            raise
 
 
-def _is_there(path: Path, record: Record) -> bool:
+def _names_beside(name: bytes, record: Record) -> tuple[bytes, bytes]:
+    """The names of a file while it is written, and if another file has its name."""
+    mark = f"{record.token[:8]}-{record.number}".encode()
+    end = b".recovered-" + mark
+    return b".%s.recovering" % mark, name[: _LONGEST_NAME - len(end)] + end
+
+
+def _directory(root: int, names: Sequence[bytes]) -> int:
+    """A descriptor of the directory of that path beneath ``root``. Directories that are missing are
+    made. Raises OSError, ENOTDIR for a symbolic link in the way."""
+    directory = os.open(".", _WAY, dir_fd=root)
+    try:
+        for name in names:
+            try:
+                below = os.open(name, _WAY, dir_fd=directory)
+            except FileNotFoundError:
+                with suppress(FileExistsError):
+                    os.mkdir(name, _DIRECTORY_MODE, dir_fd=directory)
+                below = os.open(name, _WAY, dir_fd=directory)
+            os.close(directory)
+            directory = below
+        return os.open(".", _LIST, dir_fd=directory)
+    finally:
+        os.close(directory)
+
+
+def _is_there(directory: int, name: bytes, record: Record) -> bool:
     """Whether a file has the bytes already, as after an end in the middle of a recovery."""
-    with suppress(OSError):
-        status = os.stat(path, follow_symlinks=False)
+    with suppress(OSError), closing_fd(os.open(name, _READ, dir_fd=directory)) as fd:
+        status = os.fstat(fd)
         is_same_size = stat.S_ISREG(status.st_mode) and status.st_size == record.size
-        return is_same_size and digest_of_path(path) == record.digest
+        return is_same_size and digest_of_file(fd) == record.digest
     return False

@@ -43,6 +43,21 @@ def mount_at(mountpoint: Path) -> MountedFileSystem | None:
     return on_top[-1] if on_top and on_top[-1].kind == FS_TYPE else None
 
 
+def open_root(mountpoint: Path) -> int:
+    """A descriptor, with O_PATH, of the root of the Monarch mount there. Raises OSError, ENOTCONN
+    if the mount is gone: then the path is that of the directory beneath it."""
+    fd = os.open(mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        device = os.fstat(fd).st_dev
+        wanted = (FS_TYPE, f"{os.major(device)}:{os.minor(device)}")
+        if wanted not in ((each.kind, each.device) for each in mount_table()):
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), os.fspath(mountpoint))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def check(mountpoint: Path, source: Path) -> None:
     """Raises MountPointError or SourceError with a remedy, if a mount is not possible here."""
     path_text = os.fspath(mountpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import xxhash
 from trio.testing import MockClock
 
 from monarch.daemon.recovery import Recovery
+from monarch.fuse.mountpoint import open_root
 from monarch.peers.held import HeldFiles, Record
 
 TOKEN = "0123456789abcdef"
@@ -43,8 +45,14 @@ class Rig:
         for record in records:
             assert self.held.put(record, lambda take: take(CONTENT))
         self.alive: bool | None = False
+        self.is_mounted = True
         self.clock = MockClock()
-        self.made = Recovery(self.held, self.mountpoint, 60.0, self._is_alive)
+        self.made = Recovery(self.held, self._root, 60.0, self._is_alive)
+
+    def _root(self) -> int:
+        if not self.is_mounted:
+            return open_root(self.mountpoint)
+        return os.open(self.mountpoint, os.O_PATH | os.O_DIRECTORY)
 
     async def later(self, seconds: float) -> None:
         """Looks twice, as the task does again and again."""
@@ -127,6 +135,83 @@ def test_a_file_that_cannot_be_written_is_kept(tmp_path: Path) -> None:
     play(rig, scene)
     assert (rig.mountpoint / "a" / "b").read_bytes() == CONTENT
     assert rig.made.recovered == 2
+
+
+@pytest.mark.promise(331)
+def test_no_symbolic_link_is_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "below").mkdir(parents=True)
+    names = (b"link/a", b"link/below/a", b"link/new/a", b"last")
+    rig = Rig(tmp_path, *(record_of(name, number=n) for n, name in enumerate(names, start=1)))
+    (rig.mountpoint / "link").symlink_to(outside)
+    (rig.mountpoint / "last").symlink_to(outside / "a")
+
+    async def scene() -> None:
+        await rig.later(80)
+
+    play(rig, scene)
+    assert [path.name for path in outside.rglob("*")] == ["below"]
+    assert (rig.mountpoint / "last.recovered-01234567-4").read_bytes() == CONTENT
+    assert (rig.held.files, rig.made.recovered) == (3, 1)
+
+
+def test_a_directory_beneath_a_mount_that_is_gone_is_not_written(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, record_of(b"ckpt/a"))
+    rig.is_mounted = False
+    with pytest.raises(OSError) as found:
+        open_root(rig.mountpoint)
+    assert found.value.errno == errno.ENOTCONN
+
+    async def scene() -> None:
+        await rig.later(80)
+
+    play(rig, scene)
+    assert (rig.held.files, list(rig.mountpoint.iterdir())) == (1, [])
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_and_is_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, record_of(b"a"))
+    (rig.mountpoint / "a").write_bytes(b"of this node")
+    # The name beside it is taken, too.
+    taken = rig.mountpoint / "a.recovered-01234567-7"
+    (taken / "of others").mkdir(parents=True)
+    tried: list[Record] = []
+    opened = rig.held.open
+
+    def opening(record: Record) -> int:
+        tried.append(record)
+        return opened(record)
+
+    monkeypatch.setattr(rig.held, "open", opening)
+
+    async def scene() -> None:
+        await rig.later(80)
+        for _ in range(5):
+            await rig.later(1)
+        assert len(tried) == 1
+        await rig.later(40)
+        assert len(tried) == 2
+
+    play(rig, scene)
+    assert set(rig.mountpoint.iterdir()) == {rig.mountpoint / "a", taken}
+    assert rig.held.files == 1
+
+
+def test_an_owner_is_not_gone_while_the_source_does_not_answer(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, record_of(b"a"))
+
+    async def scene() -> None:
+        await rig.later(50)
+        rig.alive = None
+        await rig.later(50)
+        # The owner could not renew its lease either.
+        rig.alive = False
+        await rig.later(50)
+
+    play(rig, scene)
+    assert rig.held.files == 1
 
 
 def test_the_end_of_a_mount_waits_for_owners_that_live(tmp_path: Path) -> None:
