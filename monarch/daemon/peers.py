@@ -8,7 +8,8 @@ from functools import partial
 
 import trio
 
-from monarch.daemon.recovery import Recovery
+from monarch.config.write_patterns import WritePatterns
+from monarch.daemon.recovery import Recovery, can_be_recovered
 from monarch.daemon.subsystems import Parts, Tiers
 from monarch.fuse.datapath import Datapath
 from monarch.fuse.mountpoint import open_root
@@ -276,12 +277,14 @@ def _replicas(
     turn = clients.index(None)
     others = [each for each in (*clients[turn:], *clients[:turn]) if each is not None]
     directory, front = write_back.place.directory, write_back.front
+    patterns = WritePatterns(parts.settings.absorbs)
     holding = Holding(
         HeldFiles(parts.state / HELD, given.hold),
         {member_id(each.name): each for each in others},
         member_id(own),
         patience_s,
         lambda number: object_path(directory, number).relative_to(directory),
+        lambda record: can_be_recovered(record, patterns.covers),
     )
     replication = Replication(
         front.names,

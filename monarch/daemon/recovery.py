@@ -167,6 +167,14 @@ class Recovery:
             raise
 
 
+def can_be_recovered(record: Record, covers: Callable[[bytes], bool]) -> bool:
+    """Whether a mount that may write the paths for which ``covers`` returns True can recover a
+    file, also if its name is taken."""
+    directory, slash, name = record.path.rpartition(b"/")
+    names = (name, *_names_beside(name, record))
+    return all(covers(directory + slash + each) for each in names)
+
+
 def _names_beside(name: bytes, record: Record) -> tuple[bytes, bytes]:
     """The names of a file while it is written, and if another file has its name."""
     mark = f"{record.token[:8]}-{record.number}".encode()

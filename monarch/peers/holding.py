@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -62,7 +63,8 @@ def member_id(name: str) -> str:
 class Holding:
     """Belongs to the event loop. ``others`` are the clients of the other members by ``member_id``,
     those first that are asked first; ``own`` is the one of this node. ``objects`` returns where an
-    object is, below the directory that the engine calls ``WRITTEN``."""
+    object is, below the directory that the engine calls ``WRITTEN``. ``is_recoverable`` returns
+    whether this node could write a file through its own mount."""
 
     def __init__(
         self,
@@ -71,12 +73,14 @@ class Holding:
         own: str,
         patience_s: float,
         objects: Callable[[int], Path],
+        is_recoverable: Callable[[Record], bool],
     ) -> None:
         self.held = held
         self._others = others
         self._own = own
         self._patience_s = patience_s
         self._objects = objects
+        self._is_recoverable = is_recoverable
         self._threads = ThreadPool(_THREADS, "held files", abandon=True)
         self._asks = ThreadPool(_THREADS, "replicas", abandon=True)
         self._limiter = Limiter(log)
@@ -150,6 +154,11 @@ class Holding:
         if answer.status != OK:
             return False
         record = Record.from_text(answer.data)
+        if not self._is_recoverable(record):
+            raise ValueError(
+                f"the patterns of `absorb` on this node do not cover {os.fsdecode(record.path)!r},"
+                " or names beside it"
+            )
 
         def fetch(take: Take) -> None:
             for offset in range(0, record.size, _PART):

@@ -13,7 +13,8 @@ import trio.testing
 import xxhash
 from trio.testing import MockClock
 
-from monarch.daemon.recovery import Recovery
+from monarch.config.write_patterns import WritePatterns
+from monarch.daemon.recovery import Recovery, can_be_recovered
 from monarch.fuse.mountpoint import open_root
 from monarch.peers.held import HeldFiles, Record
 
@@ -212,6 +213,23 @@ def test_an_owner_is_not_gone_while_the_source_does_not_answer(tmp_path: Path) -
 
     play(rig, scene)
     assert rig.held.files == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "found"),
+    [
+        ("**", b"a", True),
+        ("ckpt/**", b"ckpt/a/b.pt", True),
+        ("ckpt", b"ckpt/a", True),
+        # Neither the file that is written first nor one beside another has such a name.
+        ("ckpt/*.pt", b"ckpt/a.pt", False),
+        ("ckpt/**", b"other/a", False),
+    ],
+)
+def test_a_file_is_kept_only_where_it_could_be_written(
+    pattern: str, path: bytes, found: bool
+) -> None:
+    assert can_be_recovered(record_of(path), WritePatterns([pattern]).covers) == found
 
 
 def test_the_end_of_a_mount_waits_for_owners_that_live(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -48,6 +49,7 @@ class Pair:
                 member_id(NAMES[own]),
                 0.05,
                 lambda number: object_path(self.objects, number).relative_to(self.objects),
+                lambda record: not record.path.startswith(b"other/"),
             )
             for own in (0, 1)
         ]
@@ -136,6 +138,15 @@ def test_bytes_are_given_only_while_they_are_offered(tmp_path: Path) -> None:
         # It still works.
         assert await owner.ask(pair.record()) is pair.clients[1]
         assert other.held.files == 1
+
+    with_pair(tmp_path, check)
+
+
+def test_a_file_that_could_not_be_recovered_is_not_kept(tmp_path: Path) -> None:
+    async def check(pair: Pair) -> None:
+        record = replace(pair.record(), path=b"other/a")
+        assert await pair.members[0].ask(record) is None
+        assert not pair.members[1].held.files
 
     with_pair(tmp_path, check)
 
