@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from monarch.config.settings import LimitSettings
 from monarch.namespace.schema import CHILDREN, INODES, NAMES
 from monarch.namespace.snapshot import Snapshot
-from monarch.placement.residency import COPYING, DIFFERS, UNUSABLE, Residency
+from monarch.placement.residency import COPYING, DIFFERS, FORCED, UNUSABLE, Residency
 from monarch.telemetry.metrics import BUCKETS_S
 from monarch.text import MiB
 from monarch.tiers.source import Source
@@ -146,6 +146,7 @@ class Datapath:
             differs=DIFFERS,
             unusable=UNUSABLE,
             copying=COPYING,
+            forced=FORCED,
             entries=snapshot.entries,
             directories=snapshot.info().directories,
             bounds_ns=[round(bound * 1e9) for bound in BUCKETS_S],
@@ -443,8 +444,10 @@ class Datapath:
         givers: object,
         digests: object,
         requests: Sequence[tuple[bytes, bytes] | None],
+        *,
+        gives_bytes: bool,
     ) -> None:
-        self._native.set_peers(givers, digests, tuple(requests))
+        self._native.set_peers(givers, digests, tuple(requests), gives_bytes)
 
     def keep_connection(self, member: int, fd: int, limit_us: int) -> bool:
         return bool(self._native.keep_connection(member, fd, limit_us))

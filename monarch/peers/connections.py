@@ -101,12 +101,15 @@ class PeerFetcher(Protocol):
         givers: object,
         digests: object,
         requests: Sequence[tuple[bytes, bytes] | None],
+        *,
+        gives_bytes: bool,
     ) -> None:
         """Before the start. Two arrays by inode number, which both sides change: ``givers`` (u16)
         has one more than the member that is asked for a file, or one of the values of
         ``source.py``; ``digests`` (u64) that of its bytes, 0 if the member knows it. ``requests``
         has for each member what a request has before and after the name of the file; None for this
-        node."""
+        node. Without ``gives_bytes`` an open is reported as one of the source, without the bytes of
+        the file, unless its copy is forced."""
 
     def keep_connection(self, member: int, fd: int, limit_us: int) -> bool:
         """Whether the descriptor belongs to the datapath from now on."""

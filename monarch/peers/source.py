@@ -118,7 +118,9 @@ class Peers:
         """Lets the datapath fetch files whose owner is known, and files that a member has given.
         Before it is started."""
         requests = [None if client is None else client.request for client in self.clients]
-        datapath.set_peers(self._givers, self._digests, requests)
+        # With several owners this node may have to keep a file that another one has, too.
+        gives_bytes = self._replicas > 1
+        datapath.set_peers(self._givers, self._digests, requests, gives_bytes=gives_bytes)
         for index, client in enumerate(self.clients):
             if client is not None:
                 client.connections = DatapathConnections(datapath, index)

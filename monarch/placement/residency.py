@@ -27,7 +27,7 @@ SOURCE = 0
 MAX_TIER = 255
 
 _WANTED = 1
-_FORCED = 2
+FORCED = 2
 COPYING = 4
 _UNVERIFIED = 8
 _CHANGED = 16
@@ -117,18 +117,18 @@ class Residency:
     def want(self, ino: Ino, *, forced: bool = False) -> None:
         if not self._flags[ino] & _WANTED:
             self.wanted += 1
-        self._flags[ino] |= _WANTED | _FORCED if forced else _WANTED
+        self._flags[ino] |= _WANTED | FORCED if forced else _WANTED
 
     def unwant(self, ino: Ino) -> None:
         if self._flags[ino] & _WANTED:
             self.wanted -= 1
-            self._flags[ino] &= ~(_WANTED | _FORCED)
+            self._flags[ino] &= ~(_WANTED | FORCED)
 
     def is_wanted(self, ino: Ino) -> bool:
         return bool(self._flags[ino] & _WANTED)
 
     def is_forced(self, ino: Ino) -> bool:
-        return bool(self._flags[ino] & _FORCED)
+        return bool(self._flags[ino] & FORCED)
 
     def wanted_from(self, start: Ino) -> Iterator[Ino]:
         """The wanted inodes from ``start`` on, ascending. The table may change meanwhile."""

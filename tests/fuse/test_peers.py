@@ -24,7 +24,7 @@ from tests.fuse.wire import Op
 from tests.peers.member import HOST, Act, Member, hang_up, head, say, silent, without_end
 
 SIZE = 5000
-NAMES = ("one", "two")
+NAMES = ("one", "two", *(f"more{number}" for number in range(20)))
 NOT_KEPT, SLOW = 0xFFFE, 0xFFFF
 # A loaded machine must not make a member look slow.
 LONG_US, SHORT_US = 20_000_000, 50_000
@@ -82,7 +82,9 @@ class Job:
 
 
 @contextmanager
-def job_of(directory: Path, *acts: Act, no_open: bool = False) -> Iterator[Job]:
+def job_of(
+    directory: Path, *acts: Act, no_open: bool = False, gives_bytes: bool = True
+) -> Iterator[Job]:
     """A job whose member plays ``acts``."""
     (directory / "tree").mkdir()
     for name in NAMES:
@@ -92,13 +94,21 @@ def job_of(directory: Path, *acts: Act, no_open: bool = False) -> Iterator[Job]:
     def peers(datapath: Datapath, snapshot: Snapshot) -> None:
         arrays.append(np.zeros(snapshot.entries + 1, np.uint16))
         arrays.append(np.zeros(snapshot.entries + 1, np.uint64))
-        datapath.set_peers(*arrays, [None, (b"GET /set/", b" HTTP/1.1\r\nToken: t\r\n\r\n")])
+        requests = [None, (b"GET /set/", b" HTTP/1.1\r\nToken: t\r\n\r\n")]
+        datapath.set_peers(*arrays, requests, gives_bytes=gives_bytes)
 
     with ExitStack() as cleanup:
         member = Member(*acts)
         cleanup.callback(member.close)
         made = cleanup.enter_context(
-            rig(directory / "tree", directory, fetch_max=SIZE, peers=peers, no_open=no_open)
+            rig(
+                directory / "tree",
+                directory,
+                fetch_max=SIZE,
+                fetched_at_once=len(NAMES),
+                peers=peers,
+                no_open=no_open,
+            )
         )
         made.init(wire.INIT_NO_OPEN_SUPPORT if no_open else 0)
         try:
@@ -175,6 +185,33 @@ def test_all_but_the_right_bytes_in_time_is_left_to_python(
         assert job.is_passed_on("one")
         assert len(job.member.requests) == 1
         assert job.rig.datapath.state().open_files == 0
+
+
+def test_opens_of_files_that_other_nodes_keep_are_only_counted(tmp_path: Path) -> None:
+    acts = gives("one"), gives("two"), gives("one")
+    with job_of(tmp_path, *acts, gives_bytes=False) as job:
+        datapath, one, two = job.rig.datapath, job.rig.ino("one"), job.rig.ino("two")
+        job.rig.residency.want(two, forced=True)
+        job.connect()
+        for name in ("one", "two", "one"):
+            assert job.read(name) == contents(name, SIZE)
+        assert len(job.member.requests) == 2, "the next open has the bytes of the last one"
+        events = [(ino, what, data is not None) for ino, what, data, *_ in datapath.served()]
+        assert events == [(one, 0, False), (two, FETCHED, True), (one, 0, False)]
+        datapath.taken(two)
+        assert datapath.open_files() == 0
+        assert job.read("one") == contents("one", SIZE)
+        assert len(job.member.requests) == 3, "until Python has counted it"
+
+
+def test_the_bytes_of_a_few_files_stay_until_their_opens_are_counted(tmp_path: Path) -> None:
+    with job_of(tmp_path, *map(gives, NAMES), gives_bytes=False) as job:
+        job.connect()
+        for name in NAMES:
+            assert job.read(name) == contents(name, SIZE)
+        assert 0 < job.rig.datapath.open_files() < len(NAMES) / 2
+        job.rig.datapath.served()
+        assert job.rig.datapath.open_files() == 0
 
 
 def breaks_off(connection: socket.socket) -> None:

@@ -238,8 +238,10 @@ class FakeFetcher:
         givers: npt.NDArray[np.uint16],
         digests: npt.NDArray[np.uint64],
         requests: Sequence[tuple[bytes, bytes] | None],
+        *,
+        gives_bytes: bool,
     ) -> None:
-        self.givers, self.digests = givers, digests
+        self.givers, self.digests, self.gives_bytes = givers, digests, gives_bytes
         self.requests = list(requests)
 
     def received(self, member: int, limit_us: int) -> tuple[int, int, int, list[int]]:
@@ -259,6 +261,7 @@ def test_the_datapath_asks_the_members_that_this_node_would_ask(replicas: int) -
     datapath = fetched_by_datapath(peers)
     assert datapath.requests == [None] + [(b"before", b"after")] * 3
     assert not datapath.givers.any(), "no owner was computed yet"
+    assert datapath.gives_bytes == (replicas > 1), "this node may be one of several owners"
     for ino in map(Ino, range(1, FILES + 1)):
         owners = peers._ownership.order(ino)[:replicas]
         peers.owns(ino)

@@ -67,6 +67,7 @@ enum {
     BUCKETS = 32,
     SHARDS = 16,
     EVENTS = 1 << 16,
+    LAST_HELD = 4,
     PENDING_CHUNK = 1024,
     PENDING_CHUNKS = 256,
     PENDING_BUCKETS = 4096,
@@ -198,6 +199,7 @@ struct datapath {
     const uint8_t *residency, *marks;
     uint8_t unusable; /* marks of inodes whose copies Python must check first */
     uint8_t copying;  /* the mark of an inode with a copy under way */
+    uint8_t forced;   /* the mark of an inode whose copy was requested by a user */
     int source;       /* the source's directory; -1: Python fetches, unless it is a pack, or other
                        * nodes have the file */
     struct pack pack;
@@ -238,6 +240,9 @@ struct datapath {
 
     struct event *events;
     uint64_t event_head, event_tail; /* head: atomic */
+    /* Inodes that hold_last holds, 0: none, and the number of its calls; atomic. */
+    uint64_t last_held[LAST_HELD];
+    unsigned last_held_count;
     /* Events without a place in the ring, in their order. While there are any, new ones follow
      * here. */
     pthread_mutex_t overflow_lock;
@@ -289,6 +294,8 @@ bool put_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *
 bool next_event(struct datapath *dp, struct event *event);
 void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content,
                   uint32_t pid);
+void hold_last(struct datapath *dp, struct open_inode *entry, uint64_t ino);
+void release_last(struct datapath *dp);
 struct tally *tally_of(struct thread *thread, uint8_t tier);
 void count_open(struct thread *thread, uint8_t tier, uint64_t begin);
 void count_read(struct thread *thread, uint8_t tier, size_t bytes, uint64_t begin);

@@ -106,6 +106,24 @@ void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct conten
     wake_python(dp);
 }
 
+/* Holds the bytes of an open inode, so that processes that open it next get them, too: until Python
+ * takes the event that follows, or LAST_HELD more inodes are held. */
+void hold_last(struct datapath *dp, struct open_inode *entry, uint64_t ino) {
+    opens_hold(&dp->opens, entry);
+    unsigned place = ADD(dp->last_held_count, 1) % LAST_HELD;
+    uint64_t before = __atomic_exchange_n(&dp->last_held[place], ino, __ATOMIC_ACQ_REL);
+    if (before)
+        drop_open(dp, before, false);
+}
+
+void release_last(struct datapath *dp) {
+    for (int i = 0; i < LAST_HELD; i++) {
+        uint64_t ino = __atomic_exchange_n(&dp->last_held[i], 0, __ATOMIC_ACQ_REL);
+        if (ino)
+            drop_open(dp, ino, false);
+    }
+}
+
 static void observe(struct datapath *dp, struct histogram *histogram, uint64_t ns) {
     int bucket = 0;
     while (bucket < dp->bounds && dp->bounds_ns[bucket] < ns)

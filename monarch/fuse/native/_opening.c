@@ -117,8 +117,8 @@ static bool may_fetch(struct datapath *dp, uint64_t ino, struct identity *identi
 }
 
 /* Fetches a small file without a copy as a whole, for the request that settles its entry. Python
- * must then be notified, and decides whether the bytes are kept. ``*content`` is NULL if Python
- * must handle the file first. False if the request waits in a queue. */
+ * must then be notified. ``*content`` is NULL if Python must handle the file first. False if the
+ * request waits in a queue. */
 bool opening_fetch(struct thread *thread, const struct in_header *request, struct open_inode *entry,
                    uint64_t begin, struct content **content) {
     struct datapath *dp = thread->dp;
@@ -150,6 +150,11 @@ bool opening_fetch(struct thread *thread, const struct in_header *request, struc
     ADD(dp->source_reads, cost.reads);
     ADD(dp->source_bytes, cost.bytes);
     return true;
+}
+
+/* Whether Python only counts the open of a file that was fetched: another node keeps it. */
+static bool is_only_counted(const struct datapath *dp, uint64_t ino) {
+    return dp->peers.entries && !dp->peers.gives_bytes && !(LOAD(dp->marks[ino]) & dp->forced);
 }
 
 /* Stores the first bytes of an inode in the page cache; no read of it may be waiting. */
@@ -186,6 +191,12 @@ static bool settle_open(struct thread *thread, const struct in_header *request,
         struct tally *tally = tally_of(thread, 0);
         ADD(tally->reads, 1);
         ADD(tally->bytes, content->size);
+    }
+    if (is_only_counted(dp, ino)) {
+        hold_last(dp, entry, ino);
+        report_event(dp, ino, 0, NULL, request->pid);
+        content_release(content);
+        return true;
     }
     /* The bytes stay for further opens until Python has taken the event: see datapath_taken. */
     opens_hold(&dp->opens, entry);

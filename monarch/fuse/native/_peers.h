@@ -42,6 +42,7 @@ struct member {
 struct peers {
     uint64_t entries; /* 0: there are no other nodes */
     uint32_t count, prepared;
+    bool gives_bytes; /* Python gets the bytes of each file, not only where a copy is forced */
     /* By inode number. One more than the member that is asked for the file, or one of the values
      * above; and the digest of its bytes, 0: the member knows it. Python writes them, too;
      * atomic. */

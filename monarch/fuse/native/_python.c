@@ -44,15 +44,15 @@ static bool take_acls(Datapath *self, PyObject *given) {
 }
 
 static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"residency", "marks",       "differs",   "unusable", "copying",
+    static char *keys[] = {"residency", "marks",       "differs",   "unusable", "copying", "forced",
                            "entries",   "directories", "bounds_ns", "acls",     NULL};
     Py_buffer residency, marks;
-    unsigned char differs, unusable, copying;
+    unsigned char differs, unusable, copying, forced;
     unsigned long long entries, directories;
     PyObject *bounds, *acls;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$y*y*bbbKKOO", keys, &residency, &marks,
-                                     &differs, &unusable, &copying, &entries, &directories, &bounds,
-                                     &acls))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$y*y*bbbbKKOO", keys, &residency, &marks,
+                                     &differs, &unusable, &copying, &forced, &entries, &directories,
+                                     &bounds, &acls))
         return NULL;
     Datapath *self = (Datapath *)type->tp_alloc(type, 0);
     if (!self) {
@@ -97,6 +97,7 @@ static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     dp->names.differs = differs;
     dp->unusable = unusable;
     dp->copying = copying;
+    dp->forced = forced;
     dp->tallies = calloc(SHARDS, sizeof *dp->tallies);
     dp->events = calloc(EVENTS, sizeof *dp->events);
     dp->given = calloc(1, entries / 8 + 1);
@@ -417,6 +418,7 @@ static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
             Py_CLEAR(list);
         Py_XDECREF(item);
     }
+    release_last(dp);
     return list;
 }
 

@@ -6,7 +6,9 @@
 PyObject *datapath_set_peers(Datapath *self, PyObject *args) {
     struct datapath *dp = self->dp;
     PyObject *given[2], *requests;
-    if (!PyArg_ParseTuple(args, "OOO!", &given[0], &given[1], &PyTuple_Type, &requests))
+    int gives_bytes;
+    if (!PyArg_ParseTuple(args, "OOO!p", &given[0], &given[1], &PyTuple_Type, &requests,
+                          &gives_bytes))
         return NULL;
     if (dp->started || dp->peers.members || dp->pack.records || dp->source >= 0)
         return value_error("cannot be set now");
@@ -20,6 +22,7 @@ PyObject *datapath_set_peers(Datapath *self, PyObject *args) {
         return value_error("the arrays do not agree");
     if (!peers_prepare(&dp->peers, dp->names.entries, (uint32_t)members, givers, digests))
         return PyErr_NoMemory();
+    dp->peers.gives_bytes = gives_bytes;
     for (Py_ssize_t i = 0; i < members; i++) {
         const char *before, *after;
         PyObject *request = PyTuple_GET_ITEM(requests, i);
