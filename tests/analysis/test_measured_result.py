@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from monarch.analysis.profile import decode
 from monarch.analysis.stalls import Run
-from monarch.cli import analyze
+from monarch.cli import analyze, written_files
 from monarch.cli.measured_mount import MeasuredMount
 from tests.analysis.test_stalls import NOISY, STEADY, runs
 
@@ -48,14 +48,14 @@ def test_a_profile_that_cannot_be_written_as_a_whole_leaves_the_one_before(
     out = tmp_path / "profile.json"
     out.write_text("the profile before")
     out.chmod(0o640)
-    write_bytes = Path.write_bytes
+    write_new = written_files._write_new
 
-    def half(path: Path, content: bytes) -> int:
-        write_bytes(path, content[: len(content) // 2])
+    def half(path: Path, content: bytes, mode: int | None) -> None:
+        write_new(path, content[: len(content) // 2], mode)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", half)
+        patched.setattr(written_files, "_write_new", half)
         done = run(out)
     assert isinstance(done.exception, OSError)
     assert "fetch-bound" in done.output
