@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import trio
@@ -118,7 +118,9 @@ def session(child: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
         try:
             yield leader, started
         finally:
-            os.kill(started, signal.SIGKILL)
+            # Without its leader it may have been waited for.
+            with suppress(ProcessLookupError):
+                os.kill(started, signal.SIGKILL)
             leader.kill()
 
 
