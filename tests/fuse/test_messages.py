@@ -990,6 +990,7 @@ def test_a_datapath_that_was_never_started_goes_quietly(tree: Tree, tmp_path: Pa
                 differs=1,
                 unusable=1,
                 copying=1,
+                forced=1,
                 entries=entries,
                 directories=directories,
                 bounds_ns=bounds,
