@@ -9,17 +9,23 @@ opens the file itself if anything differs. Nothing is kept for a file.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import time
 from array import array
 from contextlib import suppress
+
+from monarch.posix.mounts import mount_table
 
 # The value is JSON: ``records`` is the path of the records, ``term`` that of the copies that need
 # no check, ``acls`` whether files may have access control lists, and ``directories`` the path of
 # the copies of each place of a record.
 ATTRIBUTE = "user.monarch.copies"
 
+# The type of a mount in the table of mounts.
+_KIND = "fuse.monarch"
 # The interval in which the mount is asked again, in seconds.
 _ASK_S = 1.0
 _MOST_PLACES = 255
@@ -35,19 +41,21 @@ class Opened:
         """``value`` is that of the attribute. Raises OSError, and ValueError for another value."""
         self._fds: list[int] = []
         self.value = value
-        found = json.loads(value)
         try:
+            found = json.loads(value)
             head = (os.fstat(directory).st_dev, bool(found["acls"]), int(found["term"]))
             paths = {int(place): str(path) for place, path in found["directories"].items()}
             if not all(0 < place <= _MOST_PLACES for place in paths):
                 raise ValueError("no place of a record")
             places = [-1] * max(paths, default=0)
             records = self._open(str(found["records"]), _FILE)
+            if not stat.S_ISREG(os.fstat(records).st_mode):
+                raise ValueError("no file of records")
             for place, path in paths.items():
                 places[place - 1] = self._open(path, _DIRECTORY)
-        except (AttributeError, KeyError, OverflowError, TypeError) as error:
+            self.table = array("q", (*head, records, *places))
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
             raise ValueError("another value") from error
-        self.table = array("q", (*head, records, *places))
 
     def _open(self, path: str, flags: int) -> int:
         fd = os.open(path, flags)
@@ -80,8 +88,16 @@ class Copies:
 
 
 def _value(directory: int) -> bytes:
-    """The value of the attribute. Raises OSError if there is none."""
-    return os.getxattr(directory, ATTRIBUTE)
+    """The value of the attribute. Raises OSError if there is none, or if it is not given by a
+    daemon of root or of this user: on other file systems the owner of the directory may have set
+    it, and a program of another user may serve any value."""
+    value = os.getxattr(directory, ATTRIBUTE)
+    number = os.fstat(directory).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    found = {(each.kind, each.user) for each in mount_table() if each.device == device}
+    if not found or not found <= {(_KIND, 0), (_KIND, os.geteuid())}:
+        raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+    return value
 
 
 def _asked(directory: int, opened: Opened | None) -> Opened | None:

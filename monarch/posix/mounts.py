@@ -16,13 +16,15 @@ from monarch.posix.bounded_calls import call_within
 class MountedFileSystem:
     """A line of the mount table: mount point, type, and the device number of its files. ``id`` is
     the kernel's number of the mount, which its open files still have after a lazy unmount.
-    ``source`` is what was mounted, by the name that the file system gives."""
+    ``source`` is what was mounted, by the name that the file system gives. ``user``: the user
+    whose process serves it, None except for FUSE."""
 
     mount_point: Path
     kind: str
     device: str = ""
     id: int = 0
     source: str = ""
+    user: int | None = None
 
 
 def mount_table(text: bytes | None = None) -> list[MountedFileSystem]:
@@ -31,10 +33,14 @@ def mount_table(text: bytes | None = None) -> list[MountedFileSystem]:
     for line in (Path("/proc/self/mountinfo").read_bytes() if text is None else text).splitlines():
         before, _, after = line.partition(b" - ")
         number, _, device, _, place = before.split(b" ")[:5]
-        kind, source = (*after.split(b" "), b"")[:2]
+        kind, source, options = (*after.split(b" "), b"", b"")[:3]
         path = Path(_unescaped(place))
         name = _unescaped(source)
-        table.append(MountedFileSystem(path, kind.decode(), device.decode(), int(number), name))
+        served = re.search(rb"(?:^|,)user_id=(\d+)", options)
+        user = int(served[1]) if served is not None else None
+        table.append(
+            MountedFileSystem(path, kind.decode(), device.decode(), int(number), name, user)
+        )
     return table
 
 

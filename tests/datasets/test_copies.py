@@ -12,6 +12,7 @@ import pytest
 
 from monarch.datasets import copies
 from monarch.datasets.files import Dataset
+from monarch.posix.mounts import MountedFileSystem
 from monarch.tiers.contents import copy_name, put_seal
 from monarch.tiers.records import Record, Records
 from monarch.types import Identity, Ino
@@ -294,3 +295,62 @@ def test_no_descriptor_is_left(mount: FakeMount) -> None:
             dataset.get_many(NAMES)
     del dataset
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+SERVED = "fuse.monarch"
+
+
+@pytest.mark.promise(253)
+@pytest.mark.parametrize(
+    ("kind", "user", "is_believed"),
+    [(SERVED, 0, True), (SERVED, _OTHER_USER, False), ("ext4", None, False), ("fuse", 0, False)],
+)
+def test_only_a_daemon_of_root_or_of_the_same_user_says_where_copies_are(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    user: int | None,
+    is_believed: bool,
+) -> None:
+    os.setxattr(tmp_path, copies.ATTRIBUTE, b"anything")
+    number = tmp_path.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    mounted = MountedFileSystem(tmp_path, kind, device, user=user)
+    monkeypatch.setattr(copies, "mount_table", lambda: [mounted])
+    directory = os.open(tmp_path, os.O_RDONLY)
+    try:
+        if is_believed:
+            assert copies._value(directory) == b"anything"
+        else:
+            with pytest.raises(OSError, match="No data available"):
+                copies._value(directory)
+    finally:
+        os.close(directory)
+
+
+def test_a_directory_whose_owner_says_where_copies_are_is_read_itself(
+    mount: FakeMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.setxattr(mount.root, copies.ATTRIBUTE, mount.value(0))
+    monkeypatch.undo()
+    with Dataset(mount.root) as dataset:
+        assert dataset.get_many(NAMES) == [mount.of_file(name) for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"[" * 100_000,
+        b'{"records": "/dev/null", "term": 1, "acls": false, "directories": {}}',
+        b'{"records": "%s", "term": 1%s, "acls": false, "directories": {}}',
+    ],
+    ids=["nested", "device", "large"],
+)
+def test_a_wrong_value_of_the_attribute_is_no_failure(
+    mount: FakeMount, monkeypatch: pytest.MonkeyPatch, value: bytes
+) -> None:
+    if b"%s" in value:
+        value %= (bytes(mount.root / "a/1"), b"0" * 30)
+    monkeypatch.setattr(copies, "_value", lambda directory: value)
+    with Dataset(mount.root) as dataset:
+        assert dataset.get_many(NAMES) == [mount.of_file(name) for name in NAMES]
