@@ -177,7 +177,7 @@ class ExtendedAttributes:
         is_written = writing is not None and self._names.is_rewritten(ino)
         if writing is not None and is_written and name not in (XATTR_TIER, XATTR_STATE):
             return writing.xattr(ino, name)
-        if name in (found := self.of_source(ino)):
+        if not name.startswith(_OURS) and name in (found := self.of_source(ino)):
             return found[name]
         if not self._names.attributes(ino).is_file:
             # Each open is recorded, or is answered in a way of its own.
@@ -206,7 +206,7 @@ class ExtendedAttributes:
         SourceError."""
         lists = [name for name in acl.NAMES if self._acl(ino, name)]
         if self._writing is None:
-            return [*lists, *self.of_source(ino)]
+            return lists + [it for it in self.of_source(ino) if not it.startswith(_OURS)]
         there = await self._writing.xattrs_elsewhere(ino)
         return lists + (list(there) if there is not None else self._writing.xattrs(ino))
 
