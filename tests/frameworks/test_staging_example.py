@@ -49,5 +49,5 @@ def test_the_example_of_the_document_prepares_each_batch_once(tmp_path: Path) ->
     found = re.findall(
         r"^rate (\S+), epoch 1: .*, prepared (\d+) batches$", done.stdout, re.MULTILINE
     )
-    assert sorted(rate for rate, _ in found) == ["0.01", "0.1"]
+    assert sorted(rate for rate, _ in found) == ["0.01", "0.1"], done.stdout
     assert sum(int(prepared) for _, prepared in found) == 2 * FILES // 2
