@@ -32,7 +32,7 @@ _LOOK_S = 2.0
 _STEP_S = 0.2
 # The pause after a file could not be written, in seconds: each attempt reads all of its bytes.
 _AGAIN_S = 30.0
-_NEW = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WAY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -144,6 +144,9 @@ class Recovery:
 
     def _write_in(self, directory: int, name: bytes, content: int, record: Record) -> None:
         staged, beside = _names_beside(name, record)
+        # An earlier attempt may have left it, or another user may have made it, to get the bytes.
+        with suppress(FileNotFoundError):
+            os.unlink(staged, dir_fd=directory)
         try:
             with closing_fd(os.open(staged, _NEW, 0o600, dir_fd=directory)) as fd:
                 copy_data(content, fd, record.size)

@@ -156,6 +156,21 @@ def test_no_symbolic_link_is_followed(tmp_path: Path) -> None:
     assert (rig.held.files, rig.made.recovered) == (3, 1)
 
 
+def test_a_file_of_another_user_gets_no_bytes(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, record_of(b"a"))
+    other = rig.mountpoint / "other"
+    other.write_bytes(b"of another user")
+    (rig.mountpoint / ".01234567-7.recovering").hardlink_to(other)
+
+    async def scene() -> None:
+        await rig.later(80)
+
+    play(rig, scene)
+    assert set(rig.mountpoint.iterdir()) == {rig.mountpoint / "a", other}
+    assert (rig.mountpoint / "a").read_bytes() == CONTENT
+    assert other.read_bytes() == b"of another user"
+
+
 def test_a_directory_beneath_a_mount_that_is_gone_is_not_written(tmp_path: Path) -> None:
     rig = Rig(tmp_path, record_of(b"ckpt/a"))
     rig.is_mounted = False
