@@ -157,7 +157,10 @@ class Recovery:
             try:
                 rename_new(directory, staged, name)
             except FileExistsError:
-                os.rename(staged, beside, src_dir_fd=directory, dst_dir_fd=directory)
+                if _is_there(directory, beside, record):
+                    os.unlink(staged, dir_fd=directory)
+                else:
+                    rename_new(directory, staged, beside)
                 log.warning(
                     "%r exists with other bytes: what another node has written is %r",
                     *(os.fsdecode(record.path), os.fsdecode(beside)),

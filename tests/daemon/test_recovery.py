@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_is_tried_again_later(
     (rig.mountpoint / "a").write_bytes(b"of this node")
     # The name beside it is taken, too.
     taken = rig.mountpoint / "a.recovered-01234567-7"
-    (taken / "of others").mkdir(parents=True)
+    taken.write_bytes(b"of others")
     tried: list[Record] = []
     opened = rig.held.open
 
@@ -208,11 +208,15 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_is_tried_again_later(
             await rig.later(1)
         assert len(tried) == 1
         await rig.later(40)
-        assert len(tried) == 2
+        assert len(tried) == 2 and rig.held.files == 1
+        assert taken.read_bytes() == b"of others"
+        # As after an end behind the rename.
+        taken.write_bytes(CONTENT)
+        await rig.later(40)
+        assert (len(tried), rig.held.files) == (3, 0)
 
     play(rig, scene)
     assert set(rig.mountpoint.iterdir()) == {rig.mountpoint / "a", taken}
-    assert rig.held.files == 1
 
 
 def test_an_owner_is_not_gone_while_the_source_does_not_answer(tmp_path: Path) -> None:
