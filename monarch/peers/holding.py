@@ -83,6 +83,9 @@ class Holding:
         self._is_recoverable = is_recoverable
         self._threads = ThreadPool(_THREADS, "held files", abandon=True)
         self._asks = ThreadPool(_THREADS, "replicas", abandon=True)
+        # Short calls do not wait for those that move whole files.
+        self._removals = ThreadPool(1, "held files removed", abandon=True)
+        self._requests = ThreadPool(_THREADS, "replica requests", abandon=True)
         self._limiter = Limiter(log)
         # The files that other members are asked to keep now. No earlier daemon had these numbers.
         self._offered: dict[int, Record] = {}
@@ -103,7 +106,7 @@ class Holding:
         if kind == "held":
             return OK if self.held.has(whose, number) else NOT_KEPT, b"", ""
         if kind == "forget":
-            await self._threads.run(self.held.forget, whose, number)
+            await self._removals.run(self.held.forget, whose, number)
             return OK, b"", ""
         record = self._offered.get(number)
         if record is None or whose != self._own:
@@ -197,12 +200,12 @@ class Holding:
     async def is_held(self, client: PeerClient, record: Record) -> bool:
         """Whether a member answers, and keeps a file."""
         name = f"held/{record.token}/{record.number}"
-        return await self._asks.run(self._told, client, name, _now() + _LEAST_S)
+        return await self._requests.run(self._told, client, name, _now() + _LEAST_S)
 
     async def forget(self, client: PeerClient, token: str, number: int) -> bool:
         """Lets a member remove a file, or all of a mount; False if it does not answer."""
         name = f"forget/{token}/{number}"
-        return await self._asks.run(self._told, client, name, _now() + _LEAST_S)
+        return await self._requests.run(self._told, client, name, _now() + _LEAST_S)
 
     async def forget_all(self, token: str) -> bool:
         """Lets all members remove the files of a mount; whether all of them answered."""

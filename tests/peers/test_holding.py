@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,25 @@ def test_a_file_is_kept_by_another_member_until_that_is_not_needed(tmp_path: Pat
         assert await owner.forget(client, TOKEN, 300)
         assert not await owner.is_held(client, record) and not other.held.files
         assert await owner.forget_all(TOKEN)
+
+    with_pair(tmp_path, check)
+
+
+def test_short_requests_do_not_wait_for_whole_files(tmp_path: Path) -> None:
+    async def check(pair: Pair) -> None:
+        owner, other = pair.members
+        record = pair.record()
+        assert await owner.ask(record) is pair.clients[1]
+        ended = threading.Event()
+        try:
+            for _ in range(holdings._THREADS):
+                owner._asks.start(ended.wait)
+                other._threads.start(ended.wait)
+            assert await owner.is_held(pair.clients[1], record)
+            assert await owner.forget(pair.clients[1], TOKEN, 300)
+            assert not other.held.files
+        finally:
+            ended.set()
 
     with_pair(tmp_path, check)
 
