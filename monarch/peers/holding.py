@@ -203,7 +203,10 @@ class Holding:
         return await self._requests.run(self._told, client, name, _now() + _LEAST_S)
 
     async def forget(self, client: PeerClient, token: str, number: int) -> bool:
-        """Lets a member remove a file, or all of a mount; False if it does not answer."""
+        """Lets a member remove a file, or all of a mount; False if it does not answer, or is not
+        asked because it has not answered."""
+        if not client.breaker.admits(_now()):
+            return False
         name = f"forget/{token}/{number}"
         return await self._requests.run(self._told, client, name, _now() + _LEAST_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,17 @@ def test_bytes_are_given_only_while_they_are_offered(tmp_path: Path) -> None:
         # It still works.
         assert await owner.ask(pair.record()) is pair.clients[1]
         assert other.held.files == 1
+
+    with_pair(tmp_path, check)
+
+
+def test_a_member_that_is_left_out_gets_no_removals(tmp_path: Path) -> None:
+    async def check(pair: Pair) -> None:
+        client = pair.clients[1]
+        for _ in range(10):
+            client.breaker.failed(time.monotonic() + 1000)
+        assert not await pair.members[0].forget_all(TOKEN)
+        assert not client.was_asked
 
     with_pair(tmp_path, check)
 
