@@ -85,6 +85,8 @@ class Replication:
         # Whether other nodes may keep files that the source has: an earlier mount may have sent
         # some.
         self._is_stale = drain.queue.last_seq > 0
+        # Held while other nodes remove all files: a file that is sent meanwhile would be lost.
+        self._clearing = trio.Lock()
         # Files that other nodes have taken, and those that none took, each time.
         self.sent = self.not_taken = 0
 
@@ -118,7 +120,6 @@ class Replication:
         """Sends a file that was made safe here, unless the source has it."""
         node = self._names.node(ino)
         if node is not None and self._is_only_here(node):
-            self._wanted.add(node.object)
             await self._send(node)
 
     async def renamed(self) -> None:
@@ -138,7 +139,11 @@ class Replication:
     async def _send(self, node: Node) -> None:
         """Lets another node keep a file, unless one does, or it was sent a short time ago."""
         number = node.object
+        # It stays wanted until this ends, so no removal of all files begins.
+        self._wanted.add(number)
         async with self._turns[number]:
+            async with self._clearing:
+                pass
             if (
                 self._lease is None
                 or self._lease.trouble
@@ -185,12 +190,16 @@ class Replication:
             await self._check()
             self._check_s = now + CHECK_S
         if self._is_stale and not self._wanted and not self._drain.queue.last_seq:
-            self._is_stale = not await self._holding.forget_all(self._token)
+            async with self._clearing:
+                self._is_stale = not await self._holding.forget_all(self._token)
 
     async def _follow(self, number: int) -> None:
         node = self._object_table.node(number)
         if node is not None and self._is_only_here(node):
             await self._send(node)
+        elif self._turns[number].locked():
+            # It is being sent.
+            return
         elif node is None or not node.names or self._drained.is_clean(node):
             self._wanted.discard(number)
             self._turns.pop(number, None)

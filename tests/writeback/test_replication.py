@@ -47,6 +47,9 @@ class Rig:
         self.asked: list[Record] = []
         self.forgotten: list[tuple[str, int]] = []
         self.is_held = True
+        # Run in the middle of a request.
+        self.while_asked: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        self.while_cleared: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._object = object_path(directory, 7)
         self._object.parent.mkdir()
         self.write(1000)
@@ -55,7 +58,7 @@ class Rig:
         class Holding:
             async def ask(self, record: Record) -> Any:
                 rig.asked.append(record)
-                await trio.lowlevel.checkpoint()
+                await rig.while_asked()
                 return rig.takers[0] if rig.takers else None
 
             async def is_held(self, client: Any, record: Record) -> bool:
@@ -66,6 +69,7 @@ class Rig:
                 return True
 
             async def forget_all(self, token: str) -> bool:
+                await rig.while_cleared()
                 rig.forgotten.append(("all", 0))
                 return True
 
@@ -198,6 +202,49 @@ def test_a_node_that_fails_or_has_lost_a_file_does_not_count(tmp_path: Path) -> 
         rig.is_held, rig.takers = False, []
         await rig.later(6)
         assert rig.durable(rig.node) == b"local" and rig.made.kept == 0
+
+    play(tmp_path, scene)
+
+
+def test_a_file_is_not_sent_while_other_nodes_remove_all(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        await rig.fsync()
+        asked = len(rig.asked)
+
+        async def until_it_waits_or_is_sent() -> None:
+            while len(rig.asked) == asked and not rig.made._clearing.statistics().tasks_waiting:
+                await trio.lowlevel.checkpoint()
+            assert len(rig.asked) == asked
+
+        async def again() -> None:
+            rig.base, rig.waiting = b"local", 1
+            rig.write(2000)
+            nursery.start_soon(rig.fsync)
+            await until_it_waits_or_is_sent()
+
+        rig.base, rig.waiting, rig.while_cleared = b"source", 0, again
+        async with trio.open_nursery() as nursery:
+            await rig.later(2)
+        assert rig.forgotten == [("n1", 7), ("all", 0)]
+        assert rig.durable(rig.node) == b"peer"
+        rig.base, rig.waiting, rig.while_cleared = b"source", 0, trio.lowlevel.checkpoint
+        await rig.later(2)
+        assert rig.forgotten == [("n1", 7), ("all", 0)] * 2
+
+    play(tmp_path, scene)
+
+
+def test_a_file_that_the_source_gets_while_it_is_sent_is_forgotten(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        async def drained() -> None:
+            rig.base, rig.waiting = b"source", 0
+            await rig.later(2)
+            assert not rig.forgotten
+
+        rig.while_asked = drained
+        await rig.fsync()
+        await rig.later(2)
+        assert rig.forgotten == [("n1", 7), ("all", 0)] and rig.made.kept == 0
 
     play(tmp_path, scene)
 
