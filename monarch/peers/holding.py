@@ -137,18 +137,20 @@ class Holding:
     async def _receive(self, client: PeerClient, key: tuple[str, int]) -> None:
         is_kept = False
         try:
-            is_kept = await self._threads.run(self._fetch, client, *key)
-        except (PeerFailed, MonarchError, OSError, ValueError) as error:
-            self._limiter.warning(
-                f"held {client.name}", "a file of node %s is not kept: %s", client.name, error
-            )
+            try:
+                is_kept = await self._threads.run(self._fetch, client, *key)
+            except (PeerFailed, MonarchError, OSError, ValueError) as error:
+                self._limiter.warning(
+                    f"held {client.name}", "a file of node %s is not kept: %s", client.name, error
+                )
+            finally:
+                self._arriving[key] = is_kept
+                with trio.CancelScope(shield=True):
+                    async with self._arrived:
+                        self._arrived.notify_all()
+            await trio.sleep(_KEPT_S)
         finally:
-            self._arriving[key] = is_kept
-            with trio.CancelScope(shield=True):
-                async with self._arrived:
-                    self._arrived.notify_all()
-        await trio.sleep(_KEPT_S)
-        del self._arriving[key]
+            self._arriving.pop(key, None)
 
     def _fetch(self, client: PeerClient, member: str, offer: int) -> bool:
         """Gets a file from the member that has written it. Raises PeerFailed, OSError, and

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any, cast
 
 import pytest
 import trio
@@ -17,7 +18,7 @@ import xxhash
 from monarch.peers import holding as holdings
 from monarch.peers.answers import Answers
 from monarch.peers.breaker import Breaker
-from monarch.peers.client import NOT_KEPT, PeerClient
+from monarch.peers.client import NOT_KEPT, Answer, PeerClient, PeerFailed
 from monarch.peers.engine import Engine, find_engine
 from monarch.peers.held import HeldFiles, Record
 from monarch.peers.hello import MemberKey
@@ -181,6 +182,26 @@ def test_a_file_that_could_not_be_recovered_is_not_kept(tmp_path: Path) -> None:
         assert not pair.members[1].held.files
 
     with_pair(tmp_path, check)
+
+
+def test_an_offer_is_not_known_after_its_task_was_cancelled(tmp_path: Path) -> None:
+    class Failing:
+        name = "two"
+
+        def get(self, name: str, size: int) -> Answer:
+            raise PeerFailed("slow")
+
+    async def main() -> None:
+        holding = Holding(
+            *(HeldFiles(tmp_path, 1), {"2": cast(Any, Failing())}, "1", 60.0),
+            *(lambda number: tmp_path, lambda record: True),
+        )
+        async with trio.open_nursery() as nursery:
+            assert await holding._hold("2", 5, nursery) == NOT_KEPT
+            nursery.cancel_scope.cancel()
+        assert not holding._arriving
+
+    trio.run(main)
 
 
 def test_a_member_knows_a_limited_number_of_offers(
