@@ -83,8 +83,10 @@ class Replication:
         self._due_s: dict[int, float] = {}
         self._check_s = -math.inf
         # Whether other nodes may keep files that the source has: an earlier mount may have sent
-        # some.
-        self._is_stale = drain.queue.last_seq > 0
+        # some, and may have ended between its drain and their removal.
+        self._is_stale = True
+        # When other nodes may be asked again to remove all files.
+        self._clear_s = -math.inf
         # Held while other nodes remove all files: a file that is sent meanwhile would be lost.
         self._clearing = trio.Lock()
         # Files that other nodes have taken, and those that none took, each time.
@@ -189,9 +191,12 @@ class Replication:
         if (now := trio.current_time()) >= self._check_s:
             await self._check()
             self._check_s = now + CHECK_S
-        if self._is_stale and not self._wanted and not self._drain.queue.last_seq:
+        is_all_drained = not self._wanted and not self._drain.queue.last_seq
+        if self._is_stale and is_all_drained and now >= self._clear_s:
             async with self._clearing:
                 self._is_stale = not await self._holding.forget_all(self._token)
+            if self._is_stale:
+                self._clear_s = now + _PAUSE_S
 
     async def _follow(self, number: int) -> None:
         node = self._object_table.node(number)

@@ -46,7 +46,7 @@ class Rig:
         self.takers = self.nodes[:1]
         self.asked: list[Record] = []
         self.forgotten: list[tuple[str, int]] = []
-        self.is_held = True
+        self.is_held = self.answers = True
         # Run in the middle of a request.
         self.while_asked: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self.while_cleared: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
@@ -71,7 +71,7 @@ class Rig:
             async def forget_all(self, token: str) -> bool:
                 await rig.while_cleared()
                 rig.forgotten.append(("all", 0))
-                return True
+                return rig.answers
 
         self.made = Replication(
             cast(Any, SimpleNamespace(node=lambda ino: self.node, visible_path=self.visible_path)),
@@ -257,6 +257,20 @@ def test_without_a_lease_at_the_source_nothing_is_sent(tmp_path: Path) -> None:
         rig.lease.trouble = ""
         await rig.later(2)
         assert rig.durable(rig.node) == b"peer"
+
+    play(tmp_path, scene)
+
+
+def test_a_mount_removes_at_its_start_what_an_earlier_one_has_left(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        rig.base, rig.waiting, rig.answers = b"source", 0, False
+        for _ in range(3):
+            await rig.later(1)
+        assert rig.forgotten == [("all", 0)]
+        rig.answers = True
+        for _ in range(2):
+            await rig.later(6)
+        assert rig.forgotten == [("all", 0)] * 2
 
     play(tmp_path, scene)
 
