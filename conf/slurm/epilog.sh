@@ -28,7 +28,7 @@ report() { # ENTRY...: pages about the mounts of the job, written with the right
         path=${MONARCH_REPORT//%u/$user} path=${path//%j/$JOB}
         path=${path//%n/$SLURMD_NODENAME} path=${path//%m/${entry%%:*}}
         # A directory of the user may hang, and anything may be in the place of the page.
-        timeout 60 monarch report "${entry#*:}" -o "$page" 8>&- &&
+        timeout -k 5 60 monarch report "${entry#*:}" -o "$page" 8>&- &&
             timeout -k 5 60 setpriv --reuid="$SLURM_JOB_UID" --regid="$(id -g "$SLURM_JOB_UID")" \
                 --init-groups sh -c 'cat >"$1.part" && mv -f "$1.part" "$1" || { rm -f "$1.part"; exit 1; }' \
                 sh "$path" <"$page" 8>&- ||
