@@ -41,7 +41,7 @@ _NOTE_VERSION = 1
 # that was built or copied there.
 _OURS = re.compile(
     r"lock|control\.sock|daemon\.log.*|.*\.lmdb.*|residency-.*|.*\.part|mount\.json|lost\.json"
-    r"|undrained\.json|figures\.json|peers"
+    r"|undrained\.json|figures\.json|peers|held"
 )
 # The longest files that are taken for a note and for figures.
 _MAX_NOTE_BYTES = 256 * 1024
