@@ -60,8 +60,9 @@ def unpack(path: Path, directory: Path, *, set_id: bool, progress: Progress) -> 
     """Writes the tree of the pack ``path`` to ``directory``, which must be new or empty.
 
     Owners are set by root only. Set-user-ID and set-group-ID bits are set with ``set_id``, and only
-    on files of the user of this process. Device files are left out. Raises PackError if the pack is
-    damaged or the tree cannot be written, and UsageError for a directory in use.
+    on files of the user of this process; not on those whose owner root may not set. Device files
+    are left out. Raises PackError if the pack is damaged or the tree cannot be written, and
+    UsageError for a directory in use.
     """
     directory = Path(os.path.abspath(directory))
     name = escape_text(os.fspath(directory))
@@ -239,15 +240,19 @@ class _Unpacking:
     def _finish_entry(self, record: Record) -> None:
         """The attributes of an entry that cannot be opened: a symbolic link, a fifo, a socket."""
         name, parent = _name(record), self._parent(record)
-        self._set_owner(record, partial(os.chown, name, dir_fd=parent, follow_symlinks=False))
+        chown = partial(os.chown, name, dir_fd=parent, follow_symlinks=False)
+        is_owner_set = self._set_owner(record, chown)
         if not stat.S_ISLNK(record.mode):
             # Not through a link: the name was made in a directory that is closed to others.
-            os.chmod(name, self._mode(record), dir_fd=parent)
+            os.chmod(name, self._mode(record, is_owner_set=is_owner_set), dir_fd=parent)
         times = (record.mtime_ns, record.mtime_ns)
         os.utime(name, ns=times, dir_fd=parent, follow_symlinks=False)
 
-    def _mode(self, record: Record) -> int:
+    def _mode(self, record: Record, *, is_owner_set: bool) -> int:
         mode = stat.S_IMODE(record.mode)
+        if not is_owner_set:
+            # The entry belongs to another user or group, whose rights a program must not get.
+            return mode & ~_SET_ID
         if mode & _SET_ID and not (self._set_id and record.uid == os.geteuid()):
             if self._set_id:
                 self._leave_out(record, "set-ID bits are set only on your own files")
@@ -258,14 +263,15 @@ class _Unpacking:
         # User attributes need the permission to write, which the mode may not give. A change of
         # the owner removes set-ID bits, and a mode changes the mask of an ACL.
         self._set_xattrs(record, fd, b"user.")
-        self._set_owner(record, partial(os.fchown, fd))
-        os.fchmod(fd, self._mode(record))
+        is_owner_set = self._set_owner(record, partial(os.fchown, fd))
+        os.fchmod(fd, self._mode(record, is_owner_set=is_owner_set))
         self._set_xattrs(record, fd, b"system.")
         os.utime(fd, ns=(record.mtime_ns, record.mtime_ns))
 
-    def _set_owner(self, record: Record, chown: Callable[..., None]) -> None:
+    def _set_owner(self, record: Record, chown: Callable[..., None]) -> bool:
+        """False if root may not set the owner. Other users set none."""
         if not self._is_root:
-            return
+            return True
         try:
             chown(uid=record.uid, gid=record.gid)
         except OSError as error:
@@ -273,6 +279,8 @@ class _Unpacking:
             if error.errno not in (errno.EPERM, errno.EINVAL):
                 raise
             self._leave_out(record, f"its owner {record.uid}:{record.gid} cannot be set")
+            return False
+        return True
 
     def _set_xattrs(self, record: Record, fd: int, prefix: bytes) -> None:
         for name, value in record.xattrs:

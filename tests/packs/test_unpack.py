@@ -203,6 +203,32 @@ def test_owners_that_this_root_may_not_set_are_listed(
     assert (tmp_path / "again/mine").stat().st_uid == 1234
 
 
+@needs_root
+def test_set_id_bits_are_not_set_if_the_owner_cannot_be_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the program would have the rights of a group that it does not have in the pack."""
+    source = tmp_path / "source"
+    (source / "directory").mkdir(parents=True)
+    (source / "program").touch()
+    os.mkfifo(source / "fifo")
+    names = ("directory", "program", "fifo")
+    for name in names:
+        os.chown(source / name, 0, 4321)
+        (source / name).chmod(0o6755)
+    pack(source, tmp_path / "pack")
+
+    def refuse(path: object, uid: int, gid: int, **options: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(unpacking.os, "fchown", refuse)
+    monkeypatch.setattr(unpacking.os, "chown", refuse)
+    report = unpacked(tmp_path / "pack", tmp_path / "again", set_id=True)
+    assert {os.fsencode(name) for name in names} <= {each.path for each in report.left_out}
+    modes = [stat.S_IMODE((tmp_path / "again" / name).stat().st_mode) for name in names]
+    assert modes == [0o755] * 3
+
+
 @pytest.mark.promise(224)
 @needs_root
 def test_a_device_file_is_packed_and_not_made(tmp_path: Path) -> None:
