@@ -188,8 +188,18 @@ def _group_runs(process: subprocess.Popen[bytes]) -> bool:
         except ProcessLookupError:
             return False
     group = str(process.pid).encode()
-    stats = (process_stat(int(name)) for name in os.listdir("/proc") if name.isdecimal())
-    return any(stat is not None and stat[2] == group and stat[0] != b"Z" for stat in stats)
+    return any(_runs_in(group, int(name)) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def _runs_in(group: bytes, pid: int) -> bool:
+    """Whether the process ``pid`` runs, and is of the process group ``group``."""
+    try:
+        stat = process_stat(pid)
+    except PermissionError:
+        # /proc is mounted with hidepid=1, and the process is one of another user, which this
+        # process cannot end either.
+        return False
+    return stat is not None and stat[2] == group and stat[0] != b"Z"
 
 
 def _last_lines(log: Path) -> list[str]:
