@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from monarch.analysis.profile import encode
+from monarch.analysis.whatif import Change, changes
 from monarch.cli.main import cli
 from monarch.errors import MonarchError, UsageError
 from tests.analysis.test_stalls import profile, run, runs
@@ -65,12 +67,31 @@ def test_nodes_and_packs_are_predicted_and_what_is_not_known_is_said(measured: P
     ("options", "complaint"),
     [
         (("--nodes", "99999"), "at most 16,384 nodes"),
-        (("--tier", ",".join(["1MB"] * 200), "--cores", ",".join(["1"] * 100)), "20,000 predict"),
+        (
+            ("--tier", ",".join(["1MB"] * 200), "--cores", ",".join(["1"] * 100)),
+            "more than 10,000 predictions",
+        ),
     ],
 )
 def test_too_much_is_refused(measured: Path, options: tuple[str, ...], complaint: str) -> None:
     error = whatif(measured, *options).exception
     assert isinstance(error, UsageError) and complaint in str(error)
+
+
+def test_no_more_combinations_are_made_than_are_shown(
+    measured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Change] = []
+
+    def counted(*arguments: Any, **options: Any) -> Iterator[Change]:
+        for change in changes(*arguments, **options):
+            made.append(change)
+            yield change
+
+    monkeypatch.setattr("monarch.cli.whatif.changes", counted)
+    many = ("--tier", ",".join(["1MB"] * 200), "--cores", ",".join(["1"] * 100))
+    assert isinstance(whatif(measured, *many).exception, UsageError)
+    assert len(made) == 10_001
 
 
 def test_a_profile_without_two_shares_predicts_nothing(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import click
@@ -115,19 +116,20 @@ def whatif(
         raise UsageError(f"--nodes: at most {MOST_MEMBERS:,} nodes can share their tiers")
     job = Measured(model, result.epoch_bytes, result.epoch_batches)
     whole = max(result.epoch_bytes, 1.0)
-    asked = [
-        *changes(
-            model,
-            tiers=tiers or [round(share * whole) for share in _SHARES],
-            cores=cores,
-            sources=sources,
-            nodes=nodes,
-            network=network,
-            packs=packs,
-        )
-    ]
+    combinations = changes(
+        model,
+        tiers=tiers or [round(share * whole) for share in _SHARES],
+        cores=cores,
+        sources=sources,
+        nodes=nodes,
+        network=network,
+        packs=packs,
+    )
+    asked = list(islice(combinations, _MOST_ROWS + 1))
     if len(asked) > _MOST_ROWS:
-        raise UsageError(f"these are {len(asked):,} predictions, and at most {_MOST_ROWS:,} go")
+        raise UsageError(
+            f"these are more than {_MOST_ROWS:,} predictions", hint="name fewer values"
+        )
     rows = [predicted(job, each) for each in asked]
     error = result.model_error or 0.0
     taken = [*assumptions(model, rows, profile.cores)]
