@@ -206,6 +206,21 @@ def test_a_part_of_a_byte_a_second_is_not_taken_for_no_limit(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    "processes",
+    ["user:no", "user:on", "user:true", "user:null", "user:0", "user:alice", "user:a'b"]
+    + ["cgroup:/a, b: c/#d", "cgroup:/job's"],
+)
+def test_users_and_groups_are_text_in_the_quotas(
+    plan: Path, tmp_path: Path, processes: str
+) -> None:
+    done = run(plan, "-o", tmp_path / "out", "--job", f"resnet={processes}")
+    assert done.exception is None
+    kind, _, name = processes.partition(":")
+    [found] = yaml.safe_load(content(tmp_path / "out")["n01.quotas.yaml"])["quotas"]
+    assert found == {kind: name, "tier": 3000, "source_bandwidth": 2_000_000}
+
+
+@pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"monarch_plan": 2}', '{"monarch_plan": 1}', "[" * 100_000, "\0"]
 )
 def test_a_file_that_is_no_plan_is_refused(plan: Path, tmp_path: Path, text: str) -> None:

@@ -216,10 +216,11 @@ def _files(plan: PlanReport, whos: Mapping[str, Who], tier_path: str) -> dict[st
 
 
 def _yaml(value: object) -> str:
+    """An integer, or a string in quotes: without them ``no`` and ``null`` are other values."""
     if isinstance(value, int):
         return str(value)
-    text = str(value)
-    return text if re.fullmatch(r"[A-Za-z/][A-Za-z0-9_./-]*", text) else f"'{text}'"
+    text = str(value).replace("'", "''")
+    return f"'{text}'"
 
 
 def _lines(applied: Applied) -> list[str]:
