@@ -176,6 +176,8 @@ class Dataset:
     def close(self) -> None:
         """Closes the directory. Bytes that were read stay valid."""
         fd, self._fd = self._fd, -1
+        # Their directories are closed as soon as no call reads from them.
+        self._copies = Copies()
         if fd >= 0:
             os.close(fd)
 
