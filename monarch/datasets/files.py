@@ -145,6 +145,9 @@ class Dataset:
 
     def _fill(self, names: tuple[Name, ...], into: memoryview) -> list[memoryview]:
         places = self._read(names, into)
+        if (places[:, 0] == _NO_ROOM).any() and int(places[:, 1].sum()) <= len(into):
+            # The read of a copy has failed, and its file has taken room once more.
+            places = self._read(names, into, with_copies=False)
         if (places[:, 0] == _NO_ROOM).any():
             needed = int(places[:, 1].sum())
             raise ValueError(
@@ -152,7 +155,9 @@ class Dataset:
             )
         return _views(into, places)
 
-    def _read(self, names: tuple[Name, ...], buffer: memoryview) -> Places:
+    def _read(
+        self, names: tuple[Name, ...], buffer: memoryview, *, with_copies: bool = True
+    ) -> Places:
         """The place of each file in the buffer, of shape (n, 2). Raises OSError."""
         if self._fd < 0:
             raise ValueError("the data set is closed")
@@ -161,7 +166,8 @@ class Dataset:
         least = min(self._threads, cores, 1 + len(names) // _FILES_A_THREAD)
         most = min(self._threads, max(1, len(names)))
         # Kept until all files are read.
-        copies = self._copies.now(self._fd) if _read_many is not None else None
+        is_asked = with_copies and _read_many is not None
+        copies = self._copies.now(self._fd) if is_asked else None
         table = b"" if copies is None else copies.table
         found = read(self._fd, names, buffer, least, most, table)
         places = np.frombuffer(found, np.int64).reshape(len(names), 2).copy()

@@ -7,10 +7,12 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from monarch.datasets import copies
+from monarch.datasets import copies, files
 from monarch.datasets.files import Dataset
 from monarch.posix.mounts import MountedFileSystem
 from monarch.tiers.contents import copy_name, put_seal
@@ -354,3 +356,30 @@ def test_a_wrong_value_of_the_attribute_is_no_failure(
     monkeypatch.setattr(copies, "_value", lambda directory: value)
     with Dataset(mount.root) as dataset:
         assert dataset.get_many(NAMES) == [mount.of_file(name) for name in NAMES]
+
+
+def test_files_fit_into_their_sizes_although_the_read_of_a_copy_fails(
+    mount: FakeMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_many = files._read_many
+    assert read_many is not None
+    tables: list[int] = []
+
+    def reads(*arguments: Any) -> bytes:
+        table = arguments[-1]
+        tables.append(len(table))
+        places = np.frombuffer(read_many(*arguments), np.int64).reshape(-1, 2).copy()
+        if len(table):
+            # The first file has taken the room of the last one as well.
+            places[-1, 0] = files._NO_ROOM
+        return places.tobytes()
+
+    monkeypatch.setattr(files, "_read_many", reads)
+    expected = [mount.of_file(name) for name in NAMES]
+    with Dataset(mount.root) as dataset:
+        memory = bytearray(3 * SIZE)
+        assert dataset.get_many(NAMES, into=memory) == expected
+        assert tables[0] > 0 and tables[1:] == [0]
+        with pytest.raises(ValueError, match="3 files have 27,000 bytes, and the buffer 26,999"):
+            dataset.get_many(NAMES, into=bytearray(3 * SIZE - 1))
+    assert len(tables) == 3
