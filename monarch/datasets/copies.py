@@ -80,7 +80,7 @@ class Copies:
         descriptors are used."""
         by, now_s = (os.geteuid(), os.getegid(), os.getgroups()), time.monotonic()
         if by != self._asked_by or now_s - self._asked_s >= _ASK_S:
-            # Another thread must not use what is not known to be right.
+            # Other threads must not use the last answer while the mount is asked.
             opened, self._opened = self._opened, None
             self._opened = _asked(directory, opened if by == self._asked_by else None)
             self._asked_by, self._asked_s = by, now_s
