@@ -47,8 +47,8 @@ _MOST_PIECES, _MOST_PIECES_OF_ALL = 128, 256
 # The processor time of all messages between two looks, in seconds. A ``begin`` reads the groups of
 # its process: 65,536 groups, as in a user namespace, take tens of milliseconds.
 _MOST_S, _MOST_S_OF_ALL = 0.2, 0.4
-# What a user may read is kept for so many sets of groups: up to 4 MB each.
-_MOST_ACCESS = 8
+# What a user may read is kept for so many sets of groups of one user, and of all: up to 4 MB each.
+_MOST_ACCESS, _MOST_ACCESS_OF_ALL = 8, 64
 # After this time without a message or an open, an order of a process that cannot be seen ends.
 _IDLE_S = 600.0
 # The users whose refusals have lines of their own in the log: one person may have 65,536 in a user
@@ -164,7 +164,10 @@ class Hints:
                 descriptor = NO_DESCRIPTOR
         by = credentials_of(caller.pid, caller.uid, caller.gid)
         access = self._access.get(by)
-        if access is None and sum(each.uid == by.uid for each in self._access) >= _MOST_ACCESS:
+        if access is None and (
+            len(self._access) >= _MOST_ACCESS_OF_ALL
+            or sum(each.uid == by.uid for each in self._access) >= _MOST_ACCESS
+        ):
             raise Refused(errno.ENOSPC)
         key = self._announcements.begin(announcer, begin.order)
         access = access or ReadAccess(self._snapshot, by)

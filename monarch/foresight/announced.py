@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from monarch.errors import Refused
 from monarch.foresight.messages import Piece
 from monarch.foresight.positions import Positions
@@ -26,7 +28,7 @@ from monarch.types import Ino
 # in a dictionary and two numbers. Measured with tracemalloc, and rounded up.
 ENTRY_BYTES = 4
 POSITION_BYTES = 8
-WINDOW_BYTES = 160
+WINDOW_BYTES = 176
 # Entries before the cursor are removed when they are so many, and a quarter of all.
 _TRIM = 1 << 12
 # Entries that are taken from one order before the next order is considered.
@@ -95,7 +97,7 @@ class _Order:
         self.items = array("I")
         self.first = self.cursor = self.indexed = self.given = 0
         self.waiting: dict[int, int] = {}
-        self.again: dict[int, deque[int]] = {}
+        self.again: dict[int, list[int]] = {}
         self.seen: set[int] = set()
         self.out: set[int] = set()
         # Positions that ``give`` has passed while an earlier one of the same file waited.
@@ -148,7 +150,7 @@ class _Order:
                     if len(self.seen) <= window // 2:
                         break
                     self.skipped += 1
-                self._pass(ino)
+                self._pass(ino, self.indexed)
             before = self.indexed
             self._fill(window)
             # Entries that are 0 may have filled it.
@@ -162,8 +164,9 @@ class _Order:
 
     def reach(self, position: int, window: int) -> None:
         """Moves the cursor to ``position`` if that is after it."""
-        while self.cursor < min(position, self.indexed):
-            self._pass(self.items[self.cursor - self.first])
+        end = min(position, self.indexed)
+        while self.cursor < end:
+            self._pass(self.items[self.cursor - self.first], end)
         if self.cursor < position:
             self.cursor = self.indexed = position
         self.unmatched = 0
@@ -178,6 +181,9 @@ class _Order:
             else:
                 at = max(self.given, self.cursor)
                 self.given = at + 1
+                if not self.items[at - self.first]:
+                    self.given = self._behind_zeros(at, self.indexed)
+                    continue
             ino = self.items[at - self.first] if at >= self.cursor else 0
             position = self.waiting.get(ino)
             if ino and position == at:
@@ -213,23 +219,37 @@ class _Order:
         found = self.positions.after(ino, self.indexed) if self.positions is not None else None
         return math.inf if found is None else self.base + found
 
-    def _pass(self, ino: int) -> None:
-        """Moves the cursor behind one entry of the window."""
-        if ino:
-            if self.cursor in self.seen:
-                self.seen.remove(self.cursor)
-            else:
-                del self.waiting[ino]
-                self._promote(ino)
-                self.out.discard(self.cursor)
-            self.held -= 1
+    def _pass(self, ino: int, end: int) -> None:
+        """Moves the cursor behind one entry of the window, or behind entries that are 0 and before
+        ``end``."""
+        if not ino:
+            self.cursor = self._behind_zeros(self.cursor, end)
+            return
+        if self.cursor in self.seen:
+            self.seen.remove(self.cursor)
+        else:
+            del self.waiting[ino]
+            self._promote(ino)
+            self.out.discard(self.cursor)
+        self.held -= 1
         self.cursor += 1
+
+    def _behind_zeros(self, position: int, end: int) -> int:
+        """The position after an entry that is 0 and those that follow it, at most ``end``. An order
+        may have millions of them in a row, so they are not read one by one."""
+        position += 1
+        while position < end and not self.items[position - self.first]:
+            count = min(_TRIM, end - position)
+            start = self.items.itemsize * (position - self.first)
+            found = np.flatnonzero(np.frombuffer(self.items, np.uint32, count, start))
+            position += int(found[0]) if len(found) else count
+        return position
 
     def _promote(self, ino: int) -> None:
         """The next position of a file in the window takes the place of the one that was removed."""
         further = self.again.get(ino)
         if further:
-            position = self.waiting[ino] = further.popleft()
+            position = self.waiting[ino] = further.pop(0)
             if position < self.given:
                 self.due.append(position)
             if not further:
@@ -239,10 +259,16 @@ class _Order:
         """Extends the window to its size."""
         while self.indexed < self.end and self.held < window:
             ino = self.items[self.indexed - self.first]
-            if ino:
-                if self.waiting.setdefault(ino, self.indexed) != self.indexed:
-                    self.again.setdefault(ino, deque()).append(self.indexed)
-                self.held += 1
+            if not ino:
+                self.indexed = self._behind_zeros(self.indexed, self.end)
+                continue
+            if self.waiting.setdefault(ino, self.indexed) != self.indexed:
+                if ino in self.again:
+                    self.again[ino].append(self.indexed)
+                else:
+                    # Smaller than an empty list to which a number is appended.
+                    self.again[ino] = [self.indexed]
+            self.held += 1
             self.indexed += 1
 
 
@@ -257,6 +283,10 @@ class Announcements:
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits if limits is not None else Limits()
         self._orders: dict[OrderKey, _Order] = {}
+        # The order that had the file of the last query: the next file is often in the same.
+        self._recent: _Order | None = None
+        # The orders whose readers have not paused.
+        self._busy: list[_Order] = []
         # The time of the latest order that has ended.
         self._past = 0
         self._opened = self._skipped = self._unknown = 0
@@ -280,7 +310,8 @@ class Announcements:
             or sum(1 for _ in self._of_user(announcer.uid)) >= self._limits.user_orders
         ):
             raise Refused(errno.ENOSPC)
-        self._orders[key] = _Order(announcer, self.now, self._limits)
+        self._orders[key] = order = _Order(announcer, self.now, self._limits)
+        self._busy.append(order)
         return key
 
     def extend(self, announcer: Announcer, piece: Piece) -> int:
@@ -316,10 +347,9 @@ class Announcements:
 
     def end(self, key: OrderKey) -> None:
         """Frees an order; does nothing if there is none."""
-        order = self._orders.pop(key, None)
-        if order is not None:
+        if key in self._orders:
             self._ended += 1
-            self._count(order)
+            self._remove(key)
 
     def refused(self) -> None:
         """Counts a message that was refused."""
@@ -350,8 +380,8 @@ class Announcements:
                 if order.unmatched > limits.unmatched:
                     deviating.append(key)
         for key in deviating:
-            self._count(self._orders.pop(key))
             self._deviated += 1
+            self._remove(key)
         return is_known
 
     def next(self, most: int, lead: int) -> list[Ino]:
@@ -378,7 +408,10 @@ class Announcements:
 
     def is_waiting(self, ino: Ino) -> bool:
         """Whether the window of an order has the file and it was not opened."""
-        return any(ino in order.waiting for order in self._orders.values())
+        if self._recent is None or ino not in self._recent.waiting:
+            having = (order for order in self._orders.values() if ino in order.waiting)
+            self._recent = next(having, None)
+        return self._recent is not None
 
     def order_of(self, ino: Ino) -> OrderKey | None:
         """The first order whose window has the file, which was not opened; None if there is
@@ -414,17 +447,15 @@ class Announcements:
 
     def is_idle(self, ino: Ino) -> bool:
         """Whether only orders without a reader now have the file in their windows."""
-        is_found = False
-        for order in self._orders.values():
-            if ino in order.waiting:
-                if not order.is_idle:
-                    return False
-                is_found = True
-        return is_found
+        recent = self._recent if self.is_waiting(ino) else None
+        if recent is None or not recent.is_idle:
+            return False
+        return not any(ino in order.waiting for order in self._busy)
 
     def mark(self, key: OrderKey, *, is_idle: bool) -> None:
         """Records whether the readers of an order have paused for a while."""
         self._orders[key].is_idle = is_idle
+        self._busy = [order for order in self._orders.values() if not order.is_idle]
 
     def reads(self, key: OrderKey) -> int:
         """A number that grows with each entry of an order that is opened or passed."""
@@ -466,7 +497,10 @@ class Announcements:
     def _bytes(self, orders: Iterable[_Order]) -> int:
         return sum(order.bytes_with(0, self._limits.window) for order in orders)
 
-    def _count(self, order: _Order) -> None:
+    def _remove(self, key: OrderKey) -> None:
+        order, self._recent = self._orders.pop(key), None
+        if not order.is_idle:
+            self._busy.remove(order)
         self._past = max(self._past, order.now)
         self._opened += order.opened
         self._skipped += order.skipped

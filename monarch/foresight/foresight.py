@@ -36,6 +36,8 @@ _LEAD = 4096
 _NEAR_PART = 16
 # A job that has opened no file for so many opens of all jobs has paused.
 _PAUSE = 4096
+# Files with copies that are passed before other tasks run: an order may have millions of them.
+_MOST_PASSED = 1024
 # The share of a window that must be beneath one directory: the rest may be other programs.
 _MAJORITY = 0.9
 
@@ -184,8 +186,13 @@ class Foresight:
 
     def next(self, most: int) -> list[Ino]:
         """Up to ``most`` files that should be fetched now, the most urgent first. Each is returned
-        once for each of its reads."""
-        while found := self._next(most):
+        once for each of its reads. If so many have copies that this takes long, none is returned
+        now, and the function of ``on_more`` is called."""
+        passed = 0
+        while passed < _MOST_PASSED:
+            found = self._next(most)
+            if not found:
+                return []
             given = []
             for ino in found:
                 if self._has_copy(ino):
@@ -195,6 +202,8 @@ class Foresight:
                     given.append(ino)
             if given:
                 return given
+            passed += len(found)
+        self._wake()
         return []
 
     def _next(self, most: int) -> list[Ino]:

@@ -233,14 +233,17 @@ async def test_few_sets_of_groups_of_a_user_are_kept(
     monkeypatch.setattr(
         hints, "credentials_of", lambda pid, uid, gid: Credentials(uid, gid, (next(groups),))
     )
+    monkeypatch.setattr(hints, "_MOST_ACCESS_OF_ALL", 10)
     rig.announcements = rig.hints._announcements = Announcements()
-    begins = [encode_begin(Begin(number, NO_DESCRIPTOR, SAMPLES, 0)) for number in range(10)]
+    begins = [encode_begin(Begin(number, NO_DESCRIPTOR, SAMPLES, 0)) for number in range(12)]
     for begin in begins[:8]:
         assert rig.send(begin) == 0
     assert rig.refused(begins[8]) == errno.ENOSPC
     assert rig.send(begins[9], uid=ALICE + 1) == 0
     assert rig.send(encode_end(0)) == 0
     assert rig.send(begins[8]) == 0
+    assert rig.send(begins[10], uid=ALICE + 2) == 0
+    assert rig.refused(begins[11], uid=ALICE + 3) == errno.ENOSPC
 
 
 async def test_an_order_ends_when_its_descriptor_is_closed(

@@ -411,6 +411,20 @@ def test_files_of_an_announced_order_are_not_opened_until_they_are() -> None:
     assert unread(job) == (40, 40 * SIZE)
 
 
+def test_files_with_copies_are_passed_in_short_steps() -> None:
+    job = Job(rate=0)
+    files = list(job.files(TRAIN))
+    job.copies.update(files[:-1])
+    announcer = Announcer(uid=1000, pid=7, started=1)
+    job.foresight.announced.begin(announcer, 1)
+    job.foresight.announced.extend(announcer, Piece(1, 0, array("I", files)))
+    steps = 0
+    while not (found := job.foresight.next(64)):
+        steps += 1
+        assert job.woken == steps, "it is asked again"
+    assert found == files[-1:] and steps >= 3
+
+
 @pytest.mark.promise(182)
 def test_files_of_a_job_that_was_forgotten_are_unread_until_another_opens_them() -> None:
     directories = [(1, 100)] * 80
