@@ -24,11 +24,13 @@ from monarch.frameworks.sampler import ResumableSampler
 
 class NextEpoch:
     """For a loader with ``sampler``, a sampler of samples or of batches. ``generator`` is the one
-    from which the loader draws a seed for its workers in each epoch, if any."""
+    from which the loader draws a seed for its workers in each epoch, if any. An epoch of more than
+    ``most`` indices is not computed."""
 
-    def __init__(self, sampler: Any, generator: torch.Generator | None) -> None:
+    def __init__(self, sampler: Any, generator: torch.Generator | None, most: int) -> None:
         self._sampler = sampler
         self._generator = generator
+        self._most = most
         self._inner = sampler.sampler if type(sampler) is BatchSampler else sampler
         self._last_epoch: int | None = None
 
@@ -48,7 +50,7 @@ class NextEpoch:
         if type(inner) is SequentialSampler:
             return inner
         if type(inner) is RandomSampler and inner.generator is not None:
-            return self._drawn(inner, inner.generator)
+            return self._drawn(inner, inner.generator) if len(inner) <= self._most else None
         if type(inner) not in (DistributedSampler, ResumableSampler, ChunkwiseSampler):
             return None
         last, self._last_epoch = self._last_epoch, inner.epoch

@@ -25,6 +25,10 @@ from monarch.frameworks.sampler import ResumableSampler
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 Paths: TypeAlias = Sequence[AnyPath] | Callable[[int], AnyPath]
 
+# A sampler is asked in advance for at most so many indices, or for so many times the samples of the
+# data set if that is more: an epoch that is to have no end may have a great length instead.
+_MOST_KNOWN, _MOST_TIMES = 1 << 20, 4
+
 
 def announce(loader: Loader, paths: Paths | None = None) -> Loader:
     """A loader with the same batches as ``loader``, in the same order, that announces the files of
@@ -34,27 +38,31 @@ def announce(loader: Loader, paths: Paths | None = None) -> Loader:
     it they are those of ``dataset.samples`` or ``dataset.imgs``, as in torchvision's ImageFolder,
     also within a Subset. In the first epoch the directories of all samples are listed.
 
-    The sampler, or the batch sampler, is asked once an epoch for all indices of that epoch. All
-    random numbers are drawn as without this function, unless a sampler that is not of PyTorch draws
-    some for each index. If the order of the next epoch can be computed without the random numbers
-    of the program (``next_epoch.py``), it is announced, too. Nothing is announced for a sampler
-    without a length, or with a ``state_dict`` that an iteration may change. Raises TypeError if the
-    data set does not name its files, or is iterable.
+    The sampler, or the batch sampler, is asked once an epoch for all indices of that epoch, or for
+    the first ones of an epoch that is much longer than the data set. All random numbers are drawn
+    as without this function, unless a sampler that is not of PyTorch draws some for each index. If
+    the order of the next epoch can be computed without the random numbers of the program
+    (``next_epoch.py``), it is announced, too. Nothing is announced for a sampler without a length,
+    with a ``state_dict`` that an iteration may change, or with indices that are no numbers of
+    samples. Raises TypeError if the data set does not name its files, or is iterable.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         raise TypeError("an iterable data set has no indices; announce the files of its shards")
-    files = AnnouncedFiles(_path_of(dataset, paths), len(cast(Any, dataset)))
+    count = len(cast(Any, dataset))
+    files = AnnouncedFiles(_path_of(dataset, paths), count)
+    most = max(_MOST_KNOWN, _MOST_TIMES * count)
     announcing = copy.copy(loader)
     in_flight = (loader.prefetch_factor or 0) * loader.num_workers
     # Workers that live on keep the seed of the first epoch.
     seeds = None if loader.persistent_workers else loader.generator
     if loader.batch_sampler is None:
-        coming = NextEpoch(loader.sampler, seeds)
-        replaced = {"sampler": _Samples(loader.sampler, files, in_flight, coming)}
+        coming = NextEpoch(loader.sampler, seeds, most)
+        replaced = {"sampler": _Samples(loader.sampler, files, in_flight, coming, most)}
     else:
-        coming = NextEpoch(loader.batch_sampler, seeds)
-        replaced = {"batch_sampler": _Batches(loader.batch_sampler, files, in_flight, coming)}
+        coming = NextEpoch(loader.batch_sampler, seeds, most)
+        batches = _Batches(loader.batch_sampler, files, in_flight, coming, most)
+        replaced = {"batch_sampler": batches}
     # A loader does not let these be set. An iterator that it keeps belongs to the other loader.
     vars(announcing).update({**replaced, "_iterator": None})
     return announcing
@@ -81,16 +89,23 @@ def _path_of(dataset: object, paths: Paths | None) -> Callable[[int], AnyPath]:
 class _Announcing:
     """A sampler in place of ``sampler``: it yields the same, and has the same attributes.
 
-    ``in_flight`` of its items may be taken from it and not read yet.
+    ``in_flight`` of its items may be taken from it and not read yet. It is asked in advance for at
+    most ``most`` indices.
     """
 
     def __init__(
-        self, sampler: Iterable[Any], files: AnnouncedFiles, in_flight: int, coming: NextEpoch
+        self,
+        sampler: Iterable[Any],
+        files: AnnouncedFiles,
+        in_flight: int,
+        coming: NextEpoch,
+        most: int,
     ) -> None:
         self._sampler = sampler
         self._files = files
         self._in_flight = in_flight
         self._coming = coming
+        self._most = most
 
     def __getattr__(self, name: str) -> Any:
         if name == "_sampler":  # while this object is being copied
@@ -107,7 +122,7 @@ class _Announcing:
     def _announced(self, items: Iterator[Any]) -> Iterator[Any]:
         """Yields ``items``. Begins when the first one is wanted, as most samplers do."""
         following = self._coming.items()
-        known, items = _known(self._sampler, items)
+        known, items = _known(self._sampler, items, self._most)
         progress = self._announce(known, following)
         del known, following
         read, sizes = 0, deque[int]()
@@ -115,7 +130,7 @@ class _Announcing:
             for item in items:
                 if progress is not None:
                     progress(read)
-                    sizes.append(len(_indices((item,))))
+                    sizes.append(_size(item))
                     if len(sizes) > self._in_flight:
                         read += sizes.popleft()
                 yield item
@@ -129,9 +144,10 @@ class _Announcing:
     ) -> Callable[[int], None] | None:
         try:
             indices, more = _indices(items), _indices(following)
-        except (TypeError, ValueError):
+            return self._files.announce(indices, more) if indices else None
+        except (TypeError, ValueError, LookupError, OverflowError):
+            # They may be more than numbers, or the data set may have a sample for any number.
             return None
-        return self._files.announce(indices, more) if indices else None
 
 
 class _Samples(_Announcing, Sampler[Any]):
@@ -142,27 +158,38 @@ class _Batches(_Announcing, BatchSampler):
     """In place of a sampler of batches."""
 
 
-def _known(sampler: Any, items: Iterator[Any]) -> tuple[Iterable[Any], Iterator[Any]]:
-    """The items that are known before the first is yielded, and those to be yielded, from
-    ``items``, an iterator of ``sampler``."""
+def _known(sampler: Any, items: Iterator[Any], most: int) -> tuple[Iterable[Any], Iterator[Any]]:
+    """The items that are known before the first is yielded, with about ``most`` indices at most,
+    and those to be yielded, from ``items``, an iterator of ``sampler``."""
     inner = sampler.sampler if type(sampler) is BatchSampler else sampler
     if type(inner) is RandomSampler and inner.generator is not None:
         # It draws from a generator of the caller, perhaps not all at the begin: a copy draws here.
         ahead = copy.copy(inner)
         ahead.generator = torch.Generator(inner.generator.device)
         ahead.generator.set_state(inner.generator.get_state())
-        if inner is sampler:
-            return list(ahead), items
-        return list(BatchSampler(ahead, sampler.batch_size, sampler.drop_last)), items
+        if inner is not sampler:
+            ahead = BatchSampler(ahead, sampler.batch_size, sampler.drop_last)
+        return _taken(ahead, most), items
     keeps_state = (sampler, getattr(sampler, "sampler", None))
     if any(hasattr(each, "state_dict") and not _is_resumable(each) for each in keeps_state):
         return (), items
     try:
         count = len(sampler)
-    except TypeError:
+    except (TypeError, NotImplementedError, ValueError, OverflowError):
         return (), items
-    taken = list(islice(items, count))
+    taken = _taken(islice(items, count), most)
     return taken, chain(_each(taken), items)
+
+
+def _taken(items: Iterable[Any], most: int) -> list[Any]:
+    """The first items, until they have ``most`` indices."""
+    taken, indices = [], 0
+    for item in items:
+        taken.append(item)
+        indices += _size(item)
+        if indices >= most:
+            break
+    return taken
 
 
 def _is_resumable(sampler: object) -> bool:
@@ -178,9 +205,20 @@ def _each(items: list[Any]) -> Iterator[Any]:
 
 
 def _indices(items: Iterable[Any]) -> list[int]:
-    """The indices of the samples in items of a sampler: an index, or a list of some. Raises
-    TypeError, ValueError if they are not numbers."""
+    """The indices of the samples in items of a sampler: an index, or some of them in a list, a
+    tensor or an array. Raises TypeError, ValueError if they are not numbers."""
     found: list[int] = []
-    for item in items:
+    for item in map(_plain, items):
         found += map(int, item) if isinstance(item, list | tuple) else (int(item),)
     return found
+
+
+def _size(item: Any) -> int:
+    """How many indices an item has."""
+    item = _plain(item)
+    return len(item) if isinstance(item, list | tuple) else 1
+
+
+def _plain(item: Any) -> Any:
+    """An item without the type of a tensor or an array."""
+    return item.tolist() if hasattr(item, "tolist") else item

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from tests.mount.command import needs_fuse
 
 torch = pytest.importorskip("torch")
 adapter = pytest.importorskip("monarch.frameworks.torch")
+torch_loader = pytest.importorskip("monarch.frameworks.torch_loader")
 data = pytest.importorskip("torch.utils.data")
 
 __all__ = ["fake_mount"]
@@ -241,6 +244,84 @@ def test_a_sampler_without_an_end_is_not_asked_in_advance(
     loader = adapter.announce(data.DataLoader(images, batch_size=8, sampler=Lengthless()))
     assert plain(next(iter(loader)))[0] == [*range(8)]
     assert fake_mount.orders == []
+
+
+class Odd:
+    """A sampler of a program that yields ``item`` of each number. It must not be asked for many."""
+
+    def __init__(self, item: Callable[[int], Any], length: Callable[[], Any]) -> None:
+        self._item, self._length = item, length
+
+    def __len__(self) -> int:
+        return cast(int, self._length())
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(2000):
+            yield self._item(number % COUNT)
+        raise AssertionError("it was asked for too many")
+
+
+class AnyNumber(Images):
+    """It has a sample for any index, and for any pair of an index and something else."""
+
+    def __getitem__(self, index: Any) -> tuple[int, float]:
+        return super().__getitem__((index[0] if isinstance(index, tuple) else int(index)) % COUNT)
+
+
+def unknown_length() -> int:
+    raise NotImplementedError
+
+
+# What a program may have as a sampler, and whether its files can be announced.
+ODD: dict[str, tuple[Make, bool]] = {
+    "no length": (lambda it: {"sampler": Odd(int, unknown_length)}, False),
+    "the greatest length": (lambda it: {"sampler": Odd(int, lambda: sys.maxsize)}, True),
+    "a length beyond numbers": (lambda it: {"sampler": Odd(int, lambda: 1 << 80)}, False),
+    "a great length, generator": (
+        lambda it: {"sampler": data.RandomSampler(it, True, 1 << 20, generator())},
+        True,
+    ),
+    "numbers of no sample": (
+        lambda it: {"sampler": Odd(lambda number: number + COUNT, lambda: COUNT)},
+        False,
+    ),
+    "pairs": (lambda it: {"sampler": Odd(lambda number: (number, 640), lambda: COUNT)}, False),
+    "words": (lambda it: {"sampler": Odd(lambda number: (number, "flip"), lambda: COUNT)}, False),
+    "tensors": (
+        lambda it: {"batch_sampler": Odd(lambda number: torch.arange(number % 4 + 1), lambda: 90)},
+        True,
+    ),
+    "arrays": (
+        lambda it: {"batch_sampler": Odd(lambda number: np.arange(number % 4 + 1), lambda: 90)},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_the_batches_of_an_odd_sampler_are_those_without_it(
+    fake_mount: FakeMount,
+    images: Images,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    monkeypatch.setattr(torch_loader, "_MOST_KNOWN", 256)
+    monkeypatch.setattr(torch_loader, "_MOST_TIMES", 1)
+    options, is_announced = ODD[kind]
+    made = AnyNumber(tmp_path)
+
+    def first(loader: Any) -> list[Any]:
+        seed()
+        return [plain(batch) for batch in islice(loader, 40)]
+
+    expected = first(data.DataLoader(made, **options(made)))
+    assert first(adapter.announce(data.DataLoader(made, **options(made)))) == expected
+    assert len(expected) == 40 and bool(fake_mount.orders) == is_announced
+    if is_announced:
+        read = [f"{index:03}" for batch in expected for index in batch[0]]
+        names = fake_mount.paths(0, tmp_path)
+        assert names[: len(read)] == read and len(names) <= 260
 
 
 def test_a_sampler_that_saves_its_position_is_not_asked_in_advance(
