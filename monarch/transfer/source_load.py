@@ -15,13 +15,15 @@ _BREATH = 0.02
 
 @dataclass(frozen=True, slots=True)
 class SourceTraffic:
-    """Totals of calls to the source and bytes read, and the reads that run now. ``waited_ns`` is
-    the sum of the durations of all completed reads."""
+    """Totals of opens and reads of the source, and of the bytes read, and the calls that run now.
+    ``calls`` gave readers bytes: those of a whole file count once, and bytes of another node count,
+    too. ``waited_ns`` is the sum of the durations of all completed calls."""
 
     opens: int
     reads: int
     bytes: int
     waiting: int
+    calls: int
     waited_ns: int
 
 
@@ -36,7 +38,7 @@ class CallTotals:
 @dataclass(frozen=True, slots=True)
 class ReaderTotals:
     """The reads of the source by readers so far, the sum of their durations, and the reads that
-    run now. A fetch of a whole file is one read."""
+    run now. A fetch of a whole file is one read, also one from another node."""
 
     reads: int
     waited_s: float
@@ -78,7 +80,7 @@ class NoDatapath:
         return 0.0
 
     def source_traffic(self) -> SourceTraffic:
-        return SourceTraffic(0, 0, 0, 0, 0)
+        return SourceTraffic(0, 0, 0, 0, 0, 0)
 
     def reached(self, ino: Ino) -> int:
         return 0
@@ -120,7 +122,7 @@ class SourceLoad:
     def totals(self) -> ReaderTotals:
         traffic = self._datapath.source_traffic()
         return ReaderTotals(
-            reads=self._ended + traffic.reads,
+            reads=self._ended + traffic.calls,
             waited_s=self._ended_s + traffic.waited_ns / 1e9,
             running=self._in_flight + traffic.waiting,
         )

@@ -391,7 +391,7 @@ def test_a_descriptor_that_python_hands_over_is_read_without_it(made: Rig) -> No
     # What the kernel reads ahead does not come in order.
     assert made.datapath.reached(ino) == 6000
     traffic = made.datapath.source_traffic()
-    assert traffic == SourceTraffic(0, 2, 2000, 0, traffic.waited_ns) and traffic.waited_ns
+    assert traffic == SourceTraffic(0, 2, 2000, 0, 2, traffic.waited_ns) and traffic.waited_ns
     # Python decided, so it is notified of each open and each release.
     again = made.send_open(ino)
     made.reply_open(made.passed())
@@ -619,7 +619,7 @@ def test_a_small_file_is_fetched_once_and_python_gets_its_bytes(
             # The bytes stay as long as Python uses them.
             assert bytes(fetched) == content
         traffic = made.datapath.source_traffic()
-        assert traffic == SourceTraffic(2, 1, SIZE, 0, traffic.waited_ns)
+        assert traffic == SourceTraffic(2, 1, SIZE, 0, 2, traffic.waited_ns)
         assert made.is_quiet()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from monarch.transfer.pace import Pace
-from monarch.transfer.source_load import NoDatapath, SourceLoad, SourceTraffic
+from monarch.transfer.source_load import NoDatapath, ReaderTotals, SourceLoad, SourceTraffic
 
 _STEP_S = 0.001
 _PIECE_S = 0.02
@@ -80,13 +80,25 @@ def test_beside_readers_one_copy_reads_at_a_time() -> None:
     assert pace.may_begin()
 
 
+class Elsewhere(NoDatapath):
+    """A datapath that reads for readers."""
+
+    traffic = SourceTraffic(0, 0, 0, 0, 0, 0)
+
+    def source_traffic(self) -> SourceTraffic:
+        return self.traffic
+
+
+def test_bytes_of_another_node_count_as_reads_of_readers() -> None:
+    """Otherwise their duration would be that of the few reads of the source."""
+    elsewhere = Elsewhere()
+    load = SourceLoad(elsewhere)
+    elsewhere.traffic = SourceTraffic(0, 0, 0, 1, 8, 4_000_000_000)
+    load.ended(0.5)
+    assert load.totals() == ReaderTotals(9, 4.5, 1)
+
+
 def test_the_time_that_readers_wait_is_counted_once_wherever_they_read() -> None:
-    class Elsewhere(NoDatapath):
-        traffic = SourceTraffic(0, 0, 0, 0, 0)
-
-        def source_traffic(self) -> SourceTraffic:
-            return self.traffic
-
     here = SourceLoad(NoDatapath())
     here.begin(10.0)
     here.begin(11.0)
@@ -98,9 +110,9 @@ def test_the_time_that_readers_wait_is_counted_once_wherever_they_read() -> None
     there = SourceLoad(elsewhere)
     assert there.waited(1.0) == 0.0
     # Eight at the same time for half a second: more than has passed it cannot be.
-    elsewhere.traffic = SourceTraffic(0, 8, 0, 0, 4_000_000_000)
+    elsewhere.traffic = SourceTraffic(0, 8, 0, 0, 8, 4_000_000_000)
     assert there.waited(2.0) == 1.0
-    elsewhere.traffic = SourceTraffic(0, 8, 0, 1, 4_000_000_000)
+    elsewhere.traffic = SourceTraffic(0, 8, 0, 1, 8, 4_000_000_000)
     assert there.waited(5.0) == 4.0
-    elsewhere.traffic = SourceTraffic(0, 9, 0, 0, 4_250_000_000)
+    elsewhere.traffic = SourceTraffic(0, 9, 0, 0, 9, 4_250_000_000)
     assert there.waited(6.0) == 4.25

@@ -287,7 +287,7 @@ class FakeFastPath:
         self.kept: list[Ino] = []
         none = [0] * len(Histogram().counts)
         self.tally = [Tally(0, 0, 0, none, 0, none, 0)] * 2
-        self.traffic = SourceTraffic(0, 0, 0, 0, 0)
+        self.traffic = SourceTraffic(0, 0, 0, 0, 0, 0)
 
     def register(self, fd: int, tier: int) -> int:
         self.registered.append(fd)

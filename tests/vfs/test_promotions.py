@@ -157,7 +157,7 @@ async def test_the_totals_of_the_datapath_are_added_once(rigs: Rigs) -> None:
     rig = rigs(fast=fast)
     zero, none = fast.tally[0], fast.tally[0].open_counts
     some = Tally(2, 3, 4096, [2, *none[1:]], 10, [3, *none[1:]], 20)
-    fast.tally, fast.traffic = [zero, some], SourceTraffic(1, 2, 300, 0, 0)
+    fast.tally, fast.traffic = [zero, some], SourceTraffic(1, 2, 300, 0, 2, 0)
     for _ in range(2):
         rig.filesystem.readers.catch_up_all()
     assert (rig.metrics.opens, rig.metrics.reads, rig.metrics.read_bytes) == (

@@ -233,9 +233,11 @@ struct datapath {
     struct direct direct;
     struct tally (*tallies)[MAX_TIERS];                /* SHARDS arrays, atomic */
     uint64_t source_opens, source_reads, source_bytes; /* atomic */
-    uint64_t source_waited_ns;                         /* of completed calls; atomic */
-    int64_t held;                                      /* bytes that were fetched; atomic */
-    int64_t kept;                                      /* bytes that Python has given; atomic */
+    /* Calls of the source, or of other nodes, that gave readers bytes, and the duration of all
+     * completed ones; atomic. */
+    uint64_t source_calls, source_waited_ns;
+    int64_t held;      /* bytes that were fetched; atomic */
+    int64_t kept;      /* bytes that Python has given; atomic */
     int64_t timed_out; /* callers that got a timeout of the source; atomic */
 
     struct event *events;

@@ -146,6 +146,7 @@ bool opening_fetch(struct thread *thread, const struct in_header *request, struc
         *content = fetch(dp->source, name, &identity, &dp->held, as_caller ? &caller : NULL, &cost);
     end_source_call(thread);
     caller_free(&caller);
+    ADD(dp->source_calls, *content != NULL);
     ADD(dp->source_opens, cost.opens);
     ADD(dp->source_reads, cost.reads);
     ADD(dp->source_bytes, cost.bytes);

@@ -462,9 +462,10 @@ static PyObject *datapath_tallies(Datapath *self, PyObject *args) {
 
 static PyObject *datapath_source(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     struct datapath *dp = self->dp;
-    return Py_BuildValue(
-        "(KKKLK)", LOAD(dp->source_opens), LOAD(dp->source_reads), LOAD(dp->source_bytes),
-        (long long)(LOAD(dp->at_source) + LOAD(dp->for_source_count)), LOAD(dp->source_waited_ns));
+    return Py_BuildValue("(KKKLKK)", LOAD(dp->source_opens), LOAD(dp->source_reads),
+                         LOAD(dp->source_bytes),
+                         (long long)(LOAD(dp->at_source) + LOAD(dp->for_source_count)),
+                         LOAD(dp->source_calls), LOAD(dp->source_waited_ns));
 }
 
 /* The earlier of two times; 0 is none. */

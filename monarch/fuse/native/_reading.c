@@ -27,6 +27,7 @@ static ssize_t read_source(struct thread *thread, int fd, uint8_t *data, size_t 
     int error = errno;
     end_source_call(thread);
     if (got >= 0) {
+        ADD(dp->source_calls, 1);
         ADD(dp->source_reads, 1);
         ADD(dp->source_bytes, (uint64_t)got);
     }
