@@ -23,11 +23,11 @@ from monarch.types import Identity, Ino
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
-# One event of the datapath: an inode, a number, bytes, and the process that opened the file and its
-# session (0: unknown). The number is the tier that served an open. With bytes, the file was fetched
-# from the source or from another node. Two numbers are no tier: an open that was answered here
-# failed later, or the last open of an outdated version was released.
-Served = tuple[Ino, int, memoryview | None, int, int]
+# One event of the datapath: an inode, a number, bytes, and of the process that opened the file its
+# number, its session (0: unknown) and its user. The first number is the tier that served an open.
+# With bytes, the file was fetched from the source or from another node. Two numbers are no tier: an
+# open that was answered here failed later, or the last open of an outdated version was released.
+Served = tuple[Ino, int, memoryview | None, int, int, int]
 ABANDONED = 0xFD
 RELEASED = 0xFF
 

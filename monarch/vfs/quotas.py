@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import PurePosixPath
 
 from monarch.placement.quotas import MOST_JOBS, Quotas
@@ -18,6 +18,9 @@ from monarch.telemetry.report import QuotaReport
 from monarch.transfer.source_calls import Caller
 from monarch.types import Ino
 from monarch.vfs.source_limit import SourceLimit
+
+# The sessions whose control groups are known: those of the processes that were seen last.
+_MOST_SESSIONS = 1024
 
 
 @dataclass(eq=False)
@@ -57,6 +60,7 @@ class JobQuotas:
         # The jobs after these were added later.
         self._configured = len(self._jobs)
         self.copies = copies
+        self._groups: dict[int, PurePosixPath] = {}
 
     def of(self, user: int | None, group: PurePosixPath | None) -> Quota | None:
         """The quota of a job, None if it has none."""
@@ -104,14 +108,34 @@ class JobQuotas:
 
     def job_of(self, caller: Caller | None) -> int | None:
         """The number of the job that a process belongs to; None if there is none."""
-        return None if caller is None else self._number(caller.uid, caller.pid)
+        if caller is None:
+            return None
+        return self._number(caller.uid, cache(partial(group_of, caller.pid)))
 
-    def opened(self, ino: Ino, size: int, pid: int) -> None:
-        """Charges the job of a process for its part of a copy that it has opened."""
-        user = user_of(pid)
-        job = None if user is None else self._number(user, pid)
+    def opened(self, ino: Ino, size: int, *, user: int, pid: int, session: int) -> None:
+        """Charges the job of a process of ``user`` for its part of a copy that it has opened. If
+        the process has ended, its control group is that of the process of its session that was seen
+        last. If that is not known, no job is charged unless one of the user comes first."""
+        try:
+            job = self._number(user, cache(partial(self._group_then, pid, session)))
+        except ProcessLookupError:
+            return
         if job is not None:
             self.copies.opened(ino, size, job)
+
+    def _group_then(self, pid: int, session: int) -> PurePosixPath | None:
+        """The control group of a process that may have ended; None if it is in none. Raises
+        ProcessLookupError if that is not known."""
+        group, groups = group_of(pid), self._groups
+        if group is None:
+            if session not in groups and user_of(pid) is None:
+                raise ProcessLookupError
+            return groups.get(session)
+        if session and groups.get(session) != group:
+            if len(groups) >= _MOST_SESSIONS:
+                del groups[next(iter(groups))]
+            groups[session] = group
+        return group
 
     def source_of(self, caller: Caller | None) -> SourceLimit | None:
         """What limits the reads of a process from the source; None: nothing does."""
@@ -136,8 +160,7 @@ class JobQuotas:
             for number, job in enumerate(self._jobs)
         ]
 
-    def _number(self, user: int, pid: int) -> int | None:
-        group = cache(lambda: group_of(pid))
+    def _number(self, user: int, group: Callable[[], PurePosixPath | None]) -> int | None:
         # The job of all others counts last: jobs may have been added after it.
         others = None
         for number, job in enumerate(self._jobs):

@@ -451,10 +451,9 @@ class Readers:
         if self._watch is not None and self._watch.counts:
             # A read that stands for an open: the open itself was counted.
             return
-        caller = CALLER.get()
-        pid = 0 if caller is None else caller.pid
-        job, latency_s = self._job(), time.perf_counter() - started
-        self._count_open(binding.ino, binding.tier, pid, job, latency_s)
+        caller, job, latency_s = CALLER.get(), self._job(), time.perf_counter() - started
+        pid, user = (0, None) if caller is None else (caller.pid, caller.uid)
+        self._count_open(binding.ino, binding.tier, pid, job, user, latency_s)
 
     def _job(self) -> int:
         """The session of the process whose call is answered, 0: unknown."""
@@ -470,16 +469,28 @@ class Readers:
         return None if self.quotas is None else self.quotas.source_of(CALLER.get())
 
     def _count_open(
-        self, ino: Ino, tier: int | None, pid: int, job: int, latency_s: float | None = None
+        self,
+        ino: Ino,
+        tier: int | None,
+        pid: int,
+        job: int,
+        user: int | None = None,
+        latency_s: float | None = None,
     ) -> None:
-        """``pid`` is the process that opened the file, ``job`` its session, 0: unknown. ``tier``
-        has served the open, None: unknown."""
+        """``pid`` is the process that opened the file, ``job`` its session, 0: unknown, and
+        ``user`` the user with whose rights it did. ``tier`` has served the open. None: unknown."""
         self._epochs.opened(ino, bool(tier))
         self._unknown += not job
         self._measured.opened(job, tier)
         # The copy may have left since, and a written file is none.
-        if tier and self.quotas is not None and self._residency.tier_of(ino) != SOURCE:
-            self.quotas.opened(ino, self._names.attributes(ino).size, pid)
+        if (
+            self.quotas is not None
+            and user is not None
+            and tier
+            and self._residency.tier_of(ino) != SOURCE
+        ):
+            size = self._names.attributes(ino).size
+            self.quotas.opened(ino, size, user=user, pid=pid, session=job)
         self._foresight.opened(ino, job, pid)
         if self.traced is not None:
             self.traced(ino, tier, latency_s, job)
@@ -509,7 +520,7 @@ class Readers:
             self._count_watched(opened)
         # The events happened since the last call.
         since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
-        for ino, what, content, pid, job in self._fast.served():
+        for ino, what, content, pid, job, user in self._fast.served():
             if what == RELEASED:
                 self._old_version_released(ino)
                 continue
@@ -531,7 +542,7 @@ class Readers:
             else:
                 self._promotions.accessed(ino, tier)
             if not is_watched:
-                self._count_open(ino, tier, pid, job)
+                self._count_open(ino, tier, pid, job, user)
 
     def catch_up_all(self) -> None:
         """Handles the events and adds up the totals of the datapath. Called before the metrics are

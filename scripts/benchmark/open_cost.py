@@ -89,8 +89,8 @@ class OpenCost:
 
     def _slice(self, readers: Readers, inos: Sequence[Ino]) -> float:
         """Microseconds of processor time of each open."""
-        process, session = os.getpid(), os.getsid(0)
-        events: list[Served] = [(ino, 1, None, process, session) for ino in inos]
+        process, session, user = os.getpid(), os.getsid(0), os.getuid()
+        events: list[Served] = [(ino, 1, None, process, session, user) for ino in inos]
         lots = [events[start : start + LOT] for start in range(0, len(events), LOT)]
         begin = time.thread_time()
         for lot in lots:

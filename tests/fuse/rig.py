@@ -129,8 +129,8 @@ class Rig:
         handle, flags, backing = wire.OPEN_OUT.unpack(answer.body)
         return handle, flags, backing
 
-    def send_open(self, node: int, *, flags: int = os.O_RDONLY, pid: int = 0) -> int:
-        return self.send(Op.OPEN, node, wire.OPEN_IN.pack(flags, 0), pid=pid)
+    def send_open(self, node: int, *, flags: int = os.O_RDONLY, pid: int = 0, uid: int = 0) -> int:
+        return self.send(Op.OPEN, node, wire.OPEN_IN.pack(flags, 0), pid=pid, uid=uid)
 
     def send_create(self, name: bytes, *, pid: int = 0) -> int:
         body = wire.CREATE_IN.pack(os.O_WRONLY | os.O_CREAT, 0o100600, 0, 0) + name + b"\0"

@@ -365,7 +365,7 @@ async def test_a_caller_that_must_not_wait_is_answered_and_its_file_is_given_up(
             fakes.go.set()
             while not (served := made.datapath.served()):
                 await trio.sleep(0.001)
-        assert served == [(NEW, ABANDONED, None, 0, 0)]
+        assert served == [(NEW, ABANDONED, None, 0, 0, 0)]
     finally:
         process.kill()
         await process.wait()

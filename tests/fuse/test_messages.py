@@ -317,7 +317,7 @@ def test_a_resident_file_is_opened_read_and_closed_without_python(made: Rig) -> 
     assert made.datapath.open_files() == 0
     assert made.release(ino, handle).error == errno.EBADF
     assert made.is_quiet()
-    assert made.datapath.served() == [(ino, 1, None, 0, 0)]
+    assert made.datapath.served() == [(ino, 1, None, 0, 0, 0)]
 
 
 def test_all_opens_share_the_first_ones_copy_though_it_is_evicted(made: Rig) -> None:
@@ -562,7 +562,7 @@ def test_a_kernel_that_tells_no_opens_reads_resident_files_without_python(no_ope
     assert no_open.read(ino, 0, 100_000, 50).body == content[100_000:100_050]
     assert no_open.is_quiet()
     # The read of the beginning stands for the open.
-    assert no_open.datapath.served() == [(ino, 1, None, 0, 0)]
+    assert no_open.datapath.served() == [(ino, 1, None, 0, 0, 0)]
     tally = no_open.datapath.tallies()[1]
     assert (tally.opens, tally.reads, tally.bytes) == (1, 2, SIZE + 50)
     assert no_open.datapath.open_files() == 0
@@ -610,7 +610,7 @@ def test_a_small_file_is_fetched_once_and_python_gets_its_bytes(
             (found, what, fetched, *_), again = made.datapath.served()
             assert (found, what) == (ino, 0xFE) and fetched is not None
             assert bytes(fetched) == content
-            assert again == (ino, 0, None, 0, 0)
+            assert again == (ino, 0, None, 0, 0, 0)
             made.datapath.taken(ino)
             if reports_opens:
                 made.release(ino, handle)
@@ -806,23 +806,23 @@ def test_without_openat2_a_name_that_is_none_leads_nowhere(
 # -- what is counted -------------------------------------------------------------------------------
 
 
-def test_each_open_is_reported_with_its_process_and_session_though_these_have_ended(
+def test_each_open_is_reported_with_its_process_user_and_session_though_these_have_ended(
     tree: Tree, tmp_path: Path
 ) -> None:
     """The reader of a short process may end long before Python takes the event."""
     with rig(tree({"a": SIZE, "b": SIZE}), tmp_path, fetch_max=SIZE) as made:
         made.init()
         opens = []
-        for ino in (made.place("a"), made.ino("b"), made.ino("b")):
+        for user, ino in enumerate((made.place("a"), made.ino("b"), made.ino("b")), 1001):
             with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-                assert made.answer(made.send_open(ino, pid=process.pid)).error == 0
+                assert made.answer(made.send_open(ino, pid=process.pid, uid=user)).error == 0
                 process.kill()
-            opens.append((ino, process.pid, process.pid))
+            opens.append((ino, process.pid, process.pid, user))
         assert made.answer(made.send_open(opens[0][0], pid=process.pid)).error == 0
         served = made.datapath.served()
-        assert [(ino, pid, session) for ino, _, _, pid, session in served] == [
+        assert [(ino, *opener) for ino, _, _, *opener in served] == [
             *opens,
-            (opens[0][0], process.pid, 0),
+            (opens[0][0], process.pid, 0, 0),
         ]
 
 
@@ -832,7 +832,7 @@ def test_every_open_and_read_is_counted_once_and_in_its_order(made: Rig) -> None
     order = [a, b, b, a, b]
     handles = [(ino, made.open(ino)[0]) for ino in order]
     assert os.read(made.datapath.fileno(), 8)
-    assert made.datapath.served() == [(ino, 1 if ino == a else 2, None, 0, 0) for ino in order]
+    assert made.datapath.served() == [(ino, 1 if ino == a else 2, None, 0, 0, 0) for ino in order]
     assert made.datapath.served() == []
     for ino, handle in handles:
         made.read(ino, handle, 0, 1000)
@@ -857,7 +857,7 @@ def test_an_open_waits_for_python_rather_than_go_uncounted(made: Rig) -> None:
     served = made.datapath.served()
     assert made.answer(unique).error == 0
     served += made.datapath.served()
-    assert served == [(ino, 1, None, 0, 0)] * (ring + 1)
+    assert served == [(ino, 1, None, 0, 0, 0)] * (ring + 1)
     made.ask_often(ring + 1, Op.RELEASE, ino, wire.RELEASE_IN.pack(handle, 0, 0, 0))
     assert made.datapath.open_files() == 0
 
@@ -884,7 +884,7 @@ def test_a_process_killed_while_python_opens_its_file_is_released(made: Rig, kil
     # The answer comes late: no process receives it, but the file that it opened is closed again.
     made.reply_open(passed)
     eventually(lambda: made.datapath.open_files() == 0, "it is closed")
-    assert made.datapath.served() == [(ino, ABANDONED, None, 0, 0)]
+    assert made.datapath.served() == [(ino, ABANDONED, None, 0, 0, 0)]
     with pytest.raises(NoMessage):
         made.any_answer(0.1)
 

@@ -397,7 +397,7 @@ def test_python_is_notified_without_waiting_for_itself(made: Rig) -> None:
     assert time.monotonic() - began[1] < 5
     served = made.datapath.served()
     assert served[0][:2] == (ino, 0xFE)
-    assert served[-1] == (ino, 0xFF, None, 0, 0)
+    assert served[-1] == (ino, 0xFF, None, 0, 0, 0)
     assert len(served) == (1 << 16) + 1
     handle, _, _ = wire.OPEN_OUT.unpack(answer.body)
     made.ask_often((1 << 16) - 1, Op.RELEASE, resident, wire.RELEASE_IN.pack(handle, 0, 0, 0))

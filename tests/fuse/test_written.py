@@ -303,7 +303,7 @@ def test_a_file_whose_creator_is_killed_meanwhile_is_closed_again(
             assert made.datapath.bind_written(NEW, fd, tier=1, create=True)
         made.reply_create(passed, NEW)
         eventually(lambda: bool(seen.extend(made.datapath.served()) or seen), "Python is notified")
-        assert seen.pop() == (NEW, ABANDONED, None, 0, 0)
+        assert seen.pop() == (NEW, ABANDONED, None, 0, 0, 0)
         assert made.datapath.open_files() == 0
         made.datapath.release_written(NEW)
 
@@ -736,7 +736,7 @@ def test_the_last_release_of_a_file_without_a_name_is_reported(made: Rig, closed
     made.release(NEW, first)
     assert made.datapath.served() == []
     made.release(NEW, second)
-    assert made.datapath.served() == [(NEW, RELEASED, None, 0, 0)]
+    assert made.datapath.served() == [(NEW, RELEASED, None, 0, 0, 0)]
     assert not made.datapath.outdate(NEW)
 
 

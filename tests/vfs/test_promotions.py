@@ -91,9 +91,9 @@ async def test_the_events_of_the_datapath_are_counted_in_their_order(rigs: Rigs)
     await rig.open("large")
     content = memoryview(FILES["d/other"])
     fast.events = [
-        (copied, 1, None, 0, 0),
-        (fetched, 0, content, 0, 0),
-        (opened, ABANDONED, None, 0, 0),
+        (copied, 1, None, 0, 0, 0),
+        (fetched, 0, content, 0, 0, 0),
+        (opened, ABANDONED, None, 0, 0, 0),
     ]
     rig.filesystem.readers.catch_up()
     assert fast.kept == [fetched] and fetched in rig.engine.flights
@@ -120,7 +120,7 @@ async def test_unknown_processes_are_a_job_until_ten_minutes_without_an_open(
         began = trio.current_time()
         for job in (0, 7):
             await trio.sleep(500)
-            fast.events = [(copied, 1, None, job, job)]
+            fast.events = [(copied, 1, None, job, job, 0)]
             readers.catch_up()
         assert not ended
         await trio.sleep(200)
@@ -135,7 +135,7 @@ async def test_fetched_bytes_of_a_file_that_another_node_keeps_become_no_copy(ri
     rig.read_side.promotions.is_kept_elsewhere = lambda ino: ino != own
     rig.residency.want(wanted, forced=True)
     inos = {theirs: "small", wanted: "d/other", own: "large"}
-    fast.events = [(ino, 0, memoryview(FILES[name]), 0, 0) for ino, name in inos.items()]
+    fast.events = [(ino, 0, memoryview(FILES[name]), 0, 0, 0) for ino, name in inos.items()]
     rig.filesystem.readers.catch_up()
     assert set(rig.engine.flights) == {wanted, own}
     assert fast.kept == list(inos)
@@ -147,7 +147,7 @@ async def test_fetched_bytes_of_an_old_version_become_no_copy(rigs: Rigs) -> Non
     rig = rigs(fast=fast)
     ino = rig.ino("small")
     rig.residency.mark_changed(ino)
-    fast.events = [(ino, 0, memoryview(b"old"), 0, 0)]
+    fast.events = [(ino, 0, memoryview(b"old"), 0, 0, 0)]
     rig.filesystem.readers.catch_up()
     assert rig.engine.flights == {} and fast.kept == [ino]
 

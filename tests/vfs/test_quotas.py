@@ -38,18 +38,14 @@ def rig(rigs: Rigs) -> Rig:
 
 @pytest.mark.promise(298)
 async def test_only_opens_of_a_job_within_its_quota_bring_copies(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig,
 ) -> None:
     given = give(rig, Quota("alice", ALICE.uid, tier=1200), Quota("bob", BOB.uid, tier=600))
-    # Opens that were answered are charged to the user of their process.
-    monkeypatch.setattr(module, "user_of", lambda pid: reader.uid)
-    reader = BOB
     with calling(BOB):
         await rig.content("small")
         assert not rig.engine.flights, "1000 bytes of 600"
         await rig.content("d/other")
         rig.engine.arrive(rig.ino("d/other"))
-    reader = ALICE
     with calling(ALICE):
         await rig.content("large")
         assert not rig.engine.flights, "100,000 bytes of 1200"
@@ -69,12 +65,9 @@ async def test_an_open_of_a_shared_copy_is_charged_in_equal_parts(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = give(rig, Quota("alice", ALICE.uid, tier=2000), Quota("bob", BOB.uid, tier=600))
-    reader = ALICE
-    monkeypatch.setattr(module, "user_of", lambda pid: reader.uid)
     with calling(ALICE):
         await rig.content("small")
         rig.engine.arrive(rig.ino("small"))
-    reader = BOB
     with calling(BOB):
         await rig.content("small")
     assert [each.charged for each in given.report()] == [500, 500]
@@ -86,21 +79,53 @@ async def test_an_open_of_a_shared_copy_is_charged_in_equal_parts(
 
 @pytest.mark.promise(298)
 async def test_an_open_is_charged_for_no_copy_that_has_left_before_it_is_counted(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+    rigs: Rigs,
 ) -> None:
     fast = FakeFastPath()
     rig = rigs(fast=fast)
     given = give(rig, Quota("alice", ALICE.uid, tier=2000))
-    monkeypatch.setattr(module, "user_of", lambda pid: ALICE.uid)
     ino = rig.ino("small")
     with calling(ALICE):
         await rig.content("small")
     rig.engine.arrive(ino)
     for charged in (1000, 0):
-        fast.events = [(ino, 1, None, ALICE.pid, 0)]
+        fast.events = [(ino, 1, None, ALICE.pid, 0, ALICE.uid)]
         rig.filesystem.readers.catch_up()
         assert [each.charged for each in given.report()] == [charged]
         rig.controller.dropped(ino, len(FILES["small"]))
+
+
+@pytest.mark.promise(298)
+async def test_opens_of_processes_that_have_ended_are_charged_to_their_jobs(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = FakeFastPath()
+    rig = rigs(fast=fast)
+    step, gone, session = PurePosixPath("/job_7/step_0"), 1 << 30, 41
+    given = give(
+        rig,
+        Quota("root", 0),
+        Quota("job 7", group=PurePosixPath("/job_7")),
+        Quota("alice", ALICE.uid),
+    )
+    group_of = module.group_of
+    monkeypatch.setattr(
+        module, "group_of", lambda pid: step if pid == os.getpid() else group_of(pid)
+    )
+    ino = rig.copy("small")
+
+    def charged(pid: int, session: int, user: int) -> list[int]:
+        fast.events = [(ino, 1, None, pid, session, user)]
+        rig.filesystem.readers.catch_up()
+        found = [each.charged for each in given.report()]
+        given.copies.removed(ino, len(FILES["small"]))
+        return found
+
+    assert charged(gone, 0, 0) == [1000, 0, 0], "the user is known"
+    assert charged(gone, session, ALICE.uid) == [0, 0, 0], "it may be one of job 7"
+    assert charged(os.getpid(), session, ALICE.uid) == [0, 1000, 0]
+    assert charged(gone, session, ALICE.uid) == [0, 1000, 0], "its session is one of job 7"
+    assert charged(gone, session + 1, ALICE.uid) == [0, 0, 0]
 
 
 @pytest.mark.promise(299)

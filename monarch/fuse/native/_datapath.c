@@ -179,7 +179,7 @@ static void give_handle(struct datapath *dp, const struct pending *what, uint64_
     }
     if (gone) {
         drop_open(dp, ino, !what->answered && !bound);
-        report_event(dp, ino, EVENT_ABANDONED, NULL, 0);
+        report_event(dp, ino, EVENT_ABANDONED, NULL, NULL);
     }
 }
 
@@ -213,7 +213,7 @@ static void answer_create(struct datapath *dp, const struct pending *what,
         if (!entry) {
             *header = (struct out_header){sizeof *header, -ENFILE, header->unique};
             carry_error(what, header);
-            report_event(dp, ino, EVENT_ABANDONED, NULL, 0);
+            report_event(dp, ino, EVENT_ABANDONED, NULL, NULL);
             return;
         }
         if (fresh)

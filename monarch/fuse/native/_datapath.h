@@ -165,6 +165,7 @@ struct event {
     struct content *content; /* the fetched bytes; the event counts as their user */
     uint32_t pid;            /* the process that has opened the file; 0: unknown, or no open */
     uint32_t session;        /* the session of that process; 0: unknown */
+    uint32_t uid;            /* the user with whose rights it has opened the file */
 };
 
 struct overflow {
@@ -292,10 +293,10 @@ static inline uint64_t now_ns(void) {
 
 void wake_python(struct datapath *dp);
 bool put_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content,
-               uint32_t pid);
+               const struct in_header *open);
 bool next_event(struct datapath *dp, struct event *event);
 void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content,
-                  uint32_t pid);
+                  const struct in_header *open);
 void hold_last(struct datapath *dp, struct open_inode *entry, uint64_t ino);
 void release_last(struct datapath *dp);
 struct tally *tally_of(struct thread *thread, uint8_t tier);

@@ -22,10 +22,24 @@ uint32_t session_of(uint32_t pid) {
     return session > 0 ? (uint32_t)session : 0;
 }
 
-/* Stores an event; false if there is no room: then Python must see the open itself. The process
- * still waits for the answer to its open: when Python takes the event, it may have ended. */
+/* An event of an ``open`` request; NULL for another event. The process still waits for the answer:
+ * when Python takes the event, it may have ended. */
+static struct event new_event(uint64_t ino, uint8_t what, struct content *content,
+                              const struct in_header *open) {
+    struct event event = {.what = (uint64_t)what << 56 | ino, .content = content};
+    if (open) {
+        event.pid = open->pid;
+        event.session = session_of(open->pid);
+        event.uid = open->uid;
+    }
+    return event;
+}
+
+/* Stores an event, as new_event makes it; false if there is no room: then Python must see the open
+ * itself. */
 bool put_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content,
-               uint32_t pid) {
+               const struct in_header *open) {
+    struct event made = new_event(ino, what, content, open);
     uint64_t head = __atomic_load_n(&dp->event_head, __ATOMIC_RELAXED);
     if (LOAD(dp->overflow))
         return false;
@@ -38,10 +52,11 @@ bool put_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *
             head = __atomic_load_n(&dp->event_head, __ATOMIC_RELAXED);
         } else if (__atomic_compare_exchange_n(&dp->event_head, &head, head + 1, true,
                                                __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-            event->what = (uint64_t)what << 56 | ino;
-            event->content = content;
-            event->pid = pid;
-            event->session = session_of(pid);
+            event->what = made.what;
+            event->content = made.content;
+            event->pid = made.pid;
+            event->session = made.session;
+            event->uid = made.uid;
             STORE(event->turn, head + 1);
             return true;
         }
@@ -73,12 +88,13 @@ bool next_event(struct datapath *dp, struct event *event) {
 }
 
 /* Stores the event of an open; waits until Python has made room. */
-static bool has_room(struct datapath *dp, uint64_t ino, uint8_t tier, uint32_t pid) {
-    bool is_stored = put_event(dp, ino, tier, NULL, pid);
+static bool has_room(struct datapath *dp, uint64_t ino, uint8_t tier,
+                     const struct in_header *open) {
+    bool is_stored = put_event(dp, ino, tier, NULL, open);
     for (int tries = 0; !is_stored && tries < 10000 && !LOAD(dp->stopping); tries++) {
         wake_python(dp);
         usleep(1000);
-        is_stored = put_event(dp, ino, tier, NULL, pid);
+        is_stored = put_event(dp, ino, tier, NULL, open);
     }
     return is_stored;
 }
@@ -86,13 +102,13 @@ static bool has_room(struct datapath *dp, uint64_t ino, uint8_t tier, uint32_t p
 /* Reports an event to Python. The event of an open waits for room. All others are never lost and do
  * not wait, since the thread of Python's answers and Python itself report them. */
 void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content,
-                  uint32_t pid) {
+                  const struct in_header *open) {
     bool is_stored =
-        what < MAX_TIERS ? has_room(dp, ino, what, pid) : put_event(dp, ino, what, content, pid);
+        what < MAX_TIERS ? has_room(dp, ino, what, open) : put_event(dp, ino, what, content, open);
     struct overflow *more = is_stored ? NULL : malloc(sizeof *more);
     if (more) {
         more->next = NULL;
-        more->event = (struct event){0, (uint64_t)what << 56 | ino, content, pid, session_of(pid)};
+        more->event = new_event(ino, what, content, open);
         pthread_mutex_lock(&dp->overflow_lock);
         if (dp->overflow)
             *dp->overflow_end = more;

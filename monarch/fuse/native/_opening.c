@@ -195,13 +195,13 @@ static bool settle_open(struct thread *thread, const struct in_header *request,
     }
     if (is_only_counted(dp, ino)) {
         hold_last(dp, entry, ino);
-        report_event(dp, ino, 0, NULL, request->pid);
+        report_event(dp, ino, 0, NULL, request);
         content_release(content);
         return true;
     }
     /* The bytes stay for further opens until Python has taken the event: see datapath_taken. */
     opens_hold(&dp->opens, entry);
-    report_event(dp, ino, EVENT_FETCHED, content, request->pid);
+    report_event(dp, ino, EVENT_FETCHED, content, request);
     return true;
 }
 
@@ -247,7 +247,7 @@ void opening_resume(struct thread *thread, struct in_header *request, struct ope
     }
     uint8_t kind = LOAD(entry->kind), tier = LOAD(entry->tier);
     if ((!fresh || kind != OPEN_CONTENT) && !is_made(dp, request->nodeid))
-        report_event(dp, request->nodeid, tier, NULL, request->pid);
+        report_event(dp, request->nodeid, tier, NULL, request);
     struct open_out out = opening_handle(entry, false, FOPEN_KEEP_CACHE);
     if (!is_made(dp, request->nodeid))
         count_open(thread, tier, begin);

@@ -194,7 +194,7 @@ void close_remains(struct datapath *dp, const struct open_remains *to_close) {
 static void finish(struct datapath *dp, uint64_t ino, const struct open_remains *to_close) {
     close_remains(dp, to_close);
     if (to_close->outdated)
-        report_event(dp, ino, EVENT_RELEASED, NULL, 0);
+        report_event(dp, ino, EVENT_RELEASED, NULL, NULL);
 }
 
 bool drop_open(struct datapath *dp, uint64_t ino, bool by_python) {

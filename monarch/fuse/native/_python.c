@@ -393,7 +393,7 @@ PyObject *view_of(Datapath *self, struct content *content) {
     return view;
 }
 
-/* A list of (inode, tier or kind of event, bytes or None, process, session). */
+/* A list of (inode, tier or kind of event, bytes or None, process, session, user). */
 static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     struct datapath *dp = self->dp;
     uint64_t count;
@@ -410,9 +410,9 @@ static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *list = PyList_New(0);
     struct event event;
     while (list && next_event(dp, &event)) {
-        PyObject *item = Py_BuildValue("(KiNII)", (unsigned long long)(event.what & INO_MASK),
+        PyObject *item = Py_BuildValue("(KiNIII)", (unsigned long long)(event.what & INO_MASK),
                                        (int)(event.what >> 56), view_of(self, event.content),
-                                       event.pid, event.session);
+                                       event.pid, event.session, event.uid);
         content_release(event.content);
         if (!item || PyList_Append(list, item))
             Py_CLEAR(list);

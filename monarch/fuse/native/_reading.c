@@ -60,7 +60,7 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
                        : read_source(thread, fd, thread->data, in->size, in->offset);
     if (got < 0 || (size_t)got < wanted)
         return false;
-    if (first && !put_event(thread->dp, request->nodeid, tier, NULL, request->pid))
+    if (first && !put_event(thread->dp, request->nodeid, tier, NULL, request))
         return false;
     if (entry && tier == 0)
         note_reached(entry, in->offset, in->offset + (uint64_t)got);
@@ -160,12 +160,12 @@ bool reading_resume(struct thread *thread, const struct in_header *request,
         /* The fetched bytes stay until Python has taken the event and drops them: see
          * datapath_taken. */
         if (fresh)
-            report_event(dp, ino, EVENT_FETCHED, content_retain(content), request->pid);
+            report_event(dp, ino, EVENT_FETCHED, content_retain(content), request);
         else
             drop_open(dp, ino, false);
         mark_given(dp, ino);
         if (first && !fresh)
-            report_event(dp, ino, 0, NULL, request->pid);
+            report_event(dp, ino, 0, NULL, request);
         if (first)
             count_open(thread, 0, begin);
         give(thread, request, content, begin);
