@@ -26,7 +26,7 @@ Loader = TypeVar("Loader", bound="DataLoader[Any]")
 Paths: TypeAlias = Sequence[AnyPath] | Callable[[int], AnyPath]
 
 # A sampler is asked in advance for at most so many indices, or for so many times the samples of the
-# data set if that is more: an epoch that is to have no end may have a great length instead.
+# data set if that is more: that of an endless sampler may have any length.
 _MOST_KNOWN, _MOST_TIMES = 1 << 20, 4
 
 
