@@ -136,6 +136,23 @@ def test_the_quotas_of_a_mount_are_those_of_its_node(
     assert shown["quotas"][0]["tier"] == 500 and shown["dry_run"] is False
 
 
+@pytest.mark.parametrize(
+    ("name", "found"), [("GPU-1", "GPU-1"), ("gpu-1", "gpu-1"), ("Gpu-2.x.org", "GPU-2")]
+)
+def test_the_node_of_a_mount_may_have_other_capital_letters_in_the_plan(
+    tmp_path: Path,
+    asked: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    found: str,
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", name)
+    plan = write(tmp_path, [grant(f"j-{each}", each, 7) for each in ("GPU-1", "gpu-1", "GPU-2")])
+    done = run(plan, "--mount", "/mnt", "--job", f"j-{found}=user:0", "--json")
+    assert done.exception is None, done.output
+    assert json.loads(done.stdout)["node"] == found and len(asked) == 1
+
+
 def test_a_mount_that_refuses_leaves_no_files(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

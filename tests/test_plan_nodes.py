@@ -14,7 +14,7 @@ from monarch.cli.main import cli
 from monarch.cli.plan import _read_nodes
 from monarch.cli.plan_nodes import Group, Left, folded, groups_of
 from monarch.errors import MonarchError
-from monarch.peers.members import expand
+from monarch.peers.members import expand_as_written
 from monarch.text import MiB
 
 # sinfo --noheader --format='%N|%c|%d|%G|%t', Slurm 22.05, one with two partitions.
@@ -58,9 +58,9 @@ def test_a_line_that_is_not_known_is_named(line: str) -> None:
         groups_of([line], tier=1, gpus=1)
 
 
-@given(st.sets(st.from_regex(r"[a-c]{1,2}[0-9]{0,4}", fullmatch=True), max_size=40))
+@given(st.sets(st.from_regex(r"[a-cA-C]{1,2}[0-9]{0,4}", fullmatch=True), max_size=40))
 def test_a_folded_list_has_the_same_names(names: set[str]) -> None:
-    assert sorted(expand(folded(names))) == sorted(names)
+    assert sorted(expand_as_written(folded(names))) == sorted(names)
 
 
 def sinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -100,6 +100,16 @@ def test_the_file_is_one_that_allocate_reads(
     assert [each["names"] for each in shown["nodes"]] == ["n[01-03,05]", "mixed"]
     assert [each["names"] for each in shown["left"]] == ["n04", "big1", "cpu[1-3]"]
     assert run("--source", "5GB/s").stdout == file.read_text()
+
+
+def test_nodes_keep_their_capital_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # sbatch refuses `--nodelist=gpu-n01` if Slurm's configuration has GPU-N01.
+    sinfo(tmp_path, monkeypatch, "echo 'GPU-N[01-02],Big|8|1000|gpu:2|idle'")
+    file = tmp_path / "nodes.yaml"
+    done = run("-o", str(file))
+    assert done.exception is None, done.output
+    _, servers = _read_nodes(file)
+    assert [each.name for each in servers] == ["Big", "GPU-N01", "GPU-N02"]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from monarch.cli.sensitivity_file import (
 from monarch.cli.written_files import replace_whole
 from monarch.config.document import read_document
 from monarch.errors import ConfigError, UsageError
-from monarch.peers.members import expand
+from monarch.peers.members import expand_as_written
 from monarch.text import counted, escape_text, format_bytes, parse_bytes
 
 _MOST_JOBS = 10_000
@@ -401,7 +401,7 @@ def _nodes_of(raw: Any) -> tuple[float | None, list[Server]]:
             if type(group[key]) is not int or not 1 <= group[key] < 1 << 20:
                 raise ValueError(f"{key} of {group['names']} is {group[key]!r}")
         tier = parse_bytes(str(group["tier"]))
-        names = expand(str(group["names"]))
+        names = expand_as_written(str(group["names"]))
         servers += [Server(name, group["gpus"], group["cores"], tier) for name in names]
     if not servers:
         raise ValueError("no node is named")

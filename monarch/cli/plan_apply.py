@@ -138,7 +138,7 @@ def apply(
     strange = sorted(whos.keys() - jobs.keys())
     if strange:
         raise UsageError(f"--job: the plan has no job {escape_text(strange[0])}")
-    here = (node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()).lower()
+    here = node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if place is not None:
         here = _node_of(plan, here, named=node is not None)
         if not whos:
@@ -167,9 +167,12 @@ def apply(
 def _node_of(plan: PlanReport, node: str, *, named: bool) -> str:
     """The name of a node in the plan. Raises UsageError if it has no job there."""
     nodes = sorted({name for each in plan.jobs for name in each.gpus})
-    for name in nodes:
-        if node == name or (not named and node.partition(".")[0] == name):
-            return name
+    own = [node] if named else [node, node.partition(".")[0]]
+    # The name as it is written comes first, then one with other capital letters.
+    for form in (str, str.lower):
+        for name in nodes:
+            if form(name) in map(form, own):
+                return name
     raise UsageError(
         f"the plan has no job on {escape_text(node)}; its nodes are"
         f" {escape_text(', '.join(nodes[:5]))}{', ...' if len(nodes) > 5 else ''}",

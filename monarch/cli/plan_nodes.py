@@ -16,7 +16,7 @@ from monarch.cli.options import FILE, bandwidth
 from monarch.cli.output import remark, show
 from monarch.cli.written_files import replace_whole
 from monarch.errors import MonarchError, UsageError
-from monarch.peers.members import expand
+from monarch.peers.members import expand_as_written
 from monarch.text import MiB, counted, escape_text, parse_bytes
 
 # Names, CPUs, the temporary disk in MB, generic resources, state.
@@ -114,7 +114,7 @@ def nodes(
     text = yaml_of(groups, source)
     if output is not None:
         replace_whole(output, text)
-        names = sum(len(expand(each.names)) for each in groups)
+        names = sum(len(expand_as_written(each.names)) for each in groups)
         remark(f"monarch: {escape_text(os.fspath(output))}: {counted(names, 'node', 'nodes')}")
     if as_json:
         shown = [asdict(each) for each in groups]
@@ -185,7 +185,7 @@ def _fields(line: str) -> tuple[list[str], int, int, str, str]:
     try:
         names, cores, disk, given, state = line.strip().split("|")
         # With several values in a group Slurm shows the least one and a plus sign.
-        return expand(names), int(cores.rstrip("+")), int(disk.rstrip("+")), given, state
+        return expand_as_written(names), int(cores.rstrip("+")), int(disk.rstrip("+")), given, state
     except (ValueError, UsageError) as error:
         raise MonarchError(
             f"sinfo printed a line that is not known: {escape_text(line)}"

@@ -77,7 +77,7 @@ def listed(text: str) -> list[Endpoint]:
     endpoints = []
     for entry in _entries(text):
         host, port = _divided(entry)
-        endpoints += [Endpoint(name, port) for name in _hosts(host)]
+        endpoints += [Endpoint(_plain(name), port) for name in _hosts(host)]
         _require_few(len(endpoints))
     return _checked(endpoints)
 
@@ -117,6 +117,12 @@ def expand(hostlist: str) -> list[str]:
     Brackets may stand at several places of a name; the rightmost varies first. The digits of the
     first number of a range are the least width. Raises UsageError for anything else than such a
     list, and for more than ``MOST_MEMBERS`` names."""
+    return [_plain(name) for name in expand_as_written(hostlist)]
+
+
+def expand_as_written(hostlist: str) -> list[str]:
+    """The names as ``expand``, with the letters that the list has: Slurm knows no node n01 if its
+    configuration names it N01."""
     names: list[str] = []
     for entry in _entries(hostlist):
         names += _hosts(entry)
@@ -155,8 +161,8 @@ def _hosts(text: str) -> list[str]:
         parts.append(_numbers(part, text) if place % 2 else [part])
         count *= len(parts[-1])
         _require_few(count)
-    hosts = [_plain("".join(each)) for each in itertools.product(*parts)]
-    for host in hosts:
+    hosts = ["".join(each) for each in itertools.product(*parts)]
+    for host in map(_plain, hosts):
         if _HOST.fullmatch(host) is None or len(host) > _MOST_NAME:
             raise UsageError(f"{_shown(text)} is no host name, no address and no list of hosts")
     return hosts
