@@ -6,7 +6,10 @@ import errno
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from monarch.cli import job_runs
 from monarch.cli.job_runs import JobRuns
 from monarch.control.registry import process_started, process_stat
 from monarch.errors import MonarchError
+from monarch.posix.signals import interruptible_where_heeded
 from tests.equipment.waiting import wait_until
 
 
@@ -54,3 +58,77 @@ def test_processes_that_cannot_be_read_are_not_of_the_group(
         finally:
             os.kill(left, signal.SIGKILL)
         wait_until(lambda: not job_runs._group_runs(first), "the other process has ended")
+
+
+_ANALYSIS = """
+import sys
+from monarch.cli import job_runs
+from monarch.posix.signals import heed_all
+job_runs._GRACE_S = 0.1
+heed_all()
+try:
+    with job_runs.JobRuns(["sh", "-c", sys.argv[1]], "/mnt/data", 10, 1, 0).begun():
+        pass
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.promise(293)
+@pytest.mark.parametrize("number", ["TERM", "HUP", "INT"])
+def test_a_signal_ends_the_command_and_leaves_no_files(tmp_path: Path, number: str) -> None:
+    (tmp_path / "tmp").mkdir()
+    # The command sends the signal itself, and another one while it is ended.
+    script = f"""
+        trap 'kill -HUP $PPID' TERM
+        echo $$ > {tmp_path}/number
+        kill -{number} $PPID
+        while kill -0 $PPID; do sleep 0.01; done
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _ANALYSIS, script],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert process_started(int((tmp_path / "number").read_text())) is None
+
+
+def test_a_signal_that_comes_while_the_command_is_started_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    runs = JobRuns(["sleep", "300"], "/mnt/data", 10, 1, 0)
+    with pytest.raises(KeyboardInterrupt), runs.begun():
+        pass
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_after_the_last_run_ends_the_command() -> None:
+    steps: list[str] = []
+
+    def work() -> None:
+        with interruptible_where_heeded() as interruption:
+            with interruption.heeded():
+                steps.append("runs")
+            os.kill(os.getpid(), signal.SIGTERM)
+            steps.append("all measured")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert steps == ["runs", "all measured"]

@@ -16,7 +16,7 @@ from monarch.analysis.loader_model import TOLERANCE
 from monarch.analysis.plan import Phase
 from monarch.analysis.profile import Profile, Result, model_of, result_of
 from monarch.cli.daemon_call import JSON
-from monarch.cli.job_runs import JobRuns
+from monarch.cli.job_runs import JobRuns, or_unchanged
 from monarch.cli.measured_mount import COMMAND, ITERS, PLACE, WARMUP, limit_of, measured_mount
 from monarch.cli.options import FILE, aligned, bandwidth
 from monarch.cli.output import duration, progress_bar, show
@@ -121,7 +121,7 @@ def run(
     phases += [("real", share) for share in reversed(shares)]
     jobs = JobRuns(command, mount.mountpoint, iters, warmup, source_limit)
     started_ns = time.time_ns()
-    with progress_bar(quiet=as_json) as advance:
+    with or_unchanged(out), progress_bar(quiet=as_json) as advance:
         runs = jobs.all(phases, repeat, advance)
     profile = Profile(
         monarch_profile=profiles.VERSION,

@@ -30,6 +30,7 @@ from monarch.cli.output import remark
 from monarch.control.registry import process_started, process_stat
 from monarch.errors import MonarchError, UsageError
 from monarch.posix.processes import process_space
+from monarch.posix.signals import Interruption, interruptible_where_heeded
 from monarch.text import escape_text
 from monarch.types import Progress
 
@@ -89,12 +90,22 @@ class JobRuns:
     def begun(self) -> Iterator[Measure]:
         """Runs the command once, so that its files get copies, and yields a function that measures
         one run of it."""
-        with tempfile.TemporaryDirectory(prefix="monarch-analyze-") as directory:
-            measure = partial(self._measure, Path(directory))
+        with (
+            interruptible_where_heeded() as interruption,
+            tempfile.TemporaryDirectory(prefix="monarch-analyze-") as directory,
+        ):
+            measure = partial(self._measure, interruption, Path(directory))
             measure("fill", 1.0, None)
             yield measure
 
-    def _measure(self, directory: Path, phase: Phase, share: float, cores: int | None) -> RunReport:
+    def _measure(
+        self,
+        interruption: Interruption,
+        directory: Path,
+        phase: Phase,
+        share: float,
+        cores: int | None,
+    ) -> RunReport:
         report, log = directory / "report", directory / "log"
         report.unlink(missing_ok=True)
         plan = Plan(
@@ -109,7 +120,7 @@ class JobRuns:
         )
         environment = {**os.environ, VARIABLE: encode(plan), PHASE_VARIABLE: phase}
         with log.open("wb") as output:
-            code = self._run(environment, output.fileno(), cores)
+            code = self._run(interruption, environment, output.fileno(), cores)
         if not report.exists():
             for line in _last_lines(log):
                 remark(f"  | {line}")
@@ -127,9 +138,15 @@ class JobRuns:
                 hint="let it import the same version of monarch",
             ) from error
 
-    def _run(self, environment: dict[str, str], output: int, cores: int | None) -> int:
+    def _run(
+        self,
+        interruption: Interruption,
+        environment: dict[str, str],
+        output: int,
+        cores: int | None,
+    ) -> int:
         """Runs the command in a session of its own: the limits of a run are those of its session.
-        Its processes end with it."""
+        Its processes end with it, also at an ending signal."""
         try:
             with _on_cores(cores):
                 process = subprocess.Popen(
@@ -144,9 +161,20 @@ class JobRuns:
             name = escape_text(self._command[0])
             raise UsageError(f"{name} cannot be run: {error.strerror}") from error
         try:
-            return process.wait()
+            with interruption.heeded():
+                return process.wait()
         finally:
             _end(process)
+
+
+@contextmanager
+def or_unchanged(out: Path) -> Iterator[None]:
+    """Says for a command that is interrupted that ``out`` was not written."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        remark(f"monarch: interrupted: nothing was written to {escape_text(os.fspath(out))}")
+        raise
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from monarch.analysis.sensitivity import (
 from monarch.analysis.stalls import LEAST_HITS, Run, rate_of
 from monarch.cli.analyze import UNSURE
 from monarch.cli.daemon_call import JSON
-from monarch.cli.job_runs import JobRuns, Measure
+from monarch.cli.job_runs import JobRuns, Measure, or_unchanged
 from monarch.cli.measured_mount import (
     COMMAND,
     ITERS,
@@ -139,7 +139,7 @@ def profile(
     _require_sense(job, cores, gpus)
     require_writable(output)
     runs = JobRuns(command, mount.mountpoint, iters, warmup, source_limit)
-    with progress_bar(quiet=as_json) as advance, runs.begun() as measure:
+    with or_unchanged(output), progress_bar(quiet=as_json) as advance, runs.begun() as measure:
         measured = _Measurements(measure, advance)
         _measure(measured, cores, gpus, repeat)
         base = measured.profile(mount, command, iters, warmup, source_limit)

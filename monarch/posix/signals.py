@@ -41,6 +41,50 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class Interruption:
+    """Ending signals as one KeyboardInterrupt, which comes only where it is heeded."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+        self._is_heeded = False
+
+    def note(self, *_: object) -> None:
+        """Handles a signal. Further ones do not interrupt the clean-up after the first one."""
+        is_first, self._has_come = not self._has_come, True
+        if is_first and self._is_heeded:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Raises KeyboardInterrupt if a signal has come, or comes in this block."""
+        self._is_heeded = True
+        try:
+            self.require_none()
+            yield
+        finally:
+            self._is_heeded = False
+
+    def require_none(self) -> None:
+        """Raises KeyboardInterrupt if a signal has come."""
+        if self._has_come:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptible_where_heeded() -> Iterator[Interruption]:
+    """As ``interruptible``, for a command that starts processes and makes temporary files: between
+    the blocks in which it heeds a signal it cannot lose one of them. A signal that comes after the
+    last of these blocks raises KeyboardInterrupt at the end."""
+    interruption = Interruption()
+    before = {number: signal.signal(number, interruption.note) for number in ending()}
+    try:
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    interruption.require_none()
+
+
 @contextmanager
 def interruptible_at_once() -> Iterator[None]:
     """As ``interruptible``, for a command that may be killed at any moment, and whose calls may
