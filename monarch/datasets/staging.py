@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -162,6 +163,11 @@ class StagingArea:
         self._retired.end()
         self._link.close()
 
+    def __del__(self) -> None:
+        # The constructor may have refused its arguments.
+        if hasattr(self, "_process") and not sys.is_finalizing():
+            self.close()
+
     def __enter__(self) -> StagingArea:
         return self
 
@@ -176,6 +182,7 @@ class StagingArea:
     # -- one batch ---------------------------------------------------------------------------------
 
     def _batch(self, position: int, task: Task, workers: Workers) -> Views:
+        self._retired.forget_ended()
         while position >= self._alone_until:
             try:
                 answer, fd = self._ask(position, workers)

@@ -58,7 +58,8 @@ class _Process:
     epoch of the worker. ``active`` is the time of the last message to it or from it, ``waiting``
     the time since which it waits for a reply, None if it does not wait. The process has arrived
     when it has said which batches it keeps. A job lacks workers if none of them has asked for a
-    batch for a stall timeout, while the job waited for it."""
+    batch for a stall timeout, while the job waited for it. A worker knows the end of its epoch when
+    it has got a reply after it."""
 
     member: int
     position: int
@@ -67,6 +68,7 @@ class _Process:
     may_prepare: bool = True
     has_arrived: bool = False
     lacks_workers: bool = False
+    knows_end: bool = False
 
 
 class StagingTable:
@@ -178,6 +180,7 @@ class StagingTable:
         """The worker waits for a batch to prepare, of the epoch that begins with ``first``."""
         worker = self._workers[number]
         worker.position, worker.active, worker.waiting = first, now, now
+        worker.knows_end = False
         for job in self._jobs.values():
             job.lacks_workers = False
         self._note_arrival(worker)
@@ -279,10 +282,8 @@ class StagingTable:
             replies += self._reply(number, job, now)
         for number, worker in _waiting(self._workers):
             replies += self._work_for(number, worker, worker.position, now)
-        for number in sorted(self.kept.outdated):
-            if number in self._workers and self._workers[number].waiting is not None:
-                replies.append(Reply(number, Kind.RELEASE, self._floor))
-        self.kept.outdated.clear()
+        over = self.floor - self.count
+        replies += _released(self._workers, self.kept.outdated, over, self._floor)
         return [*replies, *self._hand_over()]
 
     def _move_floor(self) -> None:
@@ -349,6 +350,22 @@ class StagingTable:
     def _release_claims(self, number: int) -> None:
         for position in [at for at, by in self._claims.items() if by.number == number]:
             del self._claims[position]
+
+
+def _released(
+    workers: dict[int, _Process], outdated: set[int], over: int, floor: int
+) -> Iterator[Reply]:
+    """The replies to workers that keep batches which are not needed, and to those whose epoch, with
+    its first batch at ``over`` or before, has ended. A worker that prepares a batch gets its reply
+    when it asks for the next one."""
+    outdated.intersection_update(workers)
+    for number, worker in sorted(workers.items()):
+        is_over = worker.position <= over
+        is_new = number in outdated or (is_over and not worker.knows_end)
+        if worker.waiting is not None and is_new:
+            worker.knows_end = is_over
+            outdated.discard(number)
+            yield Reply(number, Kind.RELEASE, floor)
 
 
 def _waiting(processes: dict[int, _Process]) -> list[tuple[int, _Process]]:

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from monarch.datasets.staging_batch import Batch, store
 from monarch.datasets.staging_link import Link, Lost, Place, Unusable
@@ -79,7 +79,11 @@ class _Worker:
     """One process, as its job sees it. ``asked`` are the batches that only this job needs, and
     ``silence_s`` is the time that the job has waited for one of them without any message."""
 
+    # Those that have not ended in the time that ``end`` waits.
+    _late: ClassVar[list[_Worker]] = []
+
     def __init__(self, task: Task, parent: Link) -> None:
+        self._forget_late()
         self.asked: set[int] = set()
         self.silence_s = 0.0
         # The exit code, or a negative signal, once the process has been waited for.
@@ -89,11 +93,11 @@ class _Worker:
             # The process would write what is buffered, too.
             sys.stdout.flush()
             sys.stderr.flush()
-            self._pid = os.fork()
-            if not self._pid:
+            pid = os.fork()
+            if not pid:
                 _run(task, parent, self.channel, theirs)
         # A number alone may be that of another process, if the job has waited for its children.
-        self._pidfd = os.pidfd_open(self._pid)
+        self._pidfd = os.pidfd_open(pid)
 
     def retire(self) -> None:
         self.channel.shutdown(socket.SHUT_WR)
@@ -101,13 +105,14 @@ class _Worker:
     def has_ended(self) -> bool:
         if self._code is None:
             try:
-                pid, status = os.waitpid(self._pid, os.WNOHANG)
+                ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
             except ChildProcessError:
                 # The job has waited for all its children, or ignores their ends.
                 self._code = 0
             else:
-                if pid:
-                    self._code = os.waitstatus_to_exitcode(status)
+                if ended is not None:
+                    by_itself = ended.si_code == os.CLD_EXITED
+                    self._code = ended.si_status if by_itself else -ended.si_status
         return self._code is not None
 
     def end(self) -> int | None:
@@ -115,10 +120,19 @@ class _Worker:
         code = self._code if self.has_ended() else None
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        # A process that waits for a disk that hangs ends later.
         self.wait()
-        self.forget()
+        if self.has_ended():
+            self.forget()
+        else:
+            # It waits for a disk that hangs.
+            self._late.append(self)
         return code
+
+    @classmethod
+    def _forget_late(cls) -> None:
+        for worker in [each for each in cls._late if each.has_ended()]:
+            worker.forget()
+            cls._late.remove(worker)
 
     def wait(self) -> None:
         """Waits some seconds until the process has ended."""
@@ -297,14 +311,15 @@ class Retired:
         self._workers: list[_Worker] = []
 
     def add(self, workers: Workers) -> None:
-        """Takes those of another epoch, and forgets those that have ended."""
-        everyone = [*self._workers, *workers.retire()]
-        self._workers = []
-        for worker in everyone:
-            if worker.has_ended():
-                worker.end()
-            else:
-                self._workers.append(worker)
+        """Takes those of another epoch."""
+        self._workers += workers.retire()
+        self.forget_ended()
+
+    def forget_ended(self) -> None:
+        """Forgets those that have ended; until then their processes are zombies."""
+        for worker in [each for each in self._workers if each.has_ended()]:
+            worker.forget()
+            self._workers.remove(worker)
 
     def end(self) -> None:
         """Ends them at once."""

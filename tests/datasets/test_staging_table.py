@@ -261,6 +261,24 @@ def test_workers_prepare_batches_ahead_up_to_the_depth_and_of_their_epoch() -> N
     ]
 
 
+def test_a_worker_learns_once_that_its_epoch_is_over_also_if_it_asks_later() -> None:
+    made = joined(0)
+    for worker in (1, 2):
+        made.attach(worker, worker, 0.0)
+        made.work(worker, 0, 0.0)
+    made.publish(1, 0, 100, 0.0)
+    made.publish(2, 1, 101, 0.0)
+    assert made.work(1, 0, 0.0) == [Reply(1, Kind.PRODUCE, 2)]
+    made.publish(1, 2, 102, 0.0)
+    assert made.work(1, 0, 0.0) == [Reply(1, Kind.PRODUCE, 3)]
+    # The job leaves the epoch while one worker prepares a batch, and the other one is slow.
+    assert made.move(0, 10, 0.0) == []
+    assert made.work(2, 0, 0.0) == [Reply(2, Kind.RELEASE, 10)]
+    made.publish(1, 3, 103, 0.0)
+    assert made.work(1, 0, 0.0) == [Reply(1, Kind.RELEASE, 10)]
+    assert made.move(0, 11, 0.0) == []
+
+
 def test_a_worker_that_hangs_is_expelled_and_another_one_prepares_its_batch() -> None:
     made = joined(0)
     made.want(0, 0, 0.0, prepare=False)

@@ -4,6 +4,7 @@ a process, and the workers are forked from the test."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import signal
@@ -79,6 +80,15 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+def has_ended(pid: int) -> bool:
+    """Whether this process could wait for its child, or has. The state of a process is that of a
+    zombie a moment earlier, while its other threads end."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
 def area(directory: Path, **options: Any) -> StagingArea:
@@ -210,6 +220,41 @@ def test_an_epoch_that_is_left_ends_its_workers(directory: Path, log: Log) -> No
         processes = log.processes
         assert len(processes) == 3
     wait_until(lambda: not any(map(is_running, processes)), "all have ended")
+
+
+def test_a_worker_that_has_ended_does_not_stay_a_zombie(directory: Path, log: Log) -> None:
+    with area(directory) as made:
+        assert list(batches(made, log)) == list(range(COUNT))
+        (first,) = log.processes
+        epoch = batches(made, log, 1)
+        next(epoch)
+        wait_until(lambda: has_ended(first), "the worker of the first epoch ends")
+        next(epoch)
+        assert not Path(f"/proc/{first}").exists()
+
+
+def test_a_worker_that_ends_late_does_not_stay_a_zombie(
+    directory: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monarch.datasets.staging_worker._END_S", 0)
+    with area(directory, workers=9) as made:
+        next(batches(made, log))
+    late = log.processes
+    wait_until(lambda: all(map(has_ended, late)), "the workers end")
+    with area(directory) as made:
+        next(batches(made, log))
+        assert not any(Path(f"/proc/{worker}").exists() for worker in late)
+
+
+def test_the_workers_of_an_area_that_was_dropped_end(directory: Path, log: Log) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    made = area(directory)
+    next(batches(made, log))
+    (worker,) = log.processes
+    del made
+    assert not Path(f"/proc/{worker}").exists()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_forked_process_leaves_the_workers_of_the_first_one_alone(
