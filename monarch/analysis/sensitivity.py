@@ -39,6 +39,13 @@ class Option:
     rate: float
     source: float
 
+    def limited(self, source: float) -> Option:
+        """The option if the source gives at most ``source`` bytes/s, more than 0: the rate falls in
+        proportion."""
+        if self.source <= source:
+            return self
+        return replace(self, rate=self.rate * source / self.source, source=source)
+
 
 class FullTier(NamedTuple):
     """A job with all files in the tier: its ``rate``, that of its loader alone (``load``), in

@@ -10,12 +10,11 @@ from typing import Any
 
 import click
 
-from monarch.analysis.allocation import POLICIES, Grant, Server, bound, divided_source
+from monarch.analysis.allocation import POLICIES, Grant, Server, Source, bound
 from monarch.analysis.allocation import allocate as allocate_jobs
 from monarch.analysis.profile import model_of, result_of
 from monarch.analysis.sensitivity import (
     Job,
-    Option,
     Sensitivity,
     job_of,
     modelled,
@@ -263,14 +262,12 @@ def allocate(
     if twice:
         raise UsageError(f"two files have the job {escape_text(twice[0])}")
     try:
-        found = allocate_jobs(policy, read_jobs, servers)
-        given = _limits([grant.option for grant in found.grants], budget)
-        fair_given = _limits([grant.fair for grant in found.grants], budget)
-        reports = [_report(*each) for each in zip(found.grants, given, fair_given, strict=True)]
-        fair_rates = {each.job: each.fair_rate for each in reports}
-        limit = bound([grant.job for grant in found.grants], servers, fair_rates)
+        source = None if budget is None else Source.of(budget, read_jobs, servers)
+        found = allocate_jobs(policy, read_jobs, servers, source)
+        limit = bound([grant.job for grant in found.grants], servers, source)
     except ValueError as error:
         raise UsageError(escape_text(str(error))) from error
+    reports = [_report(grant) for grant in found.grants]
     count = max(1, len(reports))
     report = PlanReport(
         VERSION,
@@ -290,23 +287,9 @@ def allocate(
         remark(f"monarch: there is no place for {waiting}")
 
 
-def _limits(options: list[Option], budget: float | None) -> list[float | None]:
-    """What the source gives each option at most, in bytes a second; None: what it needs."""
-    if budget is None:
-        return [None] * len(options)
-    needs = [option.source for option in options]
-    given = divided_source(needs, budget)
-    return [have if have < need else None for need, have in zip(needs, given, strict=True)]
-
-
-def _reached(option: Option, limit: float | None) -> float:
-    """The rate of an option if the source gives only ``limit`` bytes a second."""
-    return option.rate if limit is None else option.rate * limit / option.source
-
-
-def _report(grant: Grant, limit: float | None, fair_limit: float | None) -> GrantReport:
+def _report(grant: Grant) -> GrantReport:
     job, option = grant.job, grant.option
-    reached, fair = _reached(option, limit), _reached(grant.fair, fair_limit)
+    limit = option.source if option.source < grant.need else None
     for_each_gpu = -(-option.tier_bytes // job.gpus)
     tiers = {node: count * for_each_gpu for node, count in grant.gpus.items()}
     limited = "" if limit is None else f" -o limits.source_bandwidth={whole_limit(limit)}"
@@ -315,10 +298,10 @@ def _report(grant: Grant, limit: float | None, fair_limit: float | None) -> Gran
         gpus=dict(grant.gpus),
         cores=option.cores,
         tier_bytes=tiers,
-        rate=reached,
-        fair_rate=fair,
-        speedup=reached / fair,
-        source=option.source,
+        rate=option.rate,
+        fair_rate=grant.fair.rate,
+        speedup=option.rate / grant.fair.rate,
+        source=grant.need,
         source_limit=limit,
         sbatch=f"--gpus={job.gpus} --cpus-per-gpu={option.cores // job.gpus}"
         f" --nodes={len(grant.gpus)} --nodelist={','.join(grant.gpus)}",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -14,6 +16,7 @@ from monarch.analysis.allocation import (
     Allocation,
     Needs,
     Server,
+    Source,
     allocate,
     bound,
     divided_source,
@@ -213,6 +216,132 @@ def test_the_source_is_divided_by_need_and_then_equally() -> None:
     assert divided_source([10, 50, 40], 85) == [10, 37.5, 37.5]
     assert divided_source([], 10) == []
     assert sum(divided_source([3, 9, 1, 7, 5], 12)) == pytest.approx(12)
+
+
+# -- the source as a third resource ----------------------------------------------------------------
+
+
+def reading(seed: int) -> tuple[list[Job], list[Server], Source]:
+    """Jobs as ``randomly``, whose rates are limited by a source that is too slow for all."""
+    chosen = random.Random(seed)
+    jobs, servers = randomly(seed)
+    jobs = [
+        replace(
+            job,
+            options=tuple(
+                replace(each, source=each.rate * max(0, 2000 - each.tier_bytes / job.gpus))
+                for each in job.options
+            ),
+        )
+        for job in jobs
+    ]
+    needs = sum(max(option.source for option in job.options) for job in jobs)
+    return jobs, servers, Source.of(needs * chosen.uniform(0.01, 0.3), jobs, servers)
+
+
+@pytest.mark.promise(289)
+def test_no_plan_takes_more_from_the_source_than_it_has_and_none_less_than_its_fair_share() -> None:
+    gains, limited = [], 0
+    for seed in range(100):
+        jobs, servers, source = reading(seed)
+        fair = allocate("fair", jobs, servers, source)
+        tuned = allocate("tune", jobs, servers, source)
+        greedy = allocate("greedy", jobs, servers, source)
+        for found in (fair, tuned, greedy):
+            require_sound(found, servers)
+            taken = sum(grant.option.source for grant in found.grants)
+            assert taken <= source.budget * (1 + 1e-9)
+            assert all(grant.option.source <= grant.need for grant in found.grants)
+            limited += any(grant.option.source < grant.need for grant in found.grants)
+        assert len(fair.grants) == len(tuned.grants) == len(jobs)
+        # The order of the jobs does not matter if all have GPUs.
+        mixed_up = random.Random(seed).sample(jobs, len(jobs))
+        again = allocate("tune", mixed_up, servers, source).grants
+        by_name = {grant.job.name: grant for grant in again}
+        assert [by_name[grant.job.name] for grant in tuned.grants] == tuned.grants
+        # What is left of the source is not left to waste.
+        if any(grant.option.source < grant.need * 0.99 for grant in tuned.grants):
+            taken = sum(grant.option.source for grant in tuned.grants)
+            assert taken == pytest.approx(source.budget)
+        if seed % 5 == 0:
+            assert sum(speedups(tuned)) <= bound(jobs, servers, source) + 1e-6
+        gains.append(sum(speedups(tuned)) / sum(speedups(fair)))
+    assert limited > 60
+    # A division that knows the source is better on average than equal parts of all.
+    assert mean(gains) > 1.1
+
+
+def test_the_bound_with_a_source_is_just_above_the_best_division() -> None:
+    ratios = []
+    for seed in range(25):
+        chosen = random.Random(seed)
+        servers = [Server("a", 3, 18, 60)]
+        jobs = [
+            Job(
+                f"j{n}",
+                1,
+                tuple(
+                    Option(cores, tier, chosen.uniform(1, 9), chosen.uniform(0, 9) * (20 - tier))
+                    for cores in (2, 6)
+                    for tier in (0, 10, 20)
+                ),
+            )
+            for n in range(3)
+        ]
+        source = Source.of(chosen.uniform(20, 200), jobs, servers)
+        fair = [Needs.of(job, servers, source).fair.rate for job in jobs]
+        best = 0.0
+        for options in itertools.product(*(job.options for job in jobs)):
+            cores = sum(each.cores for each in options)
+            if cores <= 18 and sum(each.tier_bytes for each in options) <= 60:
+                best = max(best, best_with(options, fair, source.budget))
+        limit = bound(jobs, servers, source)
+        assert best - 1e-6 <= limit
+        ratios.append(limit / best)
+        # Without the source the limit is higher, or the same.
+        assert (
+            bound(jobs, servers)
+            * max(
+                Needs.of(job, servers).fair.rate / rate
+                for job, rate in zip(jobs, fair, strict=True)
+            )
+            >= limit - 1e-6
+        )
+    assert mean(ratios) < 1.1
+
+
+def best_with(options: Sequence[Option], fair: Sequence[float], budget: float) -> float:
+    """The highest sum of speed-ups of these options with the source: each gets what its fair rate
+    needs, then those with the highest gain for a byte get more."""
+    if any(option.rate < rate for option, rate in zip(options, fair, strict=True)):
+        return 0.0
+    budget -= sum(o.source * rate / o.rate for o, rate in zip(options, fair, strict=True))
+    if budget < -1e-9:
+        return 0.0
+    total = float(len(options))
+    gains = [
+        (o.rate / rate - 1, o.source * (1 - rate / o.rate))
+        for o, rate in zip(options, fair, strict=True)
+    ]
+    for gain, cost in sorted(gains, key=lambda each: each[1] / each[0] if each[0] else math.inf):
+        part = 1.0 if cost <= max(0.0, budget) else max(0.0, budget) / cost
+        total, budget = total + gain * part, budget - cost * part
+    return total
+
+
+def test_a_plan_that_ignores_the_source_is_worse() -> None:
+    # The twin of the tests above: the same jobs, divided as if the source had no limit.
+    jobs, servers, source = reading(7)
+    unaware = [grant.option for grant in allocate("tune", jobs, servers).grants]
+    assert sum(option.source for option in unaware) > source.budget
+    given = divided_source([option.source for option in unaware], source.budget)
+    fair = [Needs.of(job, servers, source).fair.rate for job in jobs]
+    reached = [
+        option.rate * (have / option.source if option.source else 1.0) / rate
+        for option, have, rate in zip(unaware, given, fair, strict=True)
+    ]
+    aware = speedups(allocate("tune", jobs, servers, source))
+    assert min(aware) >= 1 - 1e-9 > min(reached)
 
 
 def test_the_matrix_of_a_job_follows_from_its_rates_with_all_files_in_the_tier() -> None:
