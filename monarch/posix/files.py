@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,9 @@ _RENAME_NOREPLACE = 1
 _NO_NOREPLACE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 # The errors of a file system without hard links, or with a limit for one file.
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+_AT_EMPTY_PATH = 0x1000
+_AT_SYMLINK_NOFOLLOW = 0x100
+_STATX_BTIME = 0x800
 # Bytes copied by one call.
 _TURN = 8 * MiB
 
@@ -35,6 +39,24 @@ def status_at(directory_fd: int, name: str | bytes) -> os.stat_result | None:
         return os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
     except FileNotFoundError:
         return None
+
+
+def born_ns(directory_fd: int, name: bytes = b"") -> int | None:
+    """The time at which an entry was created, in ns since the epoch: ``name`` in an open directory,
+    or what the descriptor itself has open. None if its file system does not report that. Raises
+    OSError."""
+    buffer = ctypes.create_string_buffer(256)
+    flags = _AT_SYMLINK_NOFOLLOW | (0 if name else _AT_EMPTY_PATH)
+    if _LIBC.statx(directory_fd, name, flags, _STATX_BTIME, buffer) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    # The fields stx_mask and stx_btime of statx(2).
+    mask: int = struct.unpack_from("=I", buffer)[0]
+    if not mask & _STATX_BTIME:
+        return None
+    seconds: int
+    seconds, nanoseconds = struct.unpack_from("=qI", buffer, 80)
+    return seconds * 10**9 + int(nanoseconds)
 
 
 def rename_new(directory_fd: int, name: bytes, to_name: bytes) -> None:

@@ -107,6 +107,16 @@ class Expected:
         least = known.size if known is not None and is_known else 0
         return least <= found.st_size <= max(least, mark.mtime_ns)
 
+    def is_reused(self, found: stat_result, born_ns: int | None) -> bool:
+        """Whether ``found`` is another entry to which the source has given the inode number of the
+        known one: it was created at ``born_ns``, after the last known change of that one. None: the
+        source does not report times of creation."""
+        if born_ns is None or self.is_staged(found):
+            return False
+        known = () if self.known is None else (self.known,)
+        same = [each for each in (*known, *self.over) if each.source_ino == found.st_ino]
+        return bool(same) and all(_is_before(each.ctime_ns, born_ns) for each in same)
+
     def is_same(self, found: stat_result, *, version: bool = False) -> bool:
         """Whether ``found`` may be the expected entry, with ``version`` in its known version. An
         unknown entry may be it, unless it was created on the mount and never drained."""
@@ -136,6 +146,15 @@ def _is_version(found: stat_result, known: Identity) -> bool:
         return (found.st_size, found.st_mtime_ns) == (known.size, known.mtime_ns)
     # Each process that writes to a fifo changes its time.
     return found.st_size == known.size
+
+
+def _is_before(ctime_ns: int, born_ns: int) -> bool:
+    """Whether a time of change is before a time of creation, in the precision with which the source
+    keeps the former. A source that keeps none has 0."""
+    if ctime_ns <= 0:
+        return False
+    unit_ns = max(unit_ns for unit_ns in _TIME_UNITS_NS if ctime_ns % unit_ns == 0)
+    return ctime_ns < born_ns - born_ns % unit_ns
 
 
 def is_time(found_ns: int, set_ns: int) -> bool:

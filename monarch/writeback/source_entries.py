@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from monarch.posix.credentials import Credentials, acting_as
-from monarch.posix.files import closing_fd, status_at
+from monarch.posix.files import born_ns, closing_fd, status_at
 from monarch.text import errno_words
 from monarch.tiers.source import identity_of
 from monarch.types import Identity, kept_ns
@@ -118,7 +118,7 @@ class SourceEntries:
             return None
         if now is not None and now.st_ino == there.st_ino:
             return identity_of(there)
-        if op.strict and not expected.is_same(there):
+        if op.strict and _is_of_others(expected, there, fd, name):
             self._log.note_conflict(op.path, "was changed there by others: it is not linked")
             return None
         if now is not None and op.strict:
@@ -173,7 +173,7 @@ class SourceEntries:
             there = status_at(fd, name)
             if there is None:
                 return
-            if op.strict and not expected.is_same(there):
+            if op.strict and _is_of_others(expected, there, fd, name):
                 self._log.note_conflict(op.path, "was replaced there by others, and stays")
                 return
             self._swept(partial(os.rmdir, name, dir_fd=fd), by, fd, name, keep)
@@ -211,7 +211,7 @@ class SourceEntries:
                 log.warning("source: %r is not there to be renamed", os.fsdecode(op.path))
                 return None
             return identity_of(now)
-        if op.strict and not expected.is_same(there, version=True):
+        if op.strict and _is_of_others(expected, there, fd, name, version=True):
             if now is not None and expected.is_it(now, strict=True, version=True):
                 # The entry has its new name already, and the old name is that of another entry.
                 return identity_of(now)
@@ -285,7 +285,7 @@ class SourceEntries:
         self, fd: int, op: Op, by: Credentials | None, expected: Expected
     ) -> Identity | None:
         found = os.fstat(fd)
-        if op.strict and not expected.is_same(found):
+        if op.strict and _is_of_others(expected, found, fd):
             self._log.note_conflict(op.path, "was replaced there by others: it stays as it is")
             return None
         has_times = (op.mtime_ns, op.atime_ns) != (None, None)
@@ -311,6 +311,19 @@ class SourceEntries:
         if not stat.S_ISREG(found.st_mode):
             return now
         return _with_known_bytes(expected, found, now, op)
+
+
+def _is_of_others(
+    expected: Expected, found: os.stat_result, fd: int, name: bytes = b"", *, version: bool = False
+) -> bool:
+    """Whether the entry ``found``, at ``name`` in an open directory or open itself, is not the
+    expected one. Only its time of creation tells that if others have removed the expected entry,
+    and the source has given its inode number to another one. Raises OSError."""
+    if not expected.is_same(found, version=version):
+        return True
+    if expected.known == identity_of(found):
+        return False
+    return expected.is_reused(found, born_ns(fd, name))
 
 
 def _with_known_change(expected: Expected, found: os.stat_result, now: Identity) -> Identity:
