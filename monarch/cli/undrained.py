@@ -184,8 +184,9 @@ def set_aside(mountpoint: Path, path: str | None, as_json: bool) -> int:
     A refused change delays all later changes of the same user. A change that is set aside only
     delays changes that depend on its path or file. A change is set aside automatically after eight
     tries and ten minutes. It is kept, is tried again every minute, and stays set aside after
-    unmount and mount. A change that the source refuses at PATH later is not set aside. The exit
-    code is 1 if the source refuses any change.
+    unmount and mount. A change that the source refuses at PATH later is not set aside. While the
+    source accepts no change at all (it is full, read-only, or does not answer), none can be set
+    aside: the order of the changes is kept. The exit code is 1 if the source refuses any change.
     """
     if path is None:
         return _show_refused(_asked(mountpoint, "refused", None, SILENCE_S), as_json)
@@ -248,9 +249,12 @@ def _asked(
 def _show_refused(report: RefusalsReport, as_json: bool) -> int:
     """Prints the refused changes; returns the exit code."""
     lines = []
+    if report.stopped:
+        changes = counted(report.waiting, "change waits", "changes wait")
+        lines.append(f"the source accepts no changes now, {changes}: {escape_text(report.stopped)}")
     for each in report.refused:
         how = "set aside" if each.aside else "holds up its user"
         tries = counted(each.tries, "try", "tries")
         lines.append(escape_text(f"{each.path}: {each.kind}: {each.why} ({how}, {tries})"))
     show(report, as_json, *(lines or ["the source refuses nothing"]))
-    return _WRONG if report.refused else 0
+    return _WRONG if report.refused or report.stopped else 0

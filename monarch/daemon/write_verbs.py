@@ -211,8 +211,8 @@ class WrittenVerbs:
             )
             for each in self.write_back.refusals.list(path)[:_NAMED]
         ]
-        waiting = self.write_back.drain.backlog().ops
-        return reports.RefusalsReport(refused, waiting, [*map(os.fsdecode, removed[:_NAMED])])
+        drain, names = self.write_back.drain, [*map(os.fsdecode, removed[:_NAMED])]
+        return reports.RefusalsReport(refused, drain.backlog().ops, names, drain.stopped or "")
 
     def _name(self, path: object) -> bytes:
         """An existing path, relative to the mount, as bytes. Raises UsageError."""

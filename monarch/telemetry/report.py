@@ -461,11 +461,13 @@ class RefusalReport:
 @dataclass(frozen=True, slots=True)
 class RefusalsReport(Report):
     """The changes that the source refuses. ``waiting`` counts all changes that are not at the
-    source. ``removed``: paths in the mount that were discarded."""
+    source. ``removed``: paths in the mount that were discarded. ``stopped``: why no change at all
+    reaches the source now, empty if it accepts changes."""
 
     refused: list[RefusalReport]
     waiting: int
     removed: list[str] = field(default_factory=list)
+    stopped: str = ""
 
 
 @dataclass(frozen=True, slots=True)

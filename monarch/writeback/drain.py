@@ -184,9 +184,7 @@ class Drain:
         sizes = {entry.op.object: entry.op.size for entry in waiting if entry.op.kind == "content"}
         conflicts = self.writer.log.conflicts
         aside = tuple(refusal for refusal in self.queue.refusals() if refusal.is_aside)
-        oldest_s = self._threads.oldest_s()
-        hanging = f"no answer for {oldest_s:.0f} s" if oldest_s > _HANGS_S else None
-        other = self._trouble.reason or self.queue.refusal(is_aside=False) or hanging
+        other = self.stopped or self.queue.refusal(is_aside=False)
         return Backlog(
             ops=len(waiting),
             files=len(sizes),
@@ -205,6 +203,13 @@ class Drain:
             aside_ops=sum(entry.is_aside for entry in waiting) if aside else 0,
             only_aside=bool(aside) and other is None,
         )
+
+    @property
+    def stopped(self) -> str | None:
+        """Why no change at all reaches the source now; None if the source accepts changes."""
+        oldest_s = self._threads.oldest_s()
+        hanging = f"no answer for {oldest_s:.0f} s" if oldest_s > _HANGS_S else None
+        return self._trouble.reason or hanging
 
     # -- the front of the queue --------------------------------------------------------------
 
@@ -390,9 +395,12 @@ class Drain:
 
     async def _is_refusal(self, op: Op, error: OSError) -> bool:
         """Whether the source refuses this change, and may accept others: so also if it has no space
-        for it, by a quota of a directory, although its file system has room."""
+        for it, by a quota of a directory, although its file system has room, or if the change is in
+        a read-only file system below the source."""
         if error.errno == errno.ENOSPC:
             return await self._threads.run(self.writer.has_room, op.size)
+        if error.errno == errno.EROFS:
+            return await self._threads.run(self.writer.is_read_only_there, op)
         return error.errno in _REFUSALS
 
     def _bring_back(self, entry: Entry) -> None:

@@ -118,6 +118,11 @@ def above(path: bytes) -> Iterator[bytes]:
         yield path
 
 
+def is_within(path: bytes, directory: bytes) -> bool:
+    """Whether ``path`` is ``directory``, or beneath it; an empty ``directory`` is the root."""
+    return not directory or path == directory or path.startswith(directory + b"/")
+
+
 def to_record(op: Op) -> dict[str, Any]:
     """``op`` as a JSON object, without the fields that have their default values."""
     record: dict[str, Any] = {"op": op.kind}

@@ -216,7 +216,13 @@ class Progress:
         )
 
     async def retry(self) -> None:
-        """Waits until every refused change has been tried once more."""
+        """Waits until every refused change has been tried once more, or the first one if the source
+        accepted none at all."""
+        if self._trouble.reason is not None:
+            stops = self._trouble.stops
+            await self._wakeups.until(
+                lambda: self._trouble.reason is None or self._trouble.stops > stops
+            )
         refused = [entry for entry in self._queue.entries() if entry.refusal]
         before = self._queue.retries
         if refused:

@@ -17,7 +17,7 @@ from monarch.types import ROOT_INO, WRITTEN_INO, Ino, KernelCaches
 from monarch.writeback.drain import Drain
 from monarch.writeback.drain_queue import Refusal
 from monarch.writeback.front import WriteFront
-from monarch.writeback.op import Op, above
+from monarch.writeback.op import Op, is_within
 
 
 class _Plan:
@@ -52,7 +52,7 @@ class Refusals:
         return [
             refusal
             for refusal in self._drain.queue.refusals()
-            if _is_within(refusal.path, path) or _is_within(path, refusal.path)
+            if is_within(refusal.path, path) or is_within(path, refusal.path)
         ]
 
     async def set_aside(self, path: bytes) -> None:
@@ -64,9 +64,10 @@ class Refusals:
     async def retry(self, path: bytes | None) -> None:
         """Tries all refused changes again, and waits for the results.
 
-        Raises UsageError if ``path`` is given and the source refuses nothing there.
+        Raises UsageError if ``path`` is given, the source refuses nothing there, and it accepts
+        other changes.
         """
-        if path is not None:
+        if path is not None and not self._drain.stopped:
             self._about(path)
         await self._drain.progress.retry()
 
@@ -114,6 +115,12 @@ class Refusals:
     def _about(self, path: bytes) -> Sequence[Refusal]:
         """As ``list``. Raises UsageError if no change is refused there."""
         found = self.list(path)
+        if not found and (reason := self._drain.stopped):
+            raise UsageError(
+                f"the source accepts no changes now, it does not refuse {os.fsdecode(path)!r}"
+                f" alone: {reason}",
+                hint="repair the source first; a file that is removed on the mount is not drained",
+            )
         if not found:
             raise UsageError(
                 f"the source refuses nothing at {os.fsdecode(path)!r}",
@@ -130,7 +137,7 @@ class Refusals:
             if op.kind in ("unlink", "rmdir") or node is None or not node.names:
                 continue
             names = list(self._names.visible_paths(node.ino))
-            inside = [name for name in names if _is_within(name, path)]
+            inside = [name for name in names if is_within(name, path)]
             if node.ino >= WRITTEN_INO and self._drain.state.has_nothing_of(op):
                 if inside == names:
                     plan.removed[node.ino] = node
@@ -220,15 +227,11 @@ class Refusals:
             yield path
 
 
-def _is_within(path: bytes, directory: bytes) -> bool:
-    return not directory or path == directory or directory in above(path)
-
-
 def _is_about(op: Op, path: bytes) -> bool:
-    return op.names() != (b"",) and any(_is_within(name, path) for name in op.names())
+    return op.names() != (b"",) and any(is_within(name, path) for name in op.names())
 
 
 def _is_name_elsewhere(op: Op, path: bytes) -> bool:
     """Whether a change adds or removes a name of a file, and that name is not within ``path``."""
     name = {"link": op.to, "unlink": op.path}.get(op.kind, path)
-    return not _is_within(name, path)
+    return not is_within(name, path)

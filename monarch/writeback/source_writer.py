@@ -28,13 +28,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 
 from monarch.posix import failpoints
+from monarch.posix.files import closing_fd
+from monarch.posix.openat2 import open_beneath
 from monarch.text import MiB
 from monarch.tiers.source import Source
 from monarch.types import Identity
 from monarch.writeback.expected import SourceLog
+from monarch.writeback.op import Op, above
 from monarch.writeback.source_attributes import SourceAttributes
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_directories import OpenDirectories, Temporaries
@@ -43,6 +46,7 @@ from monarch.writeback.source_publishing import Publishing
 
 # A file system with less free space than this, in bytes, is full: others may have freed some since.
 _FULL_BYTES = 64 * MiB
+_AT = os.O_PATH | os.O_DIRECTORY
 
 Step = Callable[[OpenDirectories], "Identity | None"]
 
@@ -95,6 +99,27 @@ class SourceWriter:
             return bool(self._source.at_root(_has_room_at, size))
         except OSError:
             return False
+
+    def is_read_only_there(self, op: Op) -> bool:
+        """Whether a change is in a read-only file system below the source, whose root accepts
+        changes; False if the source does not answer. Waits for the source without a limit."""
+        try:
+            return bool(self._source.at_root(_is_read_only_at, op))
+        except OSError:
+            return False
+
+
+def _is_read_only_at(root: int, op: Op) -> bool:
+    if os.fstatvfs(root).f_flag & os.ST_RDONLY:
+        return False
+    for name in op.names():
+        # A directory that is missing is to be made in the nearest one above.
+        for directory in (*above(name), b""):
+            with suppress(FileNotFoundError), closing_fd(open_beneath(root, directory, _AT)) as fd:
+                if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
+                    return True
+                break
+    return False
 
 
 def _has_room_at(root: int, size: int) -> bool:

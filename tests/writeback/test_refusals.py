@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ import trio.testing
 
 from monarch.errors import BusyError, UsageError
 from monarch.posix.credentials import Credentials
+from monarch.tiers.source import Source
+from monarch.writeback.op import Op
 from monarch.writeback.source_entries import SourceEntries
+from monarch.writeback.source_writer import SourceWriter, Step
+from tests.conftest import require_root
+from tests.equipment.disks import in_memory
 from tests.writeback.remounts import Rig, Session
 
 ANOTHER = Credentials(1234, 1234)
@@ -94,6 +100,73 @@ async def test_a_retry_asks_the_source_at_once(rig: Rig, clock: trio.testing.Moc
         assert session.write_back.refusals.list() == [] and trio.current_time() - begun < 5
         with pytest.raises(UsageError, match="refuses nothing at 'd/new'"):
             await session.write_back.refusals.retry(b"d/new")
+
+
+def _read_only(*_: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+async def test_a_source_that_accepts_no_change_is_not_called_one_that_refuses_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    async with rig.mount() as session:
+        refusals = session.write_back.refusals
+        with monkeypatch.context() as patched:
+            patched.setattr(SourceWriter, "carry_out", _read_only)
+            await session.write(b"weights", b"1")
+            await until(lambda: session.write_back.drain.stopped is not None)
+            for verb in (refusals.set_aside, refusals.discard):
+                with pytest.raises(UsageError, match=r"accepts no changes now.*'weights'.*EROFS"):
+                    await verb(b"weights")
+            # A retry ends as soon as the source was asked once more.
+            failures = session.write_back.drain.backlog().failures
+            await refusals.retry(b"weights")
+            assert session.write_back.drain.backlog().failures > failures
+            assert refusals.list() == []
+        await refusals.retry(None)
+        await session.drained()
+        assert session.write_back.drain.stopped is None
+
+
+@pytest.mark.promise(81)
+async def test_a_read_only_file_system_below_the_source_holds_up_its_own_changes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    carry_out = SourceWriter.carry_out
+
+    def beneath(writer: SourceWriter, steps: Sequence[Step]) -> object:
+        if any(getattr(step, "keywords", {})["op"].path.startswith(b"d/") for step in steps):
+            return [], OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return carry_out(writer, steps)
+
+    monkeypatch.setattr(SourceWriter, "carry_out", beneath)
+    monkeypatch.setattr(
+        SourceWriter, "is_read_only_there", lambda writer, op: op.path.startswith(b"d/")
+    )
+    async with rig.mount() as session:
+        await session.mkdir(b"d/new")
+        await session.at_rest()
+        assert paths(session) == [b"d/new"]
+        await session.write_back.refusals.set_aside(b"d/new")
+        await session.write(b"weights", b"1")
+        await session.at_rest()
+        assert (rig.source / "weights").read_bytes() == b"1"
+
+
+def test_a_change_in_a_read_only_file_system_below_a_writable_root_is_recognised(
+    tmp_path: Path,
+) -> None:
+    require_root()
+    source = Source(os.fsencode(tmp_path))
+    writer = SourceWriter(source, "0123456789abcdef")
+    (tmp_path / "a").mkdir()
+    op = Op(kind="rename", path=b"a", to=b"below/missing/b")
+    with in_memory(tmp_path / "below", 1) as below:
+        assert not writer.is_read_only_there(op)
+        subprocess.run(["mount", "-o", "remount,ro", below], check=True)
+        assert writer.is_read_only_there(op)
+        assert not writer.is_read_only_there(Op(kind="mkdir", path=b"b"))
+    source.close()
 
 
 @pytest.mark.finding("W11")
