@@ -46,10 +46,15 @@ log = logging.getLogger(__name__)
 
 # The largest record of one change.
 _LONGEST_CHANGE = 128 * KiB
+# The room that is kept on a full disk for the marks of each change, in bytes.
+_MARKS = 1 * KiB
 # The journal is shortened when it is longer than this, in bytes, and than this many times its
 # length after it was shortened last.
 _LONG_BYTES = 1 * MiB
 _LONG_TIMES = 5
+# The same on a full disk.
+_LONG_BYTES_FULL = 64 * KiB
+_LONG_TIMES_FULL = 2
 
 
 class Journal:
@@ -157,10 +162,19 @@ class Journal:
         """Whether a change may be recorded that takes room of the disk, and is no removal."""
         return self.file.has_room(_LONGEST_CHANGE)
 
+    def takes_content(self) -> bool:
+        """Whether a content may be recorded, so that room is left for the marks of all changes."""
+        return self.file.has_left(_LONGEST_CHANGE + self._for_marks())
+
+    def _for_marks(self) -> int:
+        """The room for the marks, and for a short journal that gives back the room of this one."""
+        return _MARKS * (len(self._undone) + 1) + _LONG_BYTES_FULL
+
     def append(self, op: Op) -> int:
         """Record a change, which then outlives the daemon; returns its seq. Raises OSError."""
         seq = self._next_seq
-        self.file.append(change(seq, time.time_ns(), op))
+        keep = self._for_marks() if op.kind == "content" else 0
+        self.file.append(change(seq, time.time_ns(), op), keep=keep)
         failpoints.failpoint("journal-appended")
         self._next_seq += 1
         self._undone[seq] = content = op.object if op.kind == "content" else 0
@@ -269,8 +283,11 @@ class Journal:
 
     @property
     def is_long(self) -> bool:
-        """Whether most of it may be left out by ``shorten``."""
-        return self.file.position > max(_LONG_BYTES, _LONG_TIMES * self._short_bytes)
+        """Whether most of it may be left out by ``shorten``, or enough on a full disk."""
+        least, times = _LONG_BYTES, _LONG_TIMES
+        if not self.has_room():
+            least, times = _LONG_BYTES_FULL, _LONG_TIMES_FULL
+        return self.file.position > max(least, times * self._short_bytes)
 
     def shorten(self) -> None:
         """Rewrite the journal without what does not matter any more.

@@ -107,14 +107,16 @@ class JournalFile:
         """Removes the temporary file of an interrupted ``replace``. Raises OSError."""
         self.path.with_name(_STAGED).unlink(missing_ok=True)
 
-    def append(self, *records: Record) -> None:
-        """Appends records, which then survive a kill of the daemon. Raises OSError, and then no
-        part of them is in the file."""
+    def append(self, *records: Record, keep: int = 0) -> None:
+        """Appends records, which then survive a kill of the daemon. ``keep``: ENOSPC if less than
+        this number of bytes would be left on a full disk. Raises OSError, and then no part of them
+        is in the file."""
         with self._lock:
             if self.synced_bytes > self._said:
                 records[0]["upto"] = self.synced_bytes
             lines = b"".join(map(encoded, records))
-            self._want_room(len(lines))
+            if not self._want_room(len(lines)) and keep and self._left() < len(lines) + keep:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path))
             try:
                 self._put(lines)
             except OSError as error:
@@ -137,6 +139,20 @@ class JournalFile:
         """Whether ``count`` bytes may be appended without using the room for marks."""
         with self._lock:
             return self._want_room(count)
+
+    def has_left(self, count: int) -> bool:
+        """Whether ``count`` bytes may be appended, with the room for marks and the reserve."""
+        with self._lock:
+            return self._want_room(count) or self._left() >= count
+
+    def _left(self) -> int:
+        """The number of bytes that may still be appended."""
+        try:
+            disk, status = os.fstatvfs(self.fd), os.fstat(self.fd)
+        except OSError:
+            return 0
+        allocated = max(0, status.st_blocks * _BLOCK - self.position)
+        return allocated + disk.f_bavail * disk.f_frsize + self._reserve.held
 
     def _want_room(self, count: int) -> bool:
         wanted = count + self._scarce
@@ -325,6 +341,14 @@ class Reserve:
             if failed:
                 # The room was taken meanwhile, or the file system does not support fallocate.
                 self._path.unlink()
+
+    @property
+    def held(self) -> int:
+        """The number of bytes that it reserves; 0 if it does not exist."""
+        try:
+            return self._path.lstat().st_blocks * _BLOCK
+        except OSError:
+            return 0
 
     def give_up(self) -> bool:
         """Frees the blocks of the reserve; returns whether it existed."""

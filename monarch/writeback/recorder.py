@@ -221,7 +221,7 @@ class Recorder:
 
     def record_delayed(self) -> None:
         """Record the contents for which the journal had no room, as far as it has now."""
-        while self._delayed_contents and self.has_room():
+        while self._delayed_contents and not self._delayed and self._journal.takes_content():
             ino = next(iter(self._delayed_contents))
             node = self._names.node(ino)
             try:

@@ -42,10 +42,13 @@ log = logging.getLogger(__name__)
 
 # Time limit for the source to remove the lease at the end of the mount, in seconds.
 _RELEASE_S = 5.0
-# The interval of checks of the journal's length, and the pause after it could not be shortened, in
-# seconds.
+# The interval of checks of the journal's length, and the pause after it could not be shortened,
+# also on a full disk, in seconds.
 _JOURNAL_CHECK_S = 5.0
 _JOURNAL_PAUSE_S = 600.0
+_JOURNAL_PAUSE_FULL_S = 30.0
+# The interval of checks whether the journal has accepted all contents at the end, in seconds.
+_RECORD_STEP_S = 0.2
 # Time limit for the tier's disk at the end of the mount, in seconds.
 _LAST_COMMIT_S = 30.0
 
@@ -110,14 +113,16 @@ class WriteBack:
         journal, threads = self.place.journal, ThreadPool(1, "journal", abandon=True)
         while True:
             await trio.sleep(_JOURNAL_CHECK_S)
-            # The shorter journal is written beside the old one: a full disk has no room for it.
-            if not (journal.is_long and journal.has_room()):
+            if not journal.is_long:
                 continue
+            # The shorter journal is written beside the old one. On a full disk it may fit into the
+            # reserve, and then gives back the room of the old one.
+            is_full = not journal.has_room()
             try:
                 await threads.run(journal.shorten)
             except OSError as error:
                 log.warning("the journal cannot be shortened: %s", error.strerror)
-                await trio.sleep(_JOURNAL_PAUSE_S)
+                await trio.sleep(_JOURNAL_PAUSE_FULL_S if is_full else _JOURNAL_PAUSE_S)
 
     async def _renew_lease(self) -> None:
         while True:

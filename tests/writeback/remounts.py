@@ -479,7 +479,7 @@ class Session:
         return found
 
 
-def _killed(record: object) -> None:
+def _killed(*records: object, keep: int = 0) -> None:
     raise OSError(errno.EIO, "killed")
 
 

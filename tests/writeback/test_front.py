@@ -91,6 +91,8 @@ class Journal:
     def has_room(self) -> bool:
         return not self.error
 
+    takes_content = has_room
+
     def sync(self) -> None: ...
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import trio.testing
 
+from monarch.types import Identity
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.journal_file import Reserve
 from monarch.writeback.source_writer import SourceWriter
@@ -77,6 +78,27 @@ def test_changes_that_take_room_are_refused_before_the_room_for_marks_is_used(pl
     journal.close()
     journal = Journal.open(place, source=b"/source")
     assert journal.replay().ops[-1] == (last, BIG)
+    journal.close()
+
+
+@pytest.mark.promise(138)
+def test_contents_on_a_full_disk_leave_the_room_for_their_marks(place: Path) -> None:
+    Reserve(place).make()
+    journal = Journal.open(place, source=b"/source")
+    fill(place)
+    content = Op(kind="content", path=b"a", object=1, size=1, xattrs={b"user.x": bytes(10_000)})
+    contents = [journal.append(content)]
+    until_full(lambda: contents.append(journal.append(content)))
+    assert len(contents) > 10 and not journal.takes_content()
+    for seq in contents:
+        journal.mark_staged((1, Identity(1, seq, 0, 7)))
+        journal.mark_done({seq: Identity(1, seq, seq, 7)})
+    # Only one of them matters now: the shorter journal gives back the room of the others.
+    assert journal.is_long
+    journal.shorten()
+    assert journal.has_room() and journal.takes_content() and not journal.is_long
+    journal.append(content)
+    journal.sync()
     journal.close()
 
 
