@@ -166,10 +166,18 @@ class WriteStatus:
         place, objects = write_back.place, write_back.front.objects
         now_s, wall_ns = time.monotonic(), time.time_ns()
         is_refused = self._refused.goes_on(objects.failures, now_s=now_s, wall_ns=wall_ns)
-        if is_refused or place.journal.file.failed:
+        refused = write_back.front.object_table.refused()
+        if is_refused or refused or place.journal.file.failed:
+            what = f"writes are refused: {place.journal.file.failed or objects.failure}"
+            if refused:
+                path = os.fsdecode(write_back.front.names.visible_path(refused[0].ino))
+                what += (
+                    f"; the last bytes of {counted(len(refused), 'file', 'files')} are not in the"
+                    f" journal and do not reach the source: {path!r}"
+                )
             yield Problem(
                 "writes-refused",
-                f"writes are refused: {place.journal.file.failed or objects.failure}",
+                what,
                 remedy=f"check the disk of tier {place.tier.name} (`df {place.directory}`, `dmesg`)"
                 " and, if it is full, the disk of the source; fsynced data is safe, and writing"
                 " continues when one of them has space",

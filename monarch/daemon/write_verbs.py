@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,12 +14,13 @@ import trio
 from monarch.control.server import Send, Verb
 from monarch.daemon.verbs import existing
 from monarch.daemon.write_status import LossAlarm
-from monarch.errors import NotDrainedError, UsageError
+from monarch.errors import NotDrainedError, Refused, UsageError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.telemetry import report as reports
 from monarch.writeback.doubtful import Kept
 from monarch.writeback.drain import Drain
+from monarch.writeback.op import is_within
 from monarch.writeback.progress import Progress
 from monarch.writeback.setup import WriteBack
 
@@ -95,16 +96,24 @@ class WrittenVerbs:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_report_progress, write_back.drain, send)
                 await waited.wait()
+                while self._refused_by_journal(write_back, below):
+                    await trio.sleep(_LOOK_S)
+                    waited = self._waited(write_back, below)
+                    await waited.wait()
                 nursery.cancel_scope.cancel()
-        drained = waited is not None and waited.is_done()
+        refused = self._refused_by_journal(write_back, below)
+        drained = waited is not None and waited.is_done() and not refused
         backlog = write_back.drain.backlog()
+        trouble = backlog.trouble or ""
+        if refused and not trouble:
+            trouble = f"the journal in tier {write_back.place.tier.name} has no room for {refused}"
         self.loss_alarm.report(backlog.lost)
         return reports.DrainReport(
             drained=drained,
             files=backlog.files,
             bytes=backlog.bytes,
             oldest_ns=backlog.oldest_ns,
-            trouble=backlog.trouble or "",
+            trouble=trouble,
             directory=os.fspath(write_back.place.directory),
             lost=[os.fsdecode(name) for name in self.loss_alarm.names[:_NAMED]],
         ).to_dict()
@@ -120,7 +129,17 @@ class WrittenVerbs:
         for ino in pending:
             node = self.names.node(ino)
             if node is not None:
-                write_back.front.recorder.record(node)
+                with suppress(Refused):
+                    write_back.front.recorder.record(node)
+
+    def _refused_by_journal(self, write_back: WriteBack, below: list[bytes] | None) -> str:
+        """The path of a file, at or beneath ``below``, whose last content the journal has not
+        accepted; empty if there is none."""
+        for node in write_back.front.object_table.refused():
+            for path in self.names.visible_paths(node.ino):
+                if below is None or any(is_within(path, each) for each in below):
+                    return repr(os.fsdecode(path))
+        return ""
 
     def _waited(self, write_back: WriteBack, below: list[bytes] | None) -> _Waited:
         """The changes to wait for: all so far, or those of contents beneath some paths."""
@@ -229,7 +248,7 @@ class WrittenVerbs:
             if not node.is_file or not node.names:
                 continue
             for path in names.visible_paths(node.ino):
-                if not below or path == below or path.startswith(below + b"/"):
+                if is_within(path, below):
                     yield node, path
                     break
 

@@ -156,19 +156,7 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     """
     ops = found.ops
     undone = [op for _, op in _undone(found)]
-    made = {op.object for _, op in ops if op.kind in ("create", "take")}
-    # The mount forgot these files; any that still has a name is read from the source.
-    made -= {op.object for _, op in ops if op.kind == "gone"}
-    # So are these: the tier lacks bytes that the source has.
-    made -= found.damaged
-    recorded = found.versions()
-    new = found.unpublished(made)
-    for number in made & recorded.keys():
-        # It may have been written after its last record.
-        with suppress(OSError):
-            status = objects.status(number)
-            if (status.st_size, status.st_mtime_ns) != recorded[number]:
-                new.add(number)
+    new = _unrecorded(found, objects)
     new |= {op.object for op in undone if op.kind == "content"}
     # Another program may have removed the old name, at the source, of a file to be renamed. A file
     # whose attributes are to be changed has others, which the new snapshot does not tell.
@@ -215,6 +203,24 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     )
 
 
+def _unrecorded(found: Replay, objects: Objects) -> set[int]:
+    """The objects with bytes that no recorded content brings to the source: the file was open when
+    its daemon was killed, or the journal had no room for its last content."""
+    made = {op.object for _, op in found.ops if op.kind in ("create", "take")}
+    # The mount forgot these files; any that still has a name is read from the source.
+    made -= {op.object for _, op in found.ops if op.kind == "gone"}
+    # So are these: the tier lacks bytes that the source has.
+    made -= found.damaged
+    recorded = found.versions()
+    new = found.unpublished(made)
+    for number in made & recorded.keys():
+        with suppress(OSError):
+            status = objects.status(number)
+            if (status.st_size, status.st_mtime_ns) != recorded[number]:
+                new.add(number)
+    return new
+
+
 def _undone(found: Replay) -> Iterator[Numbered]:
     return ((seq, op) for seq, op in found.ops if seq not in found.done)
 
@@ -224,7 +230,8 @@ class Waiting:
     """A written file that is not at the source yet.
 
     ``path`` is its first name in the mount, ``size`` its size in the last record, in bytes, and
-    ``recorded_ns`` the time of its first record that is not drained. ``fault`` describes the damage
+    ``recorded_ns`` the time of its first record that is not drained. Of a file whose last bytes
+    have no record they are those of its object. ``fault`` describes the damage
     of its object, empty if there is none.
     """
 
@@ -237,8 +244,8 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """``operations`` is the number of changes that are not at the source yet; ``waiting`` are the
-    written files among them, oldest first.
+    """``operations`` is the number of changes that are not at the source yet, recorded or not;
+    ``waiting`` are the written files among them, the oldest record first, those without one last.
 
     ``lost`` are the paths of files that were never synced before a power cut: the next mount puts
     them aside. ``unknown`` are the numbers of objects without a record, or with the record that
@@ -279,8 +286,9 @@ def inspect(directory: Path) -> Inspection:
             contents[op.object] = (first, op)
     # Objects whose bytes are at the source, in a staged file.
     through = {op.object for _, op in ops if op.kind == "through"}
-    names = names_of(ops, contents)
     objects = Objects(directory)
+    unrecorded = _unrecorded(found, objects) - contents.keys() - through
+    names = names_of(ops, contents.keys() | unrecorded)
     removed = {op.object for _, op in ops if op.kind == "gone"}
     unknown = objects.numbers() - found.all_doubted - ({op.object for _, op in ops} - removed)
     waiting = [
@@ -294,9 +302,14 @@ def inspect(directory: Path) -> Inspection:
         for number, (first, op) in sorted(contents.items(), key=lambda item: item[1][0])
         if number in names
     ]
+    for number in sorted(unrecorded & names.keys()):
+        with suppress(OSError):
+            status = objects.status(number)
+            size, written_ns = status.st_size, status.st_mtime_ns
+            waiting.append(Waiting(names[number][0], number, size, written_ns, fault=""))
     return Inspection(
         source=found.source,
-        operations=len(undone),
+        operations=len(undone) + len(waiting) - len(contents.keys() & names.keys()),
         waiting=tuple(waiting),
         lost=tuple(op.path for op in found.lost),
         unknown=tuple(sorted(unknown - set(_made_ahead(objects, unknown, ops)))),

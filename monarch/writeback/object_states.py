@@ -39,6 +39,8 @@ class ObjectStates:
         # Objects with bytes that were synced and that the source does not have.
         self._safe_only_here: set[int] = set()
         self.drained: dict[int, Identity] = {}
+        # Objects of files whose last content the journal has not accepted.
+        self.unrecorded: set[int] = set()
         # Objects of files that the tree does not show, and that the source has got.
         self._drained_unshown: set[int] = set()
         self.bytes = 0
@@ -59,10 +61,20 @@ class ObjectStates:
     def record(self, number: int, seq: int, *, synced: bool, same: bool = False) -> None:
         """A content was recorded: the source's version is older, or has the ``same`` bytes."""
         self._forget_drained(number)
+        self.unrecorded.discard(number)
         self._hold_content(number, seq, synced=synced, same=same)
         self._last[number] = seq
         if synced:
             self._safe_only_here.add(number)
+
+    def not_recorded(self, number: int) -> None:
+        """The journal has not accepted a content: the object alone has these bytes until it does,
+        whatever the drain publishes meanwhile."""
+        self._forget_drained(number)
+        self.unrecorded.add(number)
+        self._contents.pop(number, None)
+        self._unsynced.pop(number, None)
+        self._unwritten.discard(number)
 
     def _hold_content(self, number: int, seq: int, *, synced: bool, same: bool) -> None:
         self._contents[number] = (seq, synced)
@@ -134,6 +146,8 @@ class ObjectStates:
     def published(self, number: int, identity: Identity) -> None:
         """The source has the bytes of the last content."""
         self._forget_drained(number)
+        if number in self.unrecorded:
+            return
         self._safe_only_here.discard(number)
         if number in self._sizes:
             self.drained[number] = identity
@@ -172,6 +186,7 @@ class ObjectStates:
         """The object is gone."""
         self._forget_drained(number)
         self.bytes -= self._sizes.pop(number, 0)
+        self.unrecorded.discard(number)
         self._safe_only_here.discard(number)
         self._drained_unshown.discard(number)
         self._contents.pop(number, None)

@@ -135,8 +135,9 @@ class ObjectTable:
         self._inos.pop(number, None)
 
     def writable(self) -> set[Ino]:
-        """Open files that have a name and that a process may write, or has written."""
-        return {
+        """Files with a name whose bytes the journal may lack: open ones that a process may write or
+        has written, and those of ``refused``."""
+        return {node.ino for node in self.refused()} | {
             file.ino
             for number, file in self.open.items()
             if (file.writers or file.is_changed) and not self.is_dead(number)
@@ -149,6 +150,11 @@ class ObjectTable:
             for number, file in self.open.items()
             if (file.is_changed or not self.states.content(number)[0]) and not self.is_dead(number)
         }
+
+    def refused(self) -> list[Node]:
+        """Files with a name whose last content the journal has not accepted."""
+        nodes = map(self.node, sorted(self.states.unrecorded))
+        return [node for node in nodes if node is not None and node.names]
 
     def arrived(self, *, busy: Container[Ino], is_done: Callable[[int], bool]) -> list[Node]:
         """Files that were written through and that the source has under their names.

@@ -24,7 +24,7 @@ from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.object_table import ObjectTable, content_of
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
-from monarch.writeback.open_file import OpenFile
+from monarch.writeback.open_file import UNTOUCHED, OpenFile
 from monarch.writeback.tier_objects import FULL, TierObjects
 
 log = logging.getLogger(__name__)
@@ -245,15 +245,16 @@ class Recorder:
             paths = tuple(self._names.visible_paths(node.ino))
         except Refused:
             self._delayed_contents[node.ino] = None
+            self._not_recorded(node, file, UNTOUCHED)
             raise
         # A file that was open when its daemon was killed may have been changed anywhere.
-        intact = min(file.lowest(forget=True), size) if file is not None else 0
+        lowest = file.lowest(forget=True) if file is not None else 0
         is_through = table.states.is_write_through(number)
         op = content_of(
             node,
             paths,
             size=size,
-            intact=intact,
+            intact=min(lowest, size),
             synced=synced,
             through=is_through,
             by=self._writers.get(number),
@@ -265,9 +266,16 @@ class Recorder:
         except Refused as error:
             if error.errno in FULL:
                 self._delayed_contents[node.ino] = None
+            self._not_recorded(node, file, lowest)
             raise
         table.states.record(number, seq, synced=synced, same=op.same)
         return seq
+
+    def _not_recorded(self, node: Node, file: OpenFile | None, lowest: int) -> None:
+        """The journal has no record of the bytes that were changed from ``lowest`` on."""
+        self._object_table.states.not_recorded(node.object)
+        if file is not None:
+            file.touch(lowest)
 
     def take_up(
         self,

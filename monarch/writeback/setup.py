@@ -150,8 +150,20 @@ class WriteBack:
         """Waits for the drain, at most ``writeback.end_timeout``; then syncs the tier and releases
         the lease."""
         self._patience.deadline = trio.current_time() + self.settings.end_timeout
+        if (backlog := self.drain.backlog()).ops and not self._is_abandoned:
+            log.info(
+                "written data is not at the source yet: %s, %s; the end waits for the source for up"
+                " to %g s%s; `monarch umount --abandon` ends the wait, and the next mount drains",
+                counted(backlog.files, "file", "files") if backlog.files else "changes of names",
+                format_bytes(backlog.bytes),
+                self.settings.end_timeout,
+                f" ({backlog.trouble})" if backlog.trouble else "",
+            )
         with self._patience:
             await self.drain.progress.settle()
+            while self.front.object_table.refused():
+                await trio.sleep(_RECORD_STEP_S)
+                await self.drain.progress.settle()
         if self._patience.cancelled_caught:
             backlog = self.drain.backlog()
             log.log(
@@ -159,6 +171,13 @@ class WriteBack:
                 "%s with %s were not drained; they stay in tier %s, and the next mount continues",
                 counted(backlog.files, "file", "files"),
                 format_bytes(backlog.bytes),
+                self.place.tier.name,
+            )
+        if refused := self.front.object_table.refused():
+            log.warning(
+                "%s stay in tier %s with bytes for which its journal had no room: the next mount"
+                " finds them",
+                counted(len(refused), "file", "files"),
                 self.place.tier.name,
             )
         # Data without an fsync must also survive a restart of the machine.

@@ -1,0 +1,154 @@
+"""Bytes for which the journal had no room: the tier has the only copy, and everything reports them
+as not drained."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio.testing
+
+from monarch.daemon.write_status import LossAlarm, WriteStatus
+from monarch.daemon.write_verbs import WrittenVerbs
+from monarch.errors import Refused
+from monarch.telemetry.report import DrainReport
+from monarch.types import Ino
+from monarch.writeback.earlier import inspect
+from tests.writeback.remounts import Rig, Session
+
+pytestmark = pytest.mark.promise(64, 70, 138)
+
+FIRST, SECOND = b"first" * 1000, b"newer" * 1000
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(tmp_path, monkeypatch)
+
+
+@contextmanager
+def full_journal(session: Session) -> Iterator[None]:
+    """No room for contents, as on a disk that others have filled; smaller records still fit."""
+    file = session.write_back.place.journal.file
+    append = file.append
+
+    def refusing(*records: dict[str, Any], keep: int = 0) -> None:
+        if any(record.get("op") == "content" for record in records):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(*records, keep=keep)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(file, "append", refusing)
+        for question in ("has_room", "has_left"):
+            patched.setattr(file, question, lambda count: False)
+        yield
+
+
+async def drained_and_open(session: Session) -> Ino:
+    """A drained file that a process has open to write: so it stays in the tier."""
+    await session.write(b"a", FIRST, synced=True)
+    await session.drained()
+    return await session.open(b"a")
+
+
+async def rewrite(session: Session, ino: Ino) -> None:
+    await session.files.write(ino, 0, SECOND)
+    session.files.release(ino)
+
+
+def of_mount(session: Session) -> str:
+    node = session.names.node(session.ino(b"a"))
+    assert node is not None
+    return session.front.drained.durable(node).decode()
+
+
+async def waited(session: Session) -> DrainReport:
+    """What `monarch ckpt wait` reports after a second."""
+    verbs = WrittenVerbs(
+        names=session.names, write_back=session.write_back, loss_alarm=LossAlarm(session.rig.state)
+    )
+
+    async def send(part: object) -> None: ...
+
+    return DrainReport.from_dict(await verbs.table()["drain"]({"timeout": 1}, send))
+
+
+def problems(session: Session) -> list[str]:
+    check = WriteStatus(session.rig.settings(), session.write_back, LossAlarm(session.rig.state))
+    return [problem.what for problem in check.problems() if problem.kind == "writes-refused"]
+
+
+async def test_an_object_with_bytes_that_have_no_record_does_not_leave_the_tier(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    async with rig.mount() as session:
+        ino = await drained_and_open(session)
+        with full_journal(session):
+            await rewrite(session, ino)
+            node = session.names.node(ino)
+            assert node is not None
+            assert session.front.drained.release_oldest(1 << 30) == 0
+            assert not session.front.drained.release_if_clean(node)
+            assert session.shown()[b"a"].content == SECOND
+        await trio.sleep(5)
+        await session.drained()
+        assert (rig.source / "a").read_bytes() == SECOND
+        assert of_mount(session) == "source"
+
+
+async def test_bytes_without_a_record_are_not_called_drained(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    async with rig.mount() as session:
+        ino = await drained_and_open(session)
+        with full_journal(session):
+            await rewrite(session, ino)
+            assert of_mount(session) == "none"
+            report = await waited(session)
+            assert not report.drained and "'a'" in report.trouble
+            # Health names the file also when no write was refused for long.
+            await trio.sleep(1000)
+            assert any("'a'" in what for what in problems(session))
+            [waiting] = inspect(rig.directory).waiting
+            assert (waiting.path, waiting.size) == (b"a", len(SECOND))
+        await trio.sleep(5)
+        assert (await waited(session)).drained
+        assert not inspect(rig.directory).operations
+        assert (rig.source / "a").read_bytes() == SECOND
+
+
+async def test_an_fsync_for_which_the_journal_has_no_room_fails_until_it_has(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    """The source has as many bytes as the file: it must not be taken for one that has not grown."""
+    async with rig.mount() as session:
+        ino = await drained_and_open(session)
+        with full_journal(session):
+            await session.files.write(ino, 0, SECOND)
+            for _ in range(2):
+                with pytest.raises(Refused) as caught:
+                    await session.front.fsyncs.sync(ino, None)
+                assert caught.value.errno == errno.ENOSPC
+        await session.front.fsyncs.sync(ino, None)
+        session.files.release(ino)
+        await session.drained()
+        assert (rig.source / "a").read_bytes() == SECOND
+
+
+async def test_the_next_mount_finds_bytes_without_a_record_after_a_clean_end(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    async with rig.mount() as session:
+        ino = await drained_and_open(session)
+        with full_journal(session):
+            await rewrite(session, ino)
+            await session.end(abandoned=True)
+    assert [waiting.path for waiting in inspect(rig.directory).waiting] == [b"a"]
+    async with rig.mount() as session:
+        await session.drained()
+        assert (rig.source / "a").read_bytes() == SECOND
