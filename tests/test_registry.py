@@ -53,6 +53,16 @@ def test_a_record_comes_back_and_goes(registry: Registry) -> None:
     assert registry.all() == [second]
 
 
+def test_a_daemon_that_ends_leaves_the_record_of_the_next_one(registry: Registry) -> None:
+    old, new = record("/mnt/a"), record("/mnt/a", pid=1)
+    registry.add(new)
+    registry.remove_own(old)
+    assert registry.all() == [new]
+    registry.remove_own(new)
+    registry.remove_own(new)
+    assert registry.all() == []
+
+
 def test_a_new_mount_takes_the_place_of_the_dead_one(registry: Registry) -> None:
     registry.add(record("/mnt/a", pid=1))
     registry.add(record("/mnt/a", pid=2))

@@ -87,9 +87,12 @@ def umount(
             f"{os.fspath(path)!r} is no Monarch mount", hint="`monarch status` lists the mounts"
         )
     users: list[int] = []
+    writer = record if record is not None and record.absorbs and alive(record) else None
+    if writer is not None and not is_mounted and not lazy:
+        # The daemon is ending, and drains what it has.
+        _last_look(writer, 0.0 if abandon else timeout_s, quiet=as_json)
     if is_mounted:
         until = time.monotonic() + timeout_s
-        writer = record if record is not None and record.absorbs and alive(record) else None
         if writer is not None and not abandon:
             try:
                 _drain(writer, timeout_s, quiet=as_json)
@@ -99,7 +102,7 @@ def umount(
         users = mountpoints.users_of(path) if lazy else []
         _unmount(path, record, lazy=lazy)
         if writer is not None and not lazy:
-            _last_look(writer, 0.0 if abandon else max(0.0, until - time.monotonic()))
+            _last_look(writer, 0.0 if abandon else max(0.0, until - time.monotonic()), quiet=True)
     if record is not None:
         if not lazy:
             _end_waits(record)
@@ -158,12 +161,12 @@ def _drain(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
         )
 
 
-def _last_look(record: MountRecord, timeout_s: float) -> None:
+def _last_look(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
     """Lets the daemon drain for up to ``timeout_s`` after unmounting: a process may have written
     after the first draining."""
     # The daemon may have ended by now; if it hangs, the wait for its end reports that.
     with suppress(errors.MonarchError):
-        report = drain(record, {}, timeout_s=timeout_s, quiet=True, silence_s=_ANSWER_S)
+        report = drain(record, {}, timeout_s=timeout_s, quiet=quiet, silence_s=_ANSWER_S)
         if not report.drained:
             call(Path(record.socket), "stop", {"abandon": True}, timeout=_ANSWER_S)
 

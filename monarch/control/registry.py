@@ -92,6 +92,12 @@ class Registry:
         self._file(mountpoint).unlink(missing_ok=True)
         failpoints.failpoint("registry-removed")
 
+    def remove_own(self, record: MountRecord) -> None:
+        """Removes ``record``, unless another daemon has replaced it meanwhile."""
+        there = _load(self._file(record.mountpoint))
+        if there is not None and (there.pid, there.pid_started) == (record.pid, record.pid_started):
+            self.remove(record.mountpoint)
+
     def _sweep_stages(self) -> None:
         """Removes temporary files of killed daemons."""
         for path in self._directory.glob("*.part"):

@@ -337,24 +337,25 @@ class Mount:
             await service.start(Server(socket, table).serve)
             self.session.mount()
             failpoints.failpoint("mount-made")
+            record = self._record(socket)
             try:
-                record = self._record(socket)
                 registry.add(record)
-                try:
-                    service.start_soon(self._announce, ready)
-                    for name, task in self._tasks().items():
-                        service.start_soon(self._supervisor.keep, name, task)
-                    self._show_metrics(service)
-                    # Objects made so far live to the end: the collector need not visit them.
-                    gc.collect()
-                    gc.freeze()
-                    with self._answering:
-                        await self.session.serve()
-                    log.info("the mount has ended")
-                finally:
-                    registry.remove(record.mountpoint)
+                service.start_soon(self._announce, ready)
+                for name, task in self._tasks().items():
+                    service.start_soon(self._supervisor.keep, name, task)
+                self._show_metrics(service)
+                # Objects made so far live to the end: the collector need not visit them.
+                gc.collect()
+                gc.freeze()
+                with self._answering:
+                    await self.session.serve()
+                log.info("the mount has ended")
             finally:
-                await self._finish()
+                try:
+                    await self._finish()
+                finally:
+                    # Not earlier: `monarch status` and `umount --abandon` find a long end by it.
+                    registry.remove_own(record)
                 self._end.enter_context(ending.step("tasks"))
                 service.cancel_scope.cancel()
 

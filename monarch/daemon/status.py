@@ -94,6 +94,9 @@ class Status:
         os.close(self._statm)
 
     def health(self) -> Health:
+        if self.state == "stopping":
+            # Nothing is served any more, and no copy is made.
+            return health_of([*self._writing.problems()])
         return health_of(self._health_checks.problems())
 
     async def watch_health(self) -> None:

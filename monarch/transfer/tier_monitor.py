@@ -348,6 +348,9 @@ class TierMonitor:
                     monitored, partial(other_sources, monitored.tier.own)
                 )
             await trio.sleep(self._probe_s)
+            if self._deadline < math.inf:
+                # The mount ends: a call with this deadline says nothing about the tier.
+                return
             if self._outages.of(number) is None:
                 await self._look(monitored)
             elif self._outages.is_due(number, now_s=trio.current_time()):

@@ -24,7 +24,7 @@ from tests.conftest import MonarchCommand, Mounted, Tree, contents, mounts
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_fuse, start, wait_until
-from tests.mount.observe import objects_in
+from tests.mount.observe import ended, objects_in
 
 # How reads are served has nothing to do with it.
 pytestmark = [needs_fuse, pytest.mark.modes("auto")]
@@ -341,6 +341,29 @@ def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
         " continue draining",
     ]
     assert not (slow.root / "ckpt/a").exists()
+    slow.rules()
+    absorb(slow.path).ckpt("wait", "--timeout", "30s")
+    assert (slow.root / "ckpt/a").read_bytes() == contents("a", 3000)
+
+
+@pytest.mark.promise(72)
+def test_a_daemon_that_waits_for_the_source_at_its_end_is_shown_and_can_be_ended(
+    slow: SlowSource, absorb: Absorb
+) -> None:
+    mount = absorb(slow.path)
+    at, pid = mount.mounted.path, mount.mounted.pid
+    slow.rules("hang * .")
+    (at / "ckpt/a").write_bytes(contents("a", 3000))
+    os.kill(pid, signal.SIGTERM)
+    said = "not at the source yet: 1 file, 2.93 KiB; the end waits for the source"
+    wait_until(lambda: said in mount.mounted.log_text, "it does not report what it waits for")
+    status = mount.status()
+    assert status["state"] == "stopping" and status["writing"]["files"] == 1
+    # Nothing is served any more: that is no fault of the tiers, the source or the mount.
+    assert set(mount.alarm()) <= {"drain-refused"}
+    left = mount.run("umount", at, "--abandon")
+    assert left.code == 0 and "1 file, 2.93 KiB, not at the source yet, stays in" in left.err
+    assert ended(pid)
     slow.rules()
     absorb(slow.path).ckpt("wait", "--timeout", "30s")
     assert (slow.root / "ckpt/a").read_bytes() == contents("a", 3000)

@@ -168,6 +168,16 @@ async def test_the_end_waits_for_calls_but_not_for_those_that_hang(
     hangs.set()
 
 
+async def test_a_long_end_does_not_take_the_tiers_for_hanging(
+    memory: Path, clock: trio.testing.MockClock
+) -> None:
+    """The drain of written files may take minutes after the last copies."""
+    async with watching(memory) as rig:
+        rig.monitor.abort_at_deadline()
+        await trio.sleep(1000)
+        assert rig.monitor.out_of_service() == {} and not rig.monitor.is_stuck
+
+
 async def test_a_tier_whose_copies_are_slow_to_open_elsewhere_is_slow(
     memory: Path, clock: trio.testing.MockClock
 ) -> None:
