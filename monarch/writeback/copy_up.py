@@ -134,6 +134,8 @@ class CopyUp:
                 ino=ino,
                 object=number,
                 mode=node.mode,
+                uid=node.uid,
+                gid=node.gid,
                 xattrs=dict(node.xattrs),
                 by=by,
                 was=was,

@@ -491,6 +491,28 @@ async def test_a_written_file_has_the_mode_that_its_owner_gave_it_at_the_source(
         assert session.shown()[b"d/a"].content == b"written"
 
 
+@pytest.mark.promise(67, 129)
+async def test_a_file_that_others_have_removed_stays_its_owner_s_if_it_was_written_at_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    """The journal has no content of it, and the next mount has a new snapshot."""
+    rig = prepared(tmp_path, monkeypatch)
+    (rig.source / "d/a").chmod(0o640)
+    os.chown(rig.source / "d/a", 1234, 4321)
+    async with rig.mount(works=False) as session:
+        await session.files.write(await session.open(b"d/a"), 0, b"new")
+    (rig.source / "d/a").unlink()
+    rig.lose_state()
+    async with rig.mount() as session:
+        now = session.names.attributes(session.ino(b"d/a"))
+        assert (now.mode & 0o7777, now.uid, now.gid) == (0o640, 1234, 4321)
+        await session.drained()
+        await session.end()
+    status = (rig.source / "d/a").stat()
+    assert (status.st_mode & 0o7777, status.st_uid, status.st_gid) == (0o640, 1234, 4321)
+    assert (rig.source / "d/a").read_bytes() == b"new d/a"
+
+
 @pytest.mark.promise(31, 128)
 @pytest.mark.parametrize("kind", ["same", "never", "refresh"])
 async def test_attributes_are_not_those_of_the_file_that_has_the_first_name_now(
