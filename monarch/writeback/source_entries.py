@@ -261,7 +261,7 @@ class SourceEntries:
             directory_fd, name = _place_of_own(directories, op.path, by)
             with closing_fd(os.open(name, ITSELF, dir_fd=directory_fd)) as fd:
                 return self._changed(fd, op, by, expected)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if not will_come:
                 log.warning("source: %r is not there to be changed", os.fsdecode(op.path))
             return None
@@ -417,7 +417,7 @@ def _found(
     try:
         fd, name = directories.of(path, by)
         return fd, name, status_at(fd, name)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return -1, b"", None
 
 

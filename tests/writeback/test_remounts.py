@@ -24,6 +24,7 @@ from monarch.namespace.build import build
 from monarch.telemetry.report import LostReport
 from monarch.writeback import replay as replay_module
 from monarch.writeback.source_contents import StagedContents
+from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_writer import SourceWriter
 from tests.equipment.remounts import tree_of
 from tests.writeback.remount_histories import history, how, prepared
@@ -321,15 +322,46 @@ async def test_a_file_that_one_mount_did_not_find_is_drained_by_the_next(
         if change == "link":
             session.unlink(b"d/a")
     shutil.rmtree(rig.source / "d")
-    (rig.source / "d").write_bytes(b"others' file")
-    async with rig.mount() as session:
-        # The content that was not written is done without a file; the change itself is refused.
-        await session.at_rest()
-        assert [it.kind for it in session.write_back.drain.queue.refusals()][:1] == [change]
+    with monkeypatch.context() as patched:
+        patched.setattr(SourceEntries, change, refused)
+        async with rig.mount() as session:
+            # The content that was not written is done without a file; the change is refused.
+            await session.at_rest()
+            assert [it.kind for it in session.write_back.drain.queue.refusals()][:1] == [change]
     async with rig.mount() as session:
         with trio.move_on_after(3600):
             await session.drained()
         assert tree_of(rig.source)[b"h/a"].content == b"old d/a"
+
+
+def refused(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@pytest.mark.promise(176)
+@pytest.mark.parametrize("place", ["file", "link"])
+@pytest.mark.parametrize("change", ["rename", "link"])
+async def test_a_file_whose_directory_others_have_replaced_is_drained_whole(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    change: str,
+    place: str,
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await getattr(session, change)(b"d/a", b"h/a")
+        if change == "link":
+            session.unlink(b"d/a")
+    shutil.rmtree(rig.source / "d")
+    if place == "file":
+        (rig.source / "d").write_bytes(b"others' file")
+    else:
+        (rig.source / "d").symlink_to("h")
+    async with rig.mount() as session:
+        await session.drained()
+        assert session.write_back.drain.backlog().trouble is None
+    assert tree_of(rig.source)[b"h/a"].content == b"old d/a"
 
 
 @pytest.mark.promise(129)

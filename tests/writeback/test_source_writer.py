@@ -25,7 +25,7 @@ from monarch.writeback.expected import (
     is_time,
     shared,
 )
-from monarch.writeback.op import Op
+from monarch.writeback.op import Kind, Op
 from monarch.writeback.source_attributes import ITSELF, SourceAttributes
 from monarch.writeback.source_contents import Place, StagedContents, kind_of_place
 from monarch.writeback.source_directories import OpenDirectories, Temporaries
@@ -507,6 +507,31 @@ def test_every_change_of_a_name_may_be_made_twice(rig: Rig) -> None:
             rig.entries.rmdir(directories, Op(kind="rmdir", path=b"d", by=by), Expected())
     assert os.listdir(rig.root) == []
     assert rig.log.conflict_count == 0
+
+
+@pytest.mark.parametrize("place", ["file", "link"])
+@pytest.mark.parametrize("kind", ["rename", "link", "attr"])
+def test_an_entry_whose_directory_others_have_replaced_is_gone(
+    rig: Rig, kind: Kind, place: str
+) -> None:
+    (rig.root / "elsewhere").mkdir()
+    (rig.root / "elsewhere/a").write_bytes(b"")
+    if place == "file":
+        (rig.root / "d").write_bytes(b"")
+    else:
+        (rig.root / "d").symlink_to("elsewhere")
+    known = Expected(known=rig.identity("elsewhere/a"), is_file=True)
+    op = Op(kind=kind, path=b"d/a", to=b"b", mode=0o600, object=1, strict=True)
+    with rig.directories() as directories:
+        if kind == "rename":
+            found = rig.entries.rename(directories, op, known, Expected(), Place())
+        elif kind == "link":
+            found = rig.entries.link(directories, op, known)
+        else:
+            found = rig.entries.change_attributes(directories, op, known)
+    assert found is None
+    assert not (rig.root / "b").exists()
+    assert stat.S_IMODE((rig.root / "elsewhere/a").stat().st_mode) != 0o600
 
 
 def test_a_name_that_others_have_taken_is_neither_removed_nor_replaced(rig: Rig) -> None:
