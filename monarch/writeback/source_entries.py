@@ -72,14 +72,24 @@ class SourceEntries:
                 raise
             with suppress(OSError):
                 if os.readlink(name, dir_fd=fd) == op.to:
-                    there = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                    return identity_of(there) if there.st_uid == _uid(by) else None
+                    return self._link_there(fd, name, op, by)
             kept = self._log.conflict_name(name, expected.seq)
             with suppress(FileExistsError), acting_as(by):
                 os.symlink(op.to, kept, dir_fd=fd)
             self._log.note_conflict(op.path, "was made there by others", kept=kept)
             return None
         return self._attributes.set_new(fd, name, op, by)
+
+    def _link_there(self, fd: int, name: bytes, op: Op, by: Credentials | None) -> Identity | None:
+        """The identity of a symbolic link that has the name and target of ``op`` already; None if
+        it is another user's. Raises OSError."""
+        there = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        if there.st_uid != _uid(by):
+            return None
+        if there.st_mtime_ns == there.st_ctime_ns:
+            # The drain may have made it, and was killed or has failed before it set its time.
+            return self._attributes.set_new(fd, name, op, by)
+        return identity_of(there)
 
     def mknod(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
         by = creator(op)

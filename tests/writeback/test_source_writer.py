@@ -509,6 +509,18 @@ def test_every_change_of_a_name_may_be_made_twice(rig: Rig) -> None:
     assert rig.log.conflict_count == 0
 
 
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_link_that_a_killed_mount_has_made_gets_its_time(rig: Rig, is_finished: bool) -> None:
+    """``is_finished``: it has all attributes since, and another time by its owner."""
+    op = Op(kind="symlink", path=b"s", to=b"a", mtime_ns=10**18, strict=True)
+    os.symlink(b"a", rig.root / "s")
+    if is_finished:
+        os.utime(rig.root / "s", ns=(5, 5), follow_symlinks=False)
+    with rig.directories() as directories:
+        assert rig.entries.symlink(directories, op, Expected()) == rig.identity("s")
+    assert os.lstat(rig.root / "s").st_mtime_ns == (5 if is_finished else 10**18)
+
+
 @pytest.mark.parametrize("place", ["file", "link"])
 @pytest.mark.parametrize("kind", ["rename", "link", "attr"])
 def test_an_entry_whose_directory_others_have_replaced_is_gone(
