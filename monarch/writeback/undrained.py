@@ -63,6 +63,8 @@ class UndrainedNotes:
         self._threads = ThreadPool(1, "undrained", abandon=True)
         # Calls for which the event loop waits: no change is recorded meanwhile.
         self._calls = BoundedCalls("first undrained", wait_s=_WAIT_S)
+        # Whether this mount has prepared a note: that of an earlier one may name another tier.
+        self._is_prepared = False
         # Whether there is a note, as far as the disk has answered.
         self._is_there = False
         self._begins = trio.Event()
@@ -84,10 +86,12 @@ class UndrainedNotes:
             self._warn(error)
 
     def _put_first(self) -> None:
-        try:
-            put_undrained(self._state)
-        except FileNotFoundError:
-            write_undrained(self._state, self._note(1, []))
+        is_prepared, self._is_prepared = self._is_prepared, False
+        if is_prepared:
+            with suppress(FileNotFoundError):
+                put_undrained(self._state)
+                return
+        write_undrained(self._state, self._note(1, []))
 
     async def run(self) -> None:
         """Keeps the note up to date, until cancelled."""
@@ -119,6 +123,7 @@ class UndrainedNotes:
                 with suppress(OSError):
                     first = None if is_last else self._note(1, [])
                     await self._threads.run(prepare_undrained, self._state, first)
+                    self._is_prepared = first is not None
                 if self._now() is not None:
                     return
                 self._is_there, self._begins = False, trio.Event()

@@ -300,6 +300,21 @@ def test_the_first_note_needs_no_turn_of_the_loop_and_a_prepared_one_no_room(
 
 
 @pytest.mark.promise(179)
+def test_a_note_that_an_earlier_mount_has_prepared_is_not_used(tmp_path: Path) -> None:
+    """That mount was killed, and had another tier."""
+
+    async def run() -> None:
+        waiting = Waiting(tmp_path)
+        earlier = replace(waiting.notes._note(1, []), journal="earlier")
+        state_directory.prepare_undrained(tmp_path, earlier)
+        waiting.notes.begin()
+        note = read_undrained(tmp_path)
+        assert note is not None and note.journal == "0123"
+
+    trio.run(run)
+
+
+@pytest.mark.promise(179)
 def test_a_change_that_comes_while_the_note_is_removed_has_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +353,7 @@ def test_a_state_directory_that_does_not_answer_delays_one_change_only(
 
     async def run() -> None:
         waiting = Waiting(tmp_path)
+        waiting.notes._is_prepared = True
         with caplog.at_level(logging.WARNING):
             waiting.put(change("mkdir", b"d"))
         assert "what the source lacks: no answer" in caplog.text
