@@ -280,6 +280,8 @@ class _Replayed:
             # The rename is already done at the source; or others have removed the entry, and later
             # operations make it again as far as they need it.
             return
+        if existing is not None and self._is_renamed(ino, existing):
+            return
         is_dir = names.attributes(ino).is_dir
         parent, name = self._place(op.path)
         to_parent, to_name = self._place(op.to)
@@ -292,3 +294,12 @@ class _Replayed:
         if is_dir:
             names.copy_up_all(ino)
         names.rename(parent, name, to_parent, to_name, flags=0, now_ns=self._now_ns, is_again=True)
+
+    def _is_renamed(self, old: Ino, new: Ino) -> bool:
+        """Whether the source has renamed an entry without an object already, to ``new``, and others
+        have made another one with the old name, ``old``, since."""
+        was, at_source = self._op.was, self._names.at_source
+        if self._op.object or was is None:
+            return False
+        numbers = [there.source_ino for ino in (old, new) if (there := at_source(ino)) is not None]
+        return len(numbers) == 2 and numbers[0] != was.source_ino == numbers[1]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from monarch.namespace.namespace import Namespace
+from monarch.tiers.source import identity_of
 from monarch.types import ROOT_INO, Attributes, Ino
 from monarch.writeback.op import Op
 from monarch.writeback.replay import replay
@@ -137,6 +138,27 @@ def test_a_rename_that_the_source_has_made_already_takes_the_old_name(
     assert sorted(name for _, name in listed(names)) == [b"a", b"new"]
     assert ino_of(names, b"a") == ino_of(names, b"new")
     assert names.attributes(ino_of(names, b"a")).nlink == 2
+
+
+@pytest.mark.promise(67, 129)
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_directory_of_others_is_not_renamed_for_one_that_the_source_has_renamed_already(
+    source: Path, taken: Taken, caplog: pytest.LogCaptureFixture, is_made: bool
+) -> None:
+    """Others have made a directory with the old name since. ``is_made``: the source has made the
+    rename, and the killed mount has not recorded that."""
+    (source / "old").mkdir()
+    (source / "old/ours").touch()
+    was = identity_of((source / "old").stat())
+    if is_made:
+        (source / "old").rename(source / "new")
+        (source / "old").mkdir()
+        (source / "old/theirs").touch()
+    names = Namespace(taken(source), lambda _: None)
+    replay(names, [(1, Op(kind="rename", path=b"old", to=b"new", ino=-2, was=was))], now_ns=1)
+    assert caplog.messages == []
+    assert names.resolve(b"new/ours") is not None
+    assert (names.resolve(b"old/theirs") is not None) is is_made
 
 
 @pytest.mark.promise(67)
