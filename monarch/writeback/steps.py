@@ -180,7 +180,8 @@ class Steps:
                 return partial(entries.unlink, op=op, expected=expected, place=place)
             case "rename":
                 over, keep = state.expected_over(op), self._staged_in(op.to)
-                place = entry.place = Place()
+                # It may have been made before, and its directory could not be synced.
+                place = entry.place = entry.place or Place()
                 renames = partial(entries.rename, op=op, expected=expected, over=over, keep=keep)
                 return partial(renames, place=place)
             case "link" if absent:

@@ -133,6 +133,20 @@ def test_a_program_does_not_get_the_bits_that_a_later_change_takes(rig: Rig) -> 
     assert given(entry) == 0o755
 
 
+def test_a_rename_that_is_made_again_has_not_forgotten_the_file_that_it_has_replaced(
+    rig: Rig,
+) -> None:
+    """Its directory could not be synced at the first time."""
+    rig.state.foresee(Op(kind="take", path=b"a", object=1))
+    rig.call(rig.put("take"))
+    entry = rig.put("rename")
+    rig.steps.of(entry)
+    assert entry.place is not None
+    entry.place.replaced.add(7)
+    rig.steps.of(entry)
+    assert entry.place.replaced == {7}
+
+
 def test_newer_bytes_than_the_recorded_ones_do_not_get_the_bits_either(rig: Rig) -> None:
     entry = rig.put("content", mode=PROGRAM)
     entry.place = Place()
