@@ -284,8 +284,9 @@ def kind_of_place(
     # The drain may have removed the known version. An entry that is to be replaced may have its
     # number by now.
     is_own = expected.is_known(target, version=op.strict)
-    is_own = is_own or (not expected.is_made and expected.is_staged(target))
-    return ("over" if is_own else "replace"), target
+    # A staged file that was to replace no version may lack some of its attributes.
+    has_version = expected.known is not None or not expected.is_made
+    return ("over" if is_own or (has_version and expected.is_staged(target)) else "replace"), target
 
 
 def require_writable(directory_fd: int, name: bytes, op: Op) -> None:
