@@ -129,7 +129,7 @@ class ContentOrder:
         if op.by != later.by or not set(op.also) <= {op.by, *later.also}:
             # The bytes of each user are drained with the rights of that user.
             return False
-        if entry.was_tried and len(op.paths) > 1 and self._state.may_be_published(number):
+        if entry.was_tried and len(op.paths) > 1 and self._state.unmarked(number):
             # Some of the file's names may be those of the new file already, others those of the old
             # one.
             return False

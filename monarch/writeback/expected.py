@@ -52,7 +52,9 @@ class Expected:
     has withheld from the older version, and that come with the content. ``kept`` are those that
     the file has on the mount: the content keeps them if the older version has them. ``doubtful``
     are those that an earlier mount may have withheld in its last change of the file. ``taken``
-    are those that later changes in the queue remove.
+    are those that later changes in the queue remove. ``lacking`` are those that the file has on the
+    mount, and that a staged file of an earlier mount may lack, since its bytes were newer than the
+    record.
     """
 
     seq: int = 0
@@ -68,6 +70,7 @@ class Expected:
     kept: int = 0
     doubtful: int = 0
     taken: int = 0
+    lacking: int = 0
 
     def is_it(self, found: stat_result, *, strict: bool, version: bool = False) -> bool:
         """Whether ``found`` may be replaced; with ``version`` only in the known version: the source
@@ -84,6 +87,10 @@ class Expected:
             return False
         known = () if self.known is None else (self.known, *self.as_set)
         return any(_is_entry(found, each, version=version) for each in known)
+
+    def is_unmarked(self, found: stat_result) -> bool:
+        """Whether ``found`` is one of ``ours``, and not the known version."""
+        return self.is_staged(found) and not self.is_known(found, version=True)
 
     def is_staged(self, found: stat_result) -> bool:
         """Whether ``found`` is one of ``ours``."""

@@ -329,6 +329,8 @@ def due_bits(found: os.stat_result, op: Op, expected: Expected) -> int:
     known, bits = expected.known, expected.kept & found.st_mode
     if stat.S_IMODE(found.st_mode) | SPECIAL_BITS == (op.mode or 0) | SPECIAL_BITS:
         bits |= expected.due
+        if expected.is_unmarked(found):
+            bits |= expected.lacking
         if known is not None and (known.source_ino, known.ctime_ns) == (
             found.st_ino,
             found.st_ctime_ns,

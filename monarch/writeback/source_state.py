@@ -233,9 +233,9 @@ class SourceState:
         at the source."""
         return op.object in self._over or op.over_object in self._over
 
-    def may_be_published(self, number: int) -> bool:
-        """Whether a staged file of an object may have got a name without a mark."""
-        return number in self._ours
+    def unmarked(self, number: int) -> frozenset[Identity]:
+        """The staged files of an object that may have got a name without a mark."""
+        return self._ours.get(number, frozenset())
 
     def is_given_up(self, op: Op) -> bool:
         """Whether no further change of this entry goes to the source."""

@@ -42,6 +42,9 @@ class Steps:
     # Objects whose older version the drain itself has removed at the source, for a rename or unlink
     # on the mount, until their next content comes.
     _removed: set[int] = field(default_factory=set, init=False)
+    # Set-ID bits of objects that a staged file of an earlier mount may lack. It may have got the
+    # name of the object without a mark.
+    _lacking: dict[int, int] = field(default_factory=dict, init=False)
     # By object, those with a name that its file has taken on the mount, and not yet at the source.
     _replaced: dict[int, set[int]] = field(default_factory=dict, init=False)
 
@@ -65,6 +68,8 @@ class Steps:
                 absent.discard(number)
             elif op.kind == "rename" and seq in replay.done:
                 absent.add(number)
+            if op.kind == "content" and seq not in replay.done:
+                self._note_unmarked(op)
             if identity is None or not number:
                 continue
             if op.kind not in ("attr", "xattr") or op.mode is not None:
@@ -83,6 +88,14 @@ class Steps:
                 if identity.size != op.size or not is_time_of:
                     # It came with newer bytes, and so without these bits.
                     self._doubtful[number] = (op.mode or 0) & _SET_ID
+
+    def _note_unmarked(self, op: Op) -> None:
+        """Notes the staged files that an earlier mount may have published for the first content of
+        an object that waits, without a mark."""
+        files = self._state.unmarked(op.object)
+        is_recorded = any((it.size, it.mtime_ns) == (op.size, op.mtime_ns) for it in files)
+        if op.object not in self._lacking and files:
+            self._lacking[op.object] = 0 if is_recorded else (op.mode or 0) & _SET_ID
 
     def set_id_of(self, objects: Collection[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Of ``objects``, after ``load``, the set-ID bits that earlier mounts may have withheld,
@@ -124,7 +137,7 @@ class Steps:
             self._withheld[number] = entry.withheld
         elif op.kind == "content" and entry.staged is not None and entry.withheld:
             assert entry.place is not None
-            if entry.place.kind in ("new", "replace"):
+            if entry.place.kind in ("new", "replace") or self._replaces_unmarked(entry):
                 has_ended = has_ended_rights(op, entry.place, self._expected_now(entry))
                 self._withheld[number] = 0 if has_ended else entry.withheld
         elif op.kind == "content":
@@ -133,6 +146,12 @@ class Steps:
                 self._withheld.pop(number, None)
         if op.kind == "content":
             self._removed.discard(number)
+            self._lacking.pop(number, None)
+
+    def _replaces_unmarked(self, entry: Entry) -> bool:
+        """Whether a content has replaced a staged file that was published without a mark."""
+        target = entry.place.target if entry.place is not None else None
+        return target is not None and self._expected_now(entry).is_unmarked(target)
 
     def _note_replaced(self, entry: Entry, identity: Identity | None) -> None:
         """Notes the objects whose older version has lost its last name to the file of a change."""
@@ -335,6 +354,7 @@ class Steps:
             due=self._withheld.get(number, 0) & stay,
             kept=_SET_ID & stay,
             doubtful=self._doubtful.get(number, 0) & stay,
+            lacking=self._lacking.get(number, 0) & stay,
         )
 
     def _expected_now(self, entry: Entry) -> Expected:

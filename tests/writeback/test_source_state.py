@@ -73,7 +73,7 @@ def test_a_staged_file_is_monarchs_until_its_content_is_recorded_as_published(
 ) -> None:
     state.note_staged(1, NEW)
     assert state.expected(3, content(1)).ours == {NEW}
-    assert state.may_be_published(1)
+    assert state.unmarked(1)
     state.note(content(1), NEW)
     assert state.expected(4, content(1)).ours == frozenset()
 

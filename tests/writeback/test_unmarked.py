@@ -14,7 +14,7 @@ from monarch.posix import failpoints
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Replay
 from tests.writeback.rig import Killed, Model, draining, is_killed
-from tests.writeback.test_others import ALICE, MALLORY, owned, shared, until
+from tests.writeback.test_others import ALICE, MALLORY, ROOT, owned, shared, until
 
 __all__ = ["shared"]
 
@@ -92,3 +92,68 @@ async def test_bytes_of_another_user_come_after_a_kill_where_that_user_may_make_
     found = shared.source / "d/new"
     assert found.read_bytes() == (b"anew" if change == "appended" else b"of mallory")
     assert (found.stat().st_uid, stat.S_IMODE(found.stat().st_mode)) == (1001, 0o662)
+
+
+@pytest.mark.promise(88)
+@pytest.mark.parametrize("journal", ["", "rewritten"])
+@pytest.mark.parametrize("is_newer", [False, True])
+async def test_set_id_bits_come_after_a_kill_although_the_bytes_came_without_them(
+    shared: Model, clock: Clock, killer: Killer, is_newer: bool, journal: str
+) -> None:
+    """A file of the source gets a new name while it is written. Its newest bytes come without a
+    record of their own, and so without the bits. ``is_newer``: a process writes again on the
+    next mount. ``journal``: that has a new snapshot."""
+    shared.by, shared.owner = ROOT, 0
+
+    async def play(drain: Drain) -> None:
+        node = shared.begin(b"a")
+        shared.store(node, b"half")
+        shared.content(node)
+        shared.store(node, b"other")
+        shared.rename(b"a", b"renamed")
+        shared.chmod(b"renamed", 0o2755)
+        shared.store(node, b"newer")
+        await until(lambda: drain.backlog().ops == 0)
+        killer.point = "drain-renamed"
+        shared.store(node, b"")
+        shared.content(node)
+        shared.store(node, b"newest")
+        node.writers = 0
+        await drain.progress.wait(shared.last_seq)
+
+    replay = await killer.next_mount(play)
+    renamed = shared.source / "renamed"
+    assert (renamed.read_bytes(), stat.S_IMODE(renamed.stat().st_mode)) == (b"newest", 0o755)
+    if journal:
+        replay = shared.look_anew()
+    async with draining(shared, replay, catch_up=not is_newer) as drain:
+        if is_newer:
+            node = shared.begin(b"renamed")
+            shared.store(node, b"newer than that")
+            shared.end(node)
+        await drain.progress.wait(shared.last_seq)
+    assert renamed.read_bytes() == shared.tree[b"renamed"].content
+    assert stat.S_IMODE(renamed.stat().st_mode) == 0o2755
+
+
+@pytest.mark.promise(88, 160)
+async def test_set_id_bits_that_the_owner_has_removed_after_a_kill_stay_away(
+    shared: Model, clock: Clock, killer: Killer
+) -> None:
+    """The killed mount has published the recorded bytes with the bits."""
+    owned(shared, "a", 0o755)
+    shared.by, shared.owner = ROOT, 1001
+
+    async def play(drain: Drain) -> None:
+        shared.chmod(b"a", 0o2755)
+        await drain.progress.wait(shared.last_seq)
+        killer.point = "drain-renamed"
+        await drain.progress.wait(shared.write(b"a", b"of root"))
+
+    replay = await killer.next_mount(play)
+    assert stat.S_IMODE((shared.source / "a").stat().st_mode) == 0o2755
+    (shared.source / "a").chmod(0o755)
+    async with draining(shared, replay) as drain:
+        await drain.progress.wait(shared.last_seq)
+    assert (shared.source / "a").read_bytes() == b"of root"
+    assert stat.S_IMODE((shared.source / "a").stat().st_mode) == 0o755
