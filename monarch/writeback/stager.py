@@ -397,11 +397,14 @@ class StageAhead:
             elif op.kind in ("mkdir", "rmdir", "rename", "symlink"):
                 changing.update(op.names())
             if op.object and (
-                op.kind in ("link", "rename")
+                op.kind in ("link", "rename", "unlink")
                 or (op.kind in ("attr", "xattr") and not self._state.has_nothing_of(op))
             ):
                 # The next content of the file depends on the result of this change, so it waits.
                 objects.add(op.object)
+            if op.over_object:
+                # Another file takes the name, perhaps the last one, of its older version.
+                objects.add(op.over_object)
             if op.kind not in ("content", "attr", "xattr", "create", "take"):
                 named.update(op.names())
         return self._shared(found)

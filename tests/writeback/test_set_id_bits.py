@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -9,12 +10,14 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+import trio
 import trio.testing
 
 from monarch.posix.credentials import Credentials
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Op, Replay
 from monarch.writeback.journal_records import decoded, encoded
+from monarch.writeback.source_entries import SourceEntries
 from tests.conftest import let_others_in
 from tests.writeback.rig import Model, draining
 from tests.writeback.test_others import ALICE, MALLORY, ROOT, owned, until
@@ -483,6 +486,42 @@ async def test_a_program_that_its_owner_removed_gets_no_bits_under_its_new_name(
     assert (shared.source / "new").read_bytes() == b"newest"
     has_bits = change == "none" and end == "none"
     assert mode_of(shared, "new") == (0o4755 if has_bits else 0o755)
+
+
+@pytest.mark.promise(160)
+@pytest.mark.parametrize("change", ["unlink", "rename"])
+async def test_a_program_is_not_staged_while_its_last_old_name_is_taken(
+    shared: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """The bits come with the bytes if the drain has removed the older version."""
+    shared.by, shared.owner = ROOT, 1001
+    owned(shared, "a", 0o4755)
+    shared.tree[b"a"].mode = 0o4755
+    token, make = trio.lowlevel.current_trio_token(), getattr(SourceEntries, change)
+    async with draining(shared) as drain:
+
+        async def stage_ahead() -> None:
+            for entry in itertools.chain(*drain._ahead.next_lots()):
+                await drain._stager.stage(entry, in_turn=False)
+
+        def made(*arguments: Any, **more: Any) -> Any:
+            trio.from_thread.run(stage_ahead, trio_token=token)
+            return make(*arguments, **more)
+
+        await drain.progress.wait(shared.write(b"s", b"another"))
+        node = shared.begin(b"a")
+        shared.store(node, b"half")
+        shared.content(node)
+        shared.store(node, b"other")
+        shared.link(b"a", b"new")
+        shared.store(node, b"newest")
+        await until(lambda: drain.backlog().ops == 0)
+        monkeypatch.setattr(SourceEntries, change, made)
+        shared.unlink(b"a") if change == "unlink" else shared.rename(b"s", b"a")
+        shared.end(node)
+        await drain.progress.wait(shared.last_seq)
+    assert (shared.source / "new").read_bytes() == b"newest"
+    assert mode_of(shared, "new") == 0o4755
 
 
 @pytest.mark.fault("U7")
