@@ -20,7 +20,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 import trio
@@ -376,7 +376,7 @@ class Drain:
             if (bits := self._steps.arrived(entry, done[entry.seq])) is not None:
                 withheld[entry.seq] = bits
         if done:
-            await self._mark(done, withheld)
+            await self._mark(done, withheld, self._steps.removed_now())
             failpoints.failpoint("drain-marked")
         for entry, step in batch:
             self.queue.remove_front()
@@ -419,13 +419,18 @@ class Drain:
         # A caller that waits for the change waits for the content.
         self._order.await_later(entry)
 
-    async def _mark(self, done: dict[int, Identity | None], withheld: dict[int, int]) -> None:
+    async def _mark(
+        self,
+        done: dict[int, Identity | None],
+        withheld: dict[int, int],
+        removed: Collection[int],
+    ) -> None:
         upto = max(done)
         if self.queue.held:
             upto = min(upto, self.queue.held[0].seq - 1)
         while True:
             try:
-                self._marks.done(done, upto=upto, withheld=withheld)
+                self._marks.done(done, upto=upto, withheld=withheld, removed=removed)
             except OSError as error:
                 # The changes are not made once more for that.
                 await self._rest(error, errno_words(error.errno))

@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -198,16 +198,20 @@ class Journal:
         *,
         upto: int | None = None,
         withheld: Mapping[int, int] | None = None,
+        removed: Collection[int] = (),
     ) -> None:
         """Records that the source has all of ``done``, each with the identity of the published or
         created entry, and all changes up to ``upto``, by default the last of ``done``.
-        ``withheld``: the set-ID bits that are withheld since some of them. Raises OSError."""
+        ``withheld``: the set-ID bits that are withheld since some of them. ``removed``: the objects
+        whose older version they have removed at the source. Raises OSError."""
         upto = max(done) if upto is None else max(upto, self._done_upto)
         record: Record = {"done": upto}
         if at := marks(done):
             record["at"] = at
         if withheld:
             record["withheld"] = [[seq, bits] for seq, bits in withheld.items()]
+        if removed:
+            record["removed"] = sorted(removed)
         if also := [seq for seq in done if seq > upto]:
             record["also"] = also
         self.file.append(record)

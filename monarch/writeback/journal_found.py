@@ -49,7 +49,8 @@ class Replay:
     record, and its time, of those with a name. ``damaged``: objects whose last content the source
     has, and that lack bytes in the tier. ``aside``: changes that are set aside, since the
     source refuses them. ``source`` is the path of the source. ``withheld``: the set-ID bits that
-    the drain has withheld since a drained change, by its sequence number.
+    the drain has withheld since a drained change, by its sequence number. ``removed``: the objects
+    whose older version the drain has removed at the source, and that has no newer one.
     """
 
     ops: tuple[Numbered, ...]
@@ -66,6 +67,7 @@ class Replay:
     aside: frozenset[int] = frozenset()
     source: bytes = b""
     withheld: Mapping[int, int] = field(default_factory=dict)
+    removed: frozenset[int] = frozenset()
 
     def unpublished(self, objects: Iterable[int]) -> set[int]:
         """Those of ``objects`` with bytes that no recorded content will bring to the source: none
@@ -292,6 +294,7 @@ class Found(JournalState):
             aside=frozenset(self.aside.intersection(undone)),
             source=self.source,
             withheld=self.withheld,
+            removed=frozenset(self.removed),
         )
 
     def now_known(self, known: Known, kept: Iterable[Numbered]) -> None:

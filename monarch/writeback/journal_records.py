@@ -12,7 +12,8 @@ A record is a line: 16 hex digits of the xxh3-64 of the rest, a blank, JSON, a n
                                 and of each entry that was made; ``aside``: all refused changes that
                                 are set aside, if they have changed; ``withheld``: [seq, bits] of
                                 contents and changes of modes: the set-ID bits that the file is to
-                                get with its next content
+                                get with its next content; ``removed``: objects whose older version
+                                these changes have removed at the source
     {"staged"}                  [object, source_ino, size, mtime_ns]: this daemon has staged that
                                 file at the source and is about to give it the object's name; or,
                                 [object, source_ino, -1, length]: it appends to the object's file,

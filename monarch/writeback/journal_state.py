@@ -25,7 +25,9 @@ class JournalState:
 
     Before the first one it is that of a new journal. ``end`` is the offset behind the last complete
     record, in bytes. ``boot``: the last recorded start of the machine. ``durable``: objects with a
-    content that was synced or published. ``ended``: the last record is that of a clean end.
+    content that was synced or published. ``removed``: objects without a content that was published
+    since the drain has removed their older version. ``ended``: the last record is that of a clean
+    end.
     """
 
     def __init__(self, source: bytes, token: str = "") -> None:
@@ -39,6 +41,7 @@ class JournalState:
         self.done_beyond: set[int] = set()
         self.aside: set[int] = set()
         self.staged: dict[int, set[Identity]] = {}
+        self.removed: set[int] = set()
         # The object of each content that was not published yet, by sequence number.
         self._contents: dict[int, int] = {}
         self.durable = Numbers()
@@ -108,7 +111,9 @@ class JournalState:
             if number := self._contents.pop(seq, 0):
                 self.durable.add(number)
                 self.staged.pop(number, None)
+                self.removed.discard(number)
             self.published(seq, Identity(size, mtime_ns, ctime_ns, source_ino))
+        self.removed.update(record.get("removed", ()))
         for seq, bits in record.get("withheld", ()):
             self.withholds(seq, bits)
 
@@ -155,6 +160,7 @@ class JournalState:
                 "done": self.done_upto,
                 "aside": sorted(seq for seq in self.aside if seq in seqs),
                 "also": sorted(seq for seq in self.done_beyond if seq in seqs),
+                "removed": sorted(number for number in self.removed if number in objects),
             }
         # After the marks: the mark of a content means that files staged before it have arrived.
         for number, files in self.staged.items():

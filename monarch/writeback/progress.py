@@ -65,12 +65,17 @@ class Marks:
         self._journal.mark_lost(number)
 
     def done(
-        self, done: Mapping[int, Identity | None], *, upto: int, withheld: Mapping[int, int]
+        self,
+        done: Mapping[int, Identity | None],
+        *,
+        upto: int,
+        withheld: Mapping[int, int],
+        removed: Collection[int],
     ) -> None:
         """Marks changes as drained: by their numbers, with identities, and all up to ``upto``.
-        ``withheld`` as of ``Journal.mark_done``."""
+        ``withheld`` and ``removed`` as of ``Journal.mark_done``."""
         with of_tier():
-            self._journal.mark_done(done, upto=upto, withheld=withheld)
+            self._journal.mark_done(done, upto=upto, withheld=withheld, removed=removed)
         self._last_mark = self._journal.file.written
 
     async def sync_done(self) -> None:

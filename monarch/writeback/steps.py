@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -40,8 +40,9 @@ class Steps:
     # drain has changed nothing of the file since but other attributes.
     _doubtful: dict[int, int] = field(default_factory=dict, init=False)
     # Objects whose older version the drain itself has removed at the source, for a rename or unlink
-    # on the mount, until their next content comes.
+    # on the mount, until their next content comes; and those that the journal does not mark yet.
     _removed: set[int] = field(default_factory=set, init=False)
+    _removed_now: set[int] = field(default_factory=set, init=False)
     # Set-ID bits of objects that a staged file of an earlier mount may lack. It may have got the
     # name of the object without a mark.
     _lacking: dict[int, int] = field(default_factory=dict, init=False)
@@ -55,6 +56,7 @@ class Steps:
         # Those that have no file there under their names: whether the drain or others have removed
         # the older version is not known.
         absent: set[int] = set()
+        self._removed.update(replay.removed)
         if replay.known is not None:
             there |= replay.known.known.keys()
             absent |= there & replay.known.over.keys()
@@ -126,7 +128,7 @@ class Steps:
             self._doubtful.pop(number, None)
         if op.kind in ("rename", "unlink"):
             if entry.place is not None and entry.place.kind == "over":
-                self._removed.add(number)
+                self._note_removed([number])
         elif op.kind == "gone":
             self._removed.discard(number)
         if op.kind == "gone" or (op.kind == "attr" and op.mode is not None):
@@ -167,7 +169,18 @@ class Steps:
         if replaced and entry.place is not None and entry.place.replaced:
             known = ((each, self._state.identity(each)) for each in replaced)
             numbers = entry.place.replaced
-            self._removed.update(each for each, it in known if it and it.source_ino in numbers)
+            self._note_removed([each for each, it in known if it and it.source_ino in numbers])
+
+    def _note_removed(self, objects: Iterable[int]) -> None:
+        alive = {number for number in objects if not self._files.is_dead(number)}
+        self._removed |= alive
+        self._removed_now |= alive
+
+    def removed_now(self) -> set[int]:
+        """The objects whose older version the drain has removed at the source since the last call,
+        for the mark of the changes that have ``arrived``."""
+        removed, self._removed_now = self._removed_now & self._removed, set()
+        return removed
 
     def of(self, entry: Entry) -> Step | None:
         """The call that makes a change; None if nothing has to be done at the source."""

@@ -54,7 +54,7 @@ async def test_a_staged_file_is_known_in_the_journal_and_to_the_drain(rig: Rig) 
 async def test_a_change_waits_until_the_mark_of_another_of_its_paths_is_on_the_disk(
     rig: Rig,
 ) -> None:
-    rig.marks.done({rig.entry.seq: VERSION}, upto=rig.entry.seq, withheld={})
+    rig.marks.done({rig.entry.seq: VERSION}, upto=rig.entry.seq, withheld={}, removed=())
     assert not rig.marks.unsynced
     rig.marks.unsynced.add(rig.op)
     assert rig.marks.unsynced
