@@ -6,7 +6,7 @@ import ctypes
 import random
 import subprocess
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -86,10 +86,11 @@ def lend(made: Rig) -> None:
     made.opened.fetch(b"", made.snapshot.attributes(ino).identity)
 
 
-def test_the_digest_is_that_of_the_library(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("-U__SSE2__",)], ids=["as built", "portable"])
+def test_the_digest_is_that_of_the_library(tmp_path: Path, options: Sequence[str]) -> None:
     code, library = ROOT / "monarch/fuse/native/_xxh3.c", tmp_path / "xxh3.so"
     command = ["gcc", "-O2", "-std=c11", "-shared", "-fPIC", str(code), "-o", str(library)]
-    subprocess.run(command, check=True)
+    subprocess.run([*command, *options], check=True)
     functions = ctypes.CDLL(str(library))
     for function in (functions.xxh3, functions.xxh3_high):
         function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)

@@ -4,7 +4,12 @@
 
 #include <string.h>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 enum { STRIPE = 64, LANES = 8, SECRET = 192, BLOCK_STRIPES = (SECRET - STRIPE) / 8 };
+enum { BLOCK = STRIPE * BLOCK_STRIPES };
 
 static const uint8_t secret[SECRET] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
@@ -109,13 +114,32 @@ static uint64_t upto240(const uint8_t *data, size_t size) {
     return avalanche(hash + mixed16(data + size - 16, secret + 136 - 17));
 }
 
-static void accumulate(uint64_t *lanes, const uint8_t *data, const uint8_t *key) {
-    for (int i = 0; i < LANES; i++) {
-        uint64_t value = u64(data + 8 * i), keyed = value ^ u64(key + 8 * i);
-        lanes[i ^ 1] += value;
-        lanes[i] += (keyed & 0xffffffff) * (keyed >> 32);
-    }
+/* Adds stripes to the lanes, the first one with the first key of a block. */
+#ifdef __SSE2__
+static void accumulate(uint64_t *lanes, const uint8_t *data, size_t stripes, const uint8_t *key) {
+    __m128i sums[LANES / 2];
+    memcpy(sums, lanes, sizeof sums);
+    for (; stripes; stripes--, data += STRIPE, key += 8)
+#pragma GCC unroll 4
+        for (int i = 0; i < LANES / 2; i++) {
+            __m128i values = _mm_loadu_si128((const __m128i *)data + i),
+                    keyed = _mm_xor_si128(values, _mm_loadu_si128((const __m128i *)key + i)),
+                    products = _mm_mul_epu32(keyed, _mm_srli_epi64(keyed, 32));
+            values = _mm_shuffle_epi32(values, _MM_SHUFFLE(1, 0, 3, 2));
+            sums[i] = _mm_add_epi64(sums[i], _mm_add_epi64(values, products));
+        }
+    memcpy(lanes, sums, sizeof sums);
 }
+#else
+static void accumulate(uint64_t *lanes, const uint8_t *data, size_t stripes, const uint8_t *key) {
+    for (; stripes; stripes--, data += STRIPE, key += 8)
+        for (int i = 0; i < LANES; i++) {
+            uint64_t value = u64(data + 8 * i), keyed = value ^ u64(key + 8 * i);
+            lanes[i ^ 1] += value;
+            lanes[i] += (keyed & 0xffffffff) * (keyed >> 32);
+        }
+}
+#endif
 
 static void scramble(uint64_t *lanes) {
     for (int i = 0; i < LANES; i++)
@@ -127,13 +151,14 @@ static void fill(uint64_t *lanes, const uint8_t *data, size_t size) {
     static const uint64_t begin[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                                           PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
     memcpy(lanes, begin, sizeof begin);
+    const uint8_t *last = data + size - STRIPE;
     size_t stripes = (size - 1) / STRIPE;
-    for (size_t i = 0; i < stripes; i++) {
-        accumulate(lanes, data + STRIPE * i, secret + 8 * (i % BLOCK_STRIPES));
-        if (i % BLOCK_STRIPES == BLOCK_STRIPES - 1)
-            scramble(lanes);
+    for (; stripes >= BLOCK_STRIPES; stripes -= BLOCK_STRIPES, data += BLOCK) {
+        accumulate(lanes, data, BLOCK_STRIPES, secret);
+        scramble(lanes);
     }
-    accumulate(lanes, data + size - STRIPE, secret + SECRET - STRIPE - 7);
+    accumulate(lanes, data, stripes, secret);
+    accumulate(lanes, last, 1, secret + SECRET - STRIPE - 7);
 }
 
 static uint64_t merged(const uint64_t *lanes, const uint8_t *key, uint64_t hash) {
