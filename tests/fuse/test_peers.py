@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +21,14 @@ from monarch.peers.connections import Connection
 from monarch.tiers.contents import copy_name
 from monarch.types import Ino
 from tests.conftest import contents
+from tests.equipment.waiting import becomes_true
 from tests.fuse import wire
 from tests.fuse.rig import Rig, rig
 from tests.fuse.wire import Op
 from tests.peers.member import HOST, Act, Member, hang_up, head, say, silent, without_end
 
-SIZE = 5000
+# The datapath reads the first bytes of the large file while the others come.
+SIZE, LARGE = 5000, 300_000
 NAMES = ("one", "two", *(f"more{number}" for number in range(20)))
 NOT_KEPT, SLOW = 0xFFFE, 0xFFFF
 # A loaded machine must not make a member look slow.
@@ -34,13 +39,14 @@ FETCHED = 0xFE
 class Job:
     """A datapath with one other member, whose number is 1. It has given each file before."""
 
-    def __init__(self, made: Rig, member: Member, arrays: list[np.ndarray]) -> None:
+    def __init__(self, made: Rig, member: Member, arrays: list[np.ndarray], size: int) -> None:
         self.rig = made
         self.member = member
         self.givers, self.digests = arrays
+        self._size = size
         for name in NAMES:
             self.givers[made.ino(name)] = 2
-            self.digests[made.ino(name)] = digest_of(contents(name, SIZE))
+            self.digests[made.ino(name)] = digest_of(contents(name, size))
 
     def connect(self, limit_us: int = LONG_US) -> None:
         """Gives the datapath one more connection."""
@@ -52,9 +58,9 @@ class Job:
         """Opens, reads and releases a file that the datapath opens itself."""
         ino, made = self.rig.ino(name), self.rig
         if made.datapath.state().no_open:
-            return made.read(ino, 0, 0, SIZE).body
+            return made.read(ino, 0, 0, self._size).body
         handle, _, _ = made.open(ino)
-        found = made.read(ino, handle, 0, SIZE).body
+        found = made.read(ino, handle, 0, self._size).body
         made.release(ino, handle)
         return found
 
@@ -83,12 +89,16 @@ class Job:
 
 @contextmanager
 def job_of(
-    directory: Path, *acts: Act, no_open: bool = False, gives_bytes: bool = True
+    directory: Path,
+    *acts: Act,
+    no_open: bool = False,
+    gives_bytes: bool = True,
+    size: int = SIZE,
 ) -> Iterator[Job]:
     """A job whose member plays ``acts``."""
     (directory / "tree").mkdir()
     for name in NAMES:
-        (directory / "tree" / name).write_bytes(contents(name, SIZE))
+        (directory / "tree" / name).write_bytes(contents(name, size))
     arrays: list[np.ndarray] = []
 
     def peers(datapath: Datapath, snapshot: Snapshot) -> None:
@@ -104,7 +114,7 @@ def job_of(
             rig(
                 directory / "tree",
                 directory,
-                fetch_max=SIZE,
+                fetch_max=size,
                 fetched_at_once=len(NAMES),
                 peers=peers,
                 no_open=no_open,
@@ -112,7 +122,7 @@ def job_of(
         )
         made.init(wire.INIT_NO_OPEN_SUPPORT if no_open else 0)
         try:
-            yield Job(made, member, arrays)
+            yield Job(made, member, arrays, size)
         finally:
             made.datapath.drop_connections(1)
 
@@ -214,6 +224,48 @@ def test_the_bytes_of_a_few_files_stay_until_their_opens_are_counted(tmp_path: P
         assert 0 < job.rig.datapath.open_files() < len(NAMES) / 2
         job.rig.datapath.served()
         assert job.rig.datapath.open_files() == 0
+
+
+@pytest.mark.parametrize("size", [1, 200, SIZE, LARGE])
+def test_an_answer_may_come_in_parts(tmp_path: Path, size: int) -> None:
+    """Each pause is longer than the datapath waits for a whole answer."""
+
+    def gives_slowly(connection: socket.socket) -> None:
+        answer = head(size) + contents("one", size)
+        ends = [0, 9, len(head(size)), len(answer) - size // 2, len(answer)]
+        for begin, end in pairwise(ends):
+            connection.sendall(answer[begin:end])
+            time.sleep(0.01)
+
+    whole = say(head(size) + contents("two", size))
+    with job_of(tmp_path, gives_slowly, whole, size=size) as job:
+        job.connect()
+        for name in ("one", "two"):
+            assert job.read(name) == contents(name, size)
+        assert len(job.member.requests) == 2
+
+
+def test_a_thread_wakes_when_a_whole_answer_has_come(tmp_path: Path) -> None:
+    first, second = (head(SIZE) + contents(name, SIZE) for name in ("one", "two"))
+    # The answer to the second request is there before it.
+    with job_of(tmp_path, say(first + second), say()) as job:
+        datapath = job.rig.datapath
+        made = socket.create_connection((HOST, job.member.port))
+        with made.dup() as watched:
+            assert datapath.keep_connection(1, made.detach(), LONG_US)
+            assert job.read("one") == contents("one", SIZE)
+
+            def has_come() -> bool:
+                return len(watched.recv(len(second), socket.MSG_PEEK)) == len(second)
+
+            assert becomes_true(has_come)
+            assert job.read("two") == contents("two", SIZE)
+            assert watched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == SIZE
+            # Python waits for answers of any size.
+            found = datapath.take_connection(1)
+            assert found is not None
+            os.close(found[0])
+            assert watched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
 
 
 def breaks_off(connection: socket.socket) -> None:
