@@ -33,10 +33,14 @@ class FakeLab(Lab):
                 self._epochs[place, shares] = [Epoch(reading, each, 0) for each in served]
 
 
+def remote_reads(plain_s: float) -> Remote:
+    return Remote(Reading(10, 10**6, 1.0), Reading(10, 10**6, plain_s), 0.1, 0.1)
+
+
 def verdicts(
     shared_s: float, alone_s: float, read_bytes: tuple[int, int], plain_s: float
 ) -> list[str]:
-    remote = Remote(Reading(10, 10**6, 1.0), Reading(10, 10**6, plain_s), 0.1, 0.1)
+    remote = remote_reads(plain_s)
     rows = nodes.rows(allowed=2.0, is_large=True)
     results = measure(rows, lambda: FakeLab(shared_s, alone_s, read_bytes, remote), 3)
     return [result.verdict for result in results if result.row.bar is not None]
@@ -52,6 +56,24 @@ def test_the_source_is_read_once_and_nodes_are_as_fast_as_the_bandwidths_allow()
         "missed",
         "good",
     ]
+
+
+def test_the_rows_of_remote_reads_are_measured_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class RemoteLab(FakeLab):
+        def __init__(self, bench: object) -> None:
+            super().__init__(1.0, 1.0, (0, 0), remote_reads(0.7))
+
+    bench = type("Bench", (), {"allowed": 2.0, "large_bytes": 0})
+    monkeypatch.setattr(nodes, "require_slow_source", lambda: None)
+    monkeypatch.setattr(nodes.hosts, "unavailable", lambda: None)
+    monkeypatch.setattr(nodes, "can_drop", lambda: True)
+    monkeypatch.setattr(nodes, "Bench", lambda *given: bench)
+    monkeypatch.setattr(nodes, "Lab", RemoteLab)
+    _, _, results = nodes.run(parsed(["nodes", "--only", "remote", "--rounds", "3"]), tmp_path)
+    assert [result.verdict for result in results] == ["good", "", ""]
+    assert results[0].ratios == pytest.approx([0.7] * 3)
 
 
 def test_the_allowed_ratio_follows_from_the_bandwidths() -> None:

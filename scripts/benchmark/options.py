@@ -40,6 +40,7 @@ examples:
   scripts/bench hpsearch --jobs 8 --workers 2 --json hpsearch.json
   scripts/bench month --lines 20000
   scripts/bench nodes --quick
+  scripts/bench nodes --only remote
   scripts/bench nodes --json nodes.json --plot nodes.png
   scripts/bench packs --only lmdb --quick
   scripts/bench packs --only lmdb --json lmdb.json
@@ -210,6 +211,9 @@ def _month(subject: argparse.ArgumentParser) -> None:
 
 
 def _nodes(subject: argparse.ArgumentParser) -> None:
+    subject.add_argument(
+        "--only", choices=("remote",), help="only the rows of files that other nodes have"
+    )
     subject.add_argument(
         "--large-mb", type=int, help="size of the large file in MB (2,000; with --quick 256)"
     )

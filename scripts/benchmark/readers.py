@@ -37,6 +37,12 @@ class Reading:
     bytes: int
     seconds: float
 
+    def __add__(self, then: Reading) -> Reading:
+        """Both, one after the other."""
+        return Reading(
+            self.count + then.count, self.bytes + then.bytes, self.seconds + then.seconds
+        )
+
     @property
     def rate(self) -> float:
         return self.count / self.seconds
