@@ -12,7 +12,7 @@ import click
 from monarch.analysis.plan import WINDOWS
 from monarch.errors import MountPointError, NotMountedError, UsageError
 from monarch.foresight.messages import LEAST_LIMIT
-from monarch.posix.mounts import mount_table
+from monarch.posix.mounts import MONARCH_TYPE, mount_table
 from monarch.text import escape_text
 
 # The attribute of the root of a mount that has its public figures.
@@ -77,9 +77,7 @@ def measured_mount(place: Path | None) -> MeasuredMount:
 
 
 def _mountpoint(place: Path | None) -> str:
-    found = [
-        os.fspath(mount.mount_point) for mount in mount_table() if mount.kind == "fuse.monarch"
-    ]
+    found = [os.fspath(mount.mount_point) for mount in mount_table() if mount.kind == MONARCH_TYPE]
     if place is not None:
         real = os.path.realpath(place)
         above = [each for each in found if f"{real}/".startswith(f"{each.rstrip('/')}/")]

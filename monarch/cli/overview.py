@@ -88,10 +88,10 @@ def public_status(place: Path) -> tuple[str, dict[str, Any]]:
     Raises NotMountedError if there is no mount or its daemon is dead; MonarchError if the daemon
     does not answer or denies access.
     """
-    from monarch.fuse.mountpoint import FS_TYPE, monarch_above
-    from monarch.posix.mounts import mount_table
+    from monarch.fuse.mountpoint import monarch_above
+    from monarch.posix.mounts import MONARCH_TYPE, mount_table
 
-    ours = [str(mounted.mount_point) for mounted in mount_table() if mounted.kind == FS_TYPE]
+    ours = [str(mounted.mount_point) for mounted in mount_table() if mounted.kind == MONARCH_TYPE]
     mountpoint = monarch_above(real_path(place, ours))
     if not mountpoint:
         raise NotMountedError(

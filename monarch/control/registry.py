@@ -19,7 +19,7 @@ from typing import Literal
 from monarch.errors import NotMountedError, TierError
 from monarch.posix import failpoints
 from monarch.posix.bounded_calls import PATIENCE_S
-from monarch.posix.mounts import MountedFileSystem, is_dead, mount_table
+from monarch.posix.mounts import MONARCH_TYPE, MountedFileSystem, is_dead, mount_table
 from monarch.posix.private_directory import private_opener
 from monarch.telemetry.report import Report
 from monarch.text import escape_text
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 # The limit of the kernel for symbolic links in one path.
 _MOST_LINKS = 40
-FUSE_TYPE = "fuse.monarch"
 # A record has a few paths; a longer file is not a record.
 _MAX_RECORD_BYTES = 64 * 1024
 
@@ -129,7 +128,7 @@ def not_served(path: Path, what: str, *, hint: str = "") -> NotMountedError:
     """The error for a place that belongs to no mount of this user: ``what`` it is, or that it is in
     a mount of another one. ``hint`` is added to that for the former."""
     shown = escape_text(os.fspath(path))
-    mounted = [str(each.mount_point) for each in mount_table() if each.kind == FUSE_TYPE]
+    mounted = [str(each.mount_point) for each in mount_table() if each.kind == MONARCH_TYPE]
     place = real_path(path, mounted)
     if any(f"{place}/".startswith(f"{each.rstrip('/')}/") for each in mounted):
         return NotMountedError(
@@ -238,7 +237,7 @@ def seen_mounts(
 ) -> list[SeenMount]:
     """All Monarch mounts of this node, and records of dead ones, by mount point."""
     table = mount_table() if mounts is None else mounts
-    mounted = {str(m.mount_point) for m in table if m.kind == FUSE_TYPE}
+    mounted = {str(m.mount_point) for m in table if m.kind == MONARCH_TYPE}
     seen: list[SeenMount] = []
     for record in records.all():
         state: MountState = "stale" if record.mountpoint in mounted else "leftover"

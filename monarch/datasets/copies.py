@@ -17,15 +17,13 @@ import time
 from array import array
 from contextlib import suppress
 
-from monarch.posix.mounts import mount_table
+from monarch.posix.mounts import MONARCH_TYPE, mount_table
 
 # The value is JSON: ``records`` is the path of the records, ``term`` that of the copies that need
 # no check, ``acls`` whether files may have access control lists, and ``directories`` the path of
 # the copies of each place of a record.
 ATTRIBUTE = "user.monarch.copies"
 
-# The type of a mount in the table of mounts.
-_KIND = "fuse.monarch"
 # The interval in which the mount is asked again, in seconds.
 _ASK_S = 1.0
 _MOST_PLACES = 255
@@ -95,7 +93,7 @@ def _value(directory: int) -> bytes:
     number = os.fstat(directory).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     found = {(each.kind, each.user) for each in mount_table() if each.device == device}
-    if not found or not found <= {(_KIND, 0), (_KIND, os.geteuid())}:
+    if not found or not found <= {(MONARCH_TYPE, 0), (MONARCH_TYPE, os.geteuid())}:
         raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
     return value
 

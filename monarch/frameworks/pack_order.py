@@ -14,10 +14,8 @@ from monarch.frameworks.chunk_order import ChunkwiseSampler
 from monarch.packs.directory import is_pack
 from monarch.packs.mixing import chunk_of_each
 from monarch.packs.pack import Pack
-from monarch.posix.mounts import mount_table
+from monarch.posix.mounts import MONARCH_TYPE, mount_table
 from monarch.text import escape_text
-
-_MOUNTED = "fuse.monarch"
 
 
 def chunks_of_files(pack: AnyPath, paths: Sequence[AnyPath]) -> npt.NDArray[np.int64]:
@@ -83,7 +81,7 @@ def _directory(top: bytes) -> bytes:
     mounts = [
         each
         for each in mount_table()
-        if each.kind == _MOUNTED and os.fsencode(each.mount_point) == top
+        if each.kind == MONARCH_TYPE and os.fsencode(each.mount_point) == top
     ]
     if not mounts:
         name = escape_text(os.fsdecode(top))

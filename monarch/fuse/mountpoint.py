@@ -25,9 +25,7 @@ from monarch.errors import (
     TierError,
     source_remedy,
 )
-from monarch.posix.mounts import MountedFileSystem, mount_table
-
-FS_TYPE = "fuse.monarch"
+from monarch.posix.mounts import MONARCH_TYPE, MountedFileSystem, mount_table
 
 # The flags that libfuse uses, from linux/mount.h.
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
@@ -40,7 +38,7 @@ def mount_at(mountpoint: Path) -> MountedFileSystem | None:
     """The Monarch mount at this mount point, dead or alive."""
     wanted = Path(os.path.abspath(mountpoint))
     on_top = [mounted for mounted in mount_table() if mounted.mount_point == wanted]
-    return on_top[-1] if on_top and on_top[-1].kind == FS_TYPE else None
+    return on_top[-1] if on_top and on_top[-1].kind == MONARCH_TYPE else None
 
 
 def open_root(mountpoint: Path) -> int:
@@ -49,7 +47,7 @@ def open_root(mountpoint: Path) -> int:
     fd = os.open(mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         device = os.fstat(fd).st_dev
-        wanted = (FS_TYPE, f"{os.major(device)}:{os.minor(device)}")
+        wanted = (MONARCH_TYPE, f"{os.major(device)}:{os.minor(device)}")
         if wanted not in ((each.kind, each.device) for each in mount_table()):
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), os.fspath(mountpoint))
     except BaseException:
@@ -119,7 +117,7 @@ def monarch_above(path: str) -> str:
     above = [mounted for mounted in mount_table() if Path(path).is_relative_to(mounted.mount_point)]
     # The longest mount point is the nearest; of two at one place the later hides the earlier.
     nearest = max(reversed(above), key=lambda it: len(it.mount_point.parts), default=None)
-    return str(nearest.mount_point) if nearest is not None and nearest.kind == FS_TYPE else ""
+    return str(nearest.mount_point) if nearest is not None and nearest.kind == MONARCH_TYPE else ""
 
 
 def check_tier(tier: Path, source: Path, mountpoint: Path) -> None:
@@ -160,7 +158,7 @@ def mount(mountpoint: Path, name: str, *, allow_other: bool, writable: bool) -> 
     done = _LIBC.mount(
         name.encode(),
         os.fsencode(mountpoint),
-        FS_TYPE.encode(),
+        MONARCH_TYPE.encode(),
         ctypes.c_ulong((0 if writable else _MS_RDONLY) | _MS_NOSUID | _MS_NODEV),
         options.encode(),
     )

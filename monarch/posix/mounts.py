@@ -11,6 +11,9 @@ from pathlib import Path
 from monarch.errors import Unanswered
 from monarch.posix.bounded_calls import call_within
 
+# The type of a mount of Monarch in the mount table.
+MONARCH_TYPE = "fuse.monarch"
+
 
 @dataclass(frozen=True, slots=True)
 class MountedFileSystem:

@@ -24,7 +24,7 @@ from monarch.control import registry
 from monarch.control.registry import MountRecord, Registry, process_started
 from monarch.control.server import Send, Server, Verb
 from monarch.errors import MonarchError, NotMountedError, SnapshotError, UsageError
-from monarch.posix.mounts import MountedFileSystem
+from monarch.posix.mounts import MONARCH_TYPE, MountedFileSystem
 from monarch.telemetry.health import health_of
 from monarch.telemetry.report import (
     EvictReport,
@@ -275,7 +275,7 @@ async def test_a_path_that_is_not_a_mount_is_exit_code_9(
 def test_a_place_in_a_mount_of_another_user_is_named_as_one(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = [MountedFileSystem(Path("/mnt/of another"), registry.FUSE_TYPE)]
+    there = [MountedFileSystem(Path("/mnt/of another"), MONARCH_TYPE)]
     monkeypatch.setattr(registry, "mount_table", lambda: there)
     for ask in (mount_of, last_state):
         for place in ("/mnt/of another", "/mnt/of another/train"):
