@@ -99,10 +99,14 @@ class Pack:
     of the index, and maps the rest; ``require_sound`` checks all of it. Use as a context manager.
     """
 
-    def __init__(self, path: bytes, root: int, info: PackSummary, index: Index) -> None:
+    def __init__(
+        self, path: bytes, root: int, info: PackSummary, raw: bytes | memoryview, index: Index
+    ) -> None:
+        """``raw`` are the bytes of ``index``, in memory or mapped."""
         self.path = path
         self.info = info
         self._root = root
+        self._raw = raw
         self._index = index
 
     @classmethod
@@ -118,10 +122,11 @@ class Pack:
                 on_failure.callback(os.close, root)
                 raw = read_description(root)
                 info = _summary(raw)
-                index = Index(_read(root, INDEX, in_memory=in_memory))
+                raw_index = _read(root, INDEX, in_memory=in_memory)
+                index = Index(raw_index)
                 _require_fits(info, index)
                 on_failure.pop_all()
-                return cls(path, root, info, index)
+                return cls(path, root, info, raw_index, index)
         except OSError as error:
             raise PackError(
                 f"{escape_text(os.fsdecode(path))}: {error.strerror}",
@@ -145,9 +150,11 @@ class Pack:
         self.close()
 
     def require_sound(self) -> None:
-        """Reads the whole index, and compares it with its digest and with itself. Raises PackError.
-        Takes about a second for each million entries."""
-        raw = _read(self._root, INDEX, in_memory=True)
+        """Compares the whole index with its digest and with itself. Raises PackError. Takes about a
+        second for each million entries. A mapped index is read once more."""
+        raw = self._raw
+        if not isinstance(raw, bytes):
+            raw = _read(self._root, INDEX, in_memory=True)
         if xxhash.xxh3_128_hexdigest(raw) != self.info.identity:
             raise self._error("the index is damaged", REBUILD)
         try:
