@@ -12,6 +12,7 @@ import errno
 import importlib
 import os
 import stat
+import struct
 import sys
 from array import array
 from collections import deque
@@ -30,7 +31,11 @@ from monarch.text import KiB
 
 Name = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 Places = npt.NDArray[np.int64]
-ReadMany = Callable[[int, "tuple[Name, ...]", memoryview, int, int, "bytes | array[int]"], bytes]
+# The place and size of each file, the bytes that all need, and how many files have none.
+Found = tuple[bytes, int, int]
+ReadMany = Callable[
+    [int, "tuple[Name, ...]", memoryview, bool, int, int, "bytes | array[int]"], Found
+]
 
 
 def _extension() -> ReadMany | None:
@@ -105,20 +110,26 @@ class Dataset:
         if not wanted:
             return []
         buffer = self._buffer(int(len(wanted) * self._mean_bytes * _SPARE))
-        places = self._read(wanted, buffer.data)
-        views = _views(buffer.data.toreadonly(), places)
+        found, needed, unread = self._read(wanted, buffer.data, has_gaps=True)
+        views = _views(buffer.data.toreadonly(), found)
+        if unread:
+            self._read_rest(wanted, _places(found), views)
+        self._mean_bytes = max(1.0, needed / len(wanted))
+        return views
+
+    def _read_rest(self, names: tuple[Name, ...], places: Places, views: list[memoryview]) -> None:
+        """Replaces the views of the files for which there was no room."""
         left = np.flatnonzero(places[:, 0] == _NO_ROOM)
         while len(left):
             # Their sizes are known now, unless they grow.
             more = np.empty(int(places[left, 1].sum()), np.uint8)
-            found = self._read(tuple(wanted[index] for index in left), more.data)
-            places[left] = found
+            rest = tuple(names[index] for index in left)
+            found, _, _ = self._read(rest, more.data, has_gaps=False)
+            places[left] = _places(found)
             again = _views(more.data.toreadonly(), found)
             for index, view in zip(left.tolist(), again, strict=True):
                 views[index] = view
-            left = left[found[:, 0] == _NO_ROOM]
-        self._mean_bytes = max(1.0, float(places[:, 1].mean()))
-        return views
+            left = left[places[left, 0] == _NO_ROOM]
 
     def _buffer(self, size: int) -> npt.NDArray[np.uint8]:
         """A buffer of at least ``size`` bytes. Memory that was used before needs no new pages of
@@ -144,21 +155,16 @@ class Dataset:
         return found
 
     def _fill(self, names: tuple[Name, ...], into: memoryview) -> list[memoryview]:
-        places = self._read(names, into)
-        if (places[:, 0] == _NO_ROOM).any() and int(places[:, 1].sum()) <= len(into):
-            # The read of a copy has failed, and its file has taken room once more.
-            places = self._read(names, into, with_copies=False)
-        if (places[:, 0] == _NO_ROOM).any():
-            needed = int(places[:, 1].sum())
+        found, needed, unread = self._read(names, into, has_gaps=False)
+        if unread:
             raise ValueError(
                 f"{len(names)} files have {needed:,} bytes, and the buffer {len(into):,}"
             )
-        return _views(into, places)
+        return _views(into, found)
 
-    def _read(
-        self, names: tuple[Name, ...], buffer: memoryview, *, with_copies: bool = True
-    ) -> Places:
-        """The place of each file in the buffer, of shape (n, 2). Raises OSError."""
+    def _read(self, names: tuple[Name, ...], buffer: memoryview, *, has_gaps: bool) -> Found:
+        """Reads the files into ``buffer``, one behind the other, or with gaps where that is faster.
+        Raises OSError."""
         if self._fd < 0:
             raise ValueError("the data set is closed")
         read = _read_in_python if _read_many is None else _read_many
@@ -166,18 +172,21 @@ class Dataset:
         least = min(self._threads, cores, 1 + len(names) // _FILES_A_THREAD)
         most = min(self._threads, max(1, len(names)))
         # Kept until all files are read.
-        is_asked = with_copies and _read_many is not None
-        copies = self._copies.now(self._fd) if is_asked else None
+        copies = None if _read_many is None else self._copies.now(self._fd)
         table = b"" if copies is None else copies.table
-        found = read(self._fd, names, buffer, least, most, table)
-        places = np.frombuffer(found, np.int64).reshape(len(names), 2).copy()
+        found, needed, unread = read(self._fd, names, buffer, has_gaps, least, most, table)
+        if unread:
+            self._require_read(names, _places(found))
+        return found, needed, unread
+
+    def _require_read(self, names: tuple[Name, ...], places: Places) -> None:
+        """Raises OSError for the first file that could not be read."""
         bad = np.flatnonzero(places[:, 0] == _FAILED)
         if len(bad):
             index = int(bad[0])
             number = int(places[index, 1])
             name = os.path.join(self._path, os.fsencode(names[index]))
             raise OSError(number, os.strerror(number), os.fsdecode(name))
-        return places
 
     def close(self) -> None:
         """Closes the directory. Bytes that were read stay valid."""
@@ -215,13 +224,15 @@ def open_dataset(path: Name, *, threads: int = MOST_THREADS) -> Dataset:
     return Dataset(path, threads=threads)
 
 
-def _views(buffer: memoryview, places: Places) -> list[memoryview]:
+def _views(buffer: memoryview, found: bytes) -> list[memoryview]:
     """The view of each file that was read into ``buffer``; of the others a view without a
     meaning."""
-    return [buffer[offset : offset + size] for offset, size in places.tolist()]
+    return [buffer[offset : offset + size] for offset, size in struct.iter_unpack("qq", found)]
 
 
-# -- without the C extension -----------------------------------------------------------------------
+def _places(found: bytes) -> Places:
+    """The place and size of each file, of shape (n, 2)."""
+    return np.frombuffer(found, np.int64).reshape(-1, 2).copy()
 
 
 def _memory(size: int) -> npt.NDArray[np.uint8]:
@@ -236,31 +247,36 @@ def _memory(size: int) -> npt.NDArray[np.uint8]:
             size //= 4
 
 
+# -- without the C extension -----------------------------------------------------------------------
+
+
 def _read_in_python(
     directory: int,
     names: tuple[Name, ...],
     buffer: memoryview,
+    has_gaps: bool,
     least: int,
     most: int,
     copies: bytes | array[int],
-) -> bytes:
-    """As ``read_many`` of _many.c, in threads of the interpreter, without copies."""
+) -> Found:
+    """As ``read_many`` of _many.c, in threads of the interpreter, without copies and gaps."""
     places = np.zeros((len(names), 2), np.int64)
     with ThreadPoolExecutor(most) as pool:
         contents = pool.map(partial(_content, directory), map(os.fsencode, names))
-        used = 0
+        used = needed = 0
         for place, content in zip(places, contents, strict=True):
             if isinstance(content, int):
                 place[:] = _FAILED, content
                 continue
             size = len(content)
+            needed += size
             if used + size > len(buffer):
                 place[:] = _NO_ROOM, size
                 continue
             buffer[used : used + size] = content
             place[:] = used, size
             used += size
-    return places.tobytes()
+    return places.tobytes(), needed, int(np.count_nonzero(places[:, 0] < 0))
 
 
 def _content(directory: int, name: bytes) -> bytes | int:

@@ -7,17 +7,16 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from monarch.datasets import copies, files
+from monarch.datasets import copies
 from monarch.datasets.files import Dataset
 from monarch.posix.mounts import MountedFileSystem
 from monarch.tiers.contents import copy_name, put_seal
 from monarch.tiers.records import Record, Records
 from monarch.types import Identity, Ino
+from tests.equipment.slowfs import SlowSource
 
 SIZE = 9000
 NAMES = ("a/1", "a/2", "b/3")
@@ -31,6 +30,8 @@ class FakeMount:
 
     def __init__(self, root: Path) -> None:
         self.root, self._tier, self._state = root / "mount", root / "tier", root / "state"
+        # Where the mount says that its copies are.
+        self.tier = self._tier
         for directory in (self.root, self._tier, self._state):
             directory.mkdir()
         self._records = Records(self._state, "g", ["tier"])
@@ -77,7 +78,7 @@ class FakeMount:
                 "records": str(self._records.path),
                 "term": self.term,
                 "acls": self.has_acls,
-                "directories": {"1": str(self._tier)},
+                "directories": {"1": str(self.tier)},
             }
         ).encode()
 
@@ -358,28 +359,21 @@ def test_a_wrong_value_of_the_attribute_is_no_failure(
         assert dataset.get_many(NAMES) == [mount.of_file(name) for name in NAMES]
 
 
-def test_files_fit_into_their_sizes_although_the_read_of_a_copy_fails(
-    mount: FakeMount, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.promise(250)
+@pytest.mark.parametrize("rule", ["err read EIO /", "cut 100 /"])
+def test_a_file_takes_room_once_although_its_copy_cannot_be_read(
+    mount: FakeMount, tmp_path: Path, rule: str
 ) -> None:
-    read_many = files._read_many
-    assert read_many is not None
-    tables: list[int] = []
-
-    def reads(*arguments: Any) -> bytes:
-        table = arguments[-1]
-        tables.append(len(table))
-        places = np.frombuffer(read_many(*arguments), np.int64).reshape(-1, 2).copy()
-        if len(table):
-            # The first file has taken the room of the last one as well.
-            places[-1, 0] = files._NO_ROOM
-        return places.tobytes()
-
-    monkeypatch.setattr(files, "_read_many", reads)
-    expected = [mount.of_file(name) for name in NAMES]
-    with Dataset(mount.root) as dataset:
-        memory = bytearray(3 * SIZE)
-        assert dataset.get_many(NAMES, into=memory) == expected
-        assert tables[0] > 0 and tables[1:] == [0]
-        with pytest.raises(ValueError, match="3 files have 27,000 bytes, and the buffer 26,999"):
-            dataset.get_many(NAMES, into=bytearray(3 * SIZE - 1))
-    assert len(tables) == 3
+    whole = "direct /"
+    with SlowSource(mount.tier, tmp_path / "slow") as tier:
+        mount.tier = tier.path
+        tier.rules(whole)
+        with Dataset(mount.root) as dataset:
+            memory = bytearray(3 * SIZE)
+            assert dataset.get_many(NAMES, into=memory) == [mount.of_copy(name) for name in NAMES]
+            tier.rules(whole, rule)
+            assert dataset.get_many(NAMES, into=memory) == [mount.of_file(name) for name in NAMES]
+            with pytest.raises(
+                ValueError, match="3 files have 27,000 bytes, and the buffer 26,999"
+            ):
+                dataset.get_many(NAMES, into=bytearray(3 * SIZE - 1))

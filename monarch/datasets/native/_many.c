@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -20,6 +21,11 @@ struct found {
 #define FAILED (-1)
 #define NO_ROOM (-2)
 
+/* A file of at least LARGE bytes begins at a page, if it may: the processor
+ * then copies it faster. */
+#define LARGE (64 << 10)
+#define PAGE 4096
+
 struct many {
   int directory;
   const struct copies *copies; /* NULL: there are none */
@@ -28,18 +34,44 @@ struct many {
   struct found *found;
   char *buffer;
   size_t room;
+  int has_gaps; /* whether there may be unused bytes between the files */
   atomic_size_t used;
+  atomic_size_t missing; /* the bytes for which there was no room */
 };
 
-/* Takes ``size`` bytes of the buffer; returns their offset, or NO_ROOM. */
-static int64_t take(struct many *many, size_t size) {
-  size_t used = atomic_load(&many->used);
+/* What a file has taken of the buffer; at first nothing. */
+struct place {
+  size_t offset;
+  size_t size;
+};
 
+/* The first byte of the buffer, from ``used`` on, for a file of ``size`` bytes.
+ */
+static size_t begin_of(const struct many *many, size_t used, size_t size) {
+  uintptr_t address = (uintptr_t)many->buffer + used;
+
+  if (!many->has_gaps || size < LARGE)
+    return used;
+  return used + (size_t)(-address & (PAGE - 1));
+}
+
+/* Has ``place`` hold ``size`` bytes of the buffer: those that were taken for
+ * the copy of the file, if that could not be read; false if there is no room.
+ */
+static bool take(struct many *many, size_t size, struct place *place) {
+  size_t used = atomic_load(&many->used), begin;
+
+  if (size <= place->size)
+    return true;
   do {
-    if (size > many->room - used)
-      return NO_ROOM;
-  } while (!atomic_compare_exchange_weak(&many->used, &used, used + size));
-  return (int64_t)used;
+    begin = begin_of(many, used, size);
+    if (begin > many->room || size > many->room - begin) {
+      atomic_fetch_add(&many->missing, size);
+      return false;
+    }
+  } while (!atomic_compare_exchange_weak(&many->used, &used, begin + size));
+  *place = (struct place){.offset = begin, .size = size};
+  return true;
 }
 
 static struct found failed(int number) {
@@ -66,17 +98,20 @@ static int64_t read_range(int fd, char *into, int64_t size, int64_t offset) {
 }
 
 /* Reads an open file of ``size`` bytes. */
-static struct found read_open(struct many *many, int fd, int64_t size) {
-  struct found found = {.offset = take(many, (size_t)size), .size = size};
+static struct found read_open(struct many *many, int fd, int64_t size,
+                              struct place *place) {
+  int64_t count;
 
-  if (found.offset < 0)
-    return found;
-  found.size = read_range(fd, many->buffer + found.offset, size, 0);
-  return found.size < 0 ? failed(errno) : found;
+  if (!take(many, (size_t)size, place))
+    return (struct found){NO_ROOM, size};
+  count = read_range(fd, many->buffer + place->offset, size, 0);
+  return count < 0 ? failed(errno)
+                   : (struct found){(int64_t)place->offset, count};
 }
 
 /* Reads the copy of a file; FAILED if the file must be read itself. */
-static struct found read_copy(struct many *many, const char *name) {
+static struct found read_copy(struct many *many, const char *name,
+                              struct place *place) {
   struct found found = failed(ENOENT);
   int64_t size;
   int fd =
@@ -84,13 +119,14 @@ static struct found read_copy(struct many *many, const char *name) {
 
   if (fd < 0)
     return found;
-  found = read_open(many, fd, size);
+  found = read_open(many, fd, size, place);
   close(fd);
   /* The daemon has emptied a damaged copy. */
   return found.offset >= 0 && found.size < size ? failed(EIO) : found;
 }
 
-static struct found read_itself(struct many *many, const char *name) {
+static struct found read_itself(struct many *many, const char *name,
+                                struct place *place) {
   struct found found;
   struct stat status;
   int fd;
@@ -107,15 +143,17 @@ static struct found read_itself(struct many *many, const char *name) {
   else if (!S_ISREG(status.st_mode))
     found = failed(S_ISDIR(status.st_mode) ? EISDIR : EINVAL);
   else
-    found = read_open(many, fd, status.st_size);
+    found = read_open(many, fd, status.st_size, place);
   close(fd);
   return found;
 }
 
 static struct found read_file(struct many *many, const char *name) {
-  struct found found = many->copies ? read_copy(many, name) : failed(ENOENT);
+  struct place place = {0};
+  struct found found =
+      many->copies ? read_copy(many, name, &place) : failed(ENOENT);
 
-  return found.offset == FAILED ? read_itself(many, name) : found;
+  return found.offset == FAILED ? read_itself(many, name, &place) : found;
 }
 
 static void read_next(void *of, size_t index) {
@@ -124,22 +162,39 @@ static void read_next(void *of, size_t index) {
   many->found[index] = read_file(many, many->names[index]);
 }
 
-/* The names as the system has them: of str, bytes and os.PathLike; as a list of
- * bytes, with the C strings of these in ``names``. NULL with an exception. */
+/* The C string of a name that the system has in the same form, a str of ASCII
+ * without a zero byte; else NULL. */
+static const char *plain(PyObject *name) {
+  const char *text;
+
+  if (!PyUnicode_CheckExact(name) || !PyUnicode_IS_COMPACT_ASCII(name))
+    return NULL;
+  text = PyUnicode_DATA(name);
+  return strlen(text) == (size_t)PyUnicode_GET_LENGTH(name) ? text : NULL;
+}
+
+/* The C strings of the names as the system has them: of str, bytes and
+ * os.PathLike. They are valid as long as ``sequence`` and the returned list,
+ * which has those that were encoded. NULL with an exception. */
 static PyObject *encode(PyObject *sequence, const char **names, size_t count) {
-  PyObject *encoded = PyList_New((Py_ssize_t)count);
+  PyObject *encoded = PyList_New(0);
   size_t index;
 
   for (index = 0; encoded && index < count; index++) {
-    PyObject *name;
+    PyObject *name = PyTuple_GET_ITEM(sequence, index), *bytes;
 
+    names[index] = plain(name);
+    if (names[index])
+      continue;
     /* Refuses a name with a zero byte. */
-    if (!PyUnicode_FSConverter(PyTuple_GET_ITEM(sequence, index), &name)) {
+    if (!PyUnicode_FSConverter(name, &bytes)) {
       Py_CLEAR(encoded);
       break;
     }
-    PyList_SET_ITEM(encoded, index, name);
-    names[index] = PyBytes_AS_STRING(name);
+    names[index] = PyBytes_AS_STRING(bytes);
+    if (PyList_Append(encoded, bytes) != 0)
+      Py_CLEAR(encoded);
+    Py_DECREF(bytes);
   }
   return encoded;
 }
@@ -154,9 +209,20 @@ static void set_copies(struct many *many, const Py_buffer *table) {
   many->directories = (size - sizeof(struct copies)) / sizeof(int64_t);
 }
 
-/* read_many(directory, names, buffer, least, most, copies): two 64-bit numbers
- * for each name of the tuple ``names``, as bytes. ``copies`` is a table of
- * copies.py, or empty. */
+/* How many files have no bytes in the buffer. */
+static Py_ssize_t count_unread(const struct many *many, size_t count) {
+  Py_ssize_t unread = 0;
+  size_t index;
+
+  for (index = 0; index < count; index++)
+    unread += many->found[index].offset < 0;
+  return unread;
+}
+
+/* read_many(directory, names, buffer, has_gaps, least, most, copies): two
+ * 64-bit numbers for each name of the tuple ``names``, as bytes; the bytes that
+ * all files need; and how many files have none in the buffer. ``copies`` is a
+ * table of copies.py, or empty. */
 static PyObject *read_many(PyObject *module, PyObject *args) {
   PyObject *encoded = NULL, *result = NULL;
   PyObject *names;
@@ -166,8 +232,8 @@ static PyObject *read_many(PyObject *module, PyObject *args) {
   int least, most;
 
   (void)module;
-  if (!PyArg_ParseTuple(args, "iO!w*iiy*", &many.directory, &PyTuple_Type,
-                        &names, &buffer, &least, &most, &table))
+  if (!PyArg_ParseTuple(args, "iO!w*piiy*", &many.directory, &PyTuple_Type,
+                        &names, &buffer, &many.has_gaps, &least, &most, &table))
     return NULL;
   set_copies(&many, &table);
   work.count = (size_t)PyTuple_GET_SIZE(names);
@@ -190,7 +256,12 @@ static PyObject *read_many(PyObject *module, PyObject *args) {
   free(many.names);
   PyBuffer_Release(&table);
   PyBuffer_Release(&buffer);
-  return result;
+  if (!result)
+    return NULL;
+  return Py_BuildValue(
+      "Nnn", result,
+      (Py_ssize_t)(atomic_load(&many.used) + atomic_load(&many.missing)),
+      count_unread(&many, work.count));
 }
 
 /* A range of a file, and its place in the buffer. range_reads.py has the same
