@@ -112,6 +112,17 @@ def test_the_bytes_are_read_into_memory_of_the_caller(
             dataset.get_many(tree, into=bytes(total))
 
 
+def test_a_large_file_begins_at_a_page_of_the_memory_of_a_call(
+    tmp_path: Path, tree: dict[str, bytes]
+) -> None:
+    assert files._read_many is not None, "the extension was not built"
+    with Dataset(tmp_path) as dataset:
+        views = dataset.get_many(tree)
+    assert views == list(tree.values())
+    large = [np.frombuffer(view, np.uint8).ctypes.data for view in views if len(view) >= 1 << 16]
+    assert large and not any(address % 4096 for address in large)
+
+
 @pytest.mark.promise(250)
 def test_the_first_file_that_cannot_be_read_is_named(
     reader: str, tmp_path: Path, tree: dict[str, bytes]
@@ -193,6 +204,24 @@ def test_threads_forked_processes_and_pickled_copies_read(
     dataset.close()
     assert copy.get_many(tree) == list(tree.values())
     copy.close()
+
+
+def test_a_process_that_is_forked_after_a_call_reads_by_itself(
+    tmp_path: Path, tree: dict[str, bytes]
+) -> None:
+    # A thread of the call may still wait for the next one, and the new process does not have it.
+    names = list(tree)
+    with Dataset(tmp_path) as dataset:
+        for _ in range(30):
+            dataset.get_many(names)
+            child = os.fork()
+            if child == 0:
+                is_right = False
+                try:
+                    is_right = dataset.get_many(names) == list(tree.values())
+                finally:
+                    os._exit(not is_right)
+            assert os.waitpid(child, 0)[1] == 0
 
 
 def _check(dataset: Dataset, tree: dict[str, bytes]) -> None:

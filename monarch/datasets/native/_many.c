@@ -343,4 +343,6 @@ static struct PyModuleDef definition = {
     .m_methods = methods,
 };
 
-PyMODINIT_FUNC PyInit__many(void) { return PyModuleDef_Init(&definition); }
+PyMODINIT_FUNC PyInit__many(void) {
+  return parallel_prepare() ? PyModuleDef_Init(&definition) : PyErr_NoMemory();
+}

@@ -1,17 +1,15 @@
 /* Many pieces of work, done by the calling thread of Python and by threads that
- * do not need the interpreter. */
+ * do not need the interpreter. A thread ends soon after its work. */
 #ifndef MONARCH_PARALLEL_H
 #define MONARCH_PARALLEL_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
-
-#define MOST_THREADS 256
+#include <stdint.h>
 
 struct parallel {
   /* Set by the caller: does piece ``index``, in any thread. */
@@ -22,13 +20,10 @@ struct parallel {
   atomic_size_t late;
 
   atomic_size_t next;
-  /* The threads besides the caller: those allowed, those that exist or are
-   * being started, and those that were started, under the mutex. */
-  pthread_mutex_t mutex;
-  int most;
-  int reserved;
-  int started;
-  pthread_t threads[MOST_THREADS];
+  /* The threads besides the caller: those that it may still have, and those
+   * that use this structure or may begin to. */
+  atomic_int left;
+  _Atomic uint32_t running;
   /* Only of the calling thread: its state while it does not hold the
    * interpreter, and whether a signal handler has raised an exception. */
   PyThreadState *state;
@@ -40,5 +35,8 @@ struct parallel {
  * the caller does not set must be 0. Returns false with the exception of a
  * signal handler; then pieces may be left undone. */
 bool parallel_run(struct parallel *work, int least, int most);
+
+/* Must be called before. Returns false without memory. */
+bool parallel_prepare(void);
 
 #endif
