@@ -2,7 +2,8 @@
 ``read`` in a plain directory of the tier's file system.
 
 One process reads files of 110 KB in batches. Both sides are in memory: every file was read before,
-and the mount has a copy of each. A round is several short measurements of each side in turns.
+and the mount has a copy of each. A round is several short measurements of each side in turns, each
+of all files several times, once the daemon has nothing to do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,12 +22,21 @@ from scripts.benchmark.contenders import ALL_MODES, Contender, Monarch, Source, 
 from scripts.benchmark.packs_writers import tree
 from scripts.benchmark.requirements import require_room
 from scripts.benchmark.rows import BenchError, Result, Row, measure_once
+from tests.equipment.processes import cpu_seconds
+from tests.equipment.waiting import becomes_true
 
 # Files of a run, and of a run with --quick.
 FILES = (2000, 500)
 SIZE = 110_000
 BATCH = 128
-SLICES = 5
+SLICES = 7
+# Times that a measurement reads all files: a fifth of a second for the files of a run.
+PASSES = 10
+# The daemon is at rest if it has used less than this share of a processor for REST_S seconds. A
+# daemon that reads or writes copies takes one of the cores that ``get_many`` uses.
+REST_SHARE = 0.02
+REST_S = 0.5
+REST_WITHIN_S = 30.0
 BAR = 2.0
 DIRECTORY = "get_many in the directory itself"
 
@@ -48,15 +59,18 @@ class Lab:
         return self._rate(self._read_in_a_loop)
 
     def _rate(self, read: Callable[[Sequence[str]], int]) -> float:
-        self._chance.shuffle(self._names)
-        begin = time.perf_counter()
-        size = sum(
-            read(self._names[start : start + BATCH]) for start in range(0, len(self._names), BATCH)
-        )
-        seconds = time.perf_counter() - begin
-        if size != SIZE * len(self._names):
-            raise BenchError(f"{size} bytes of {SIZE * len(self._names)} were read")
-        return len(self._names) / seconds
+        seconds = 0.0
+        for _ in range(PASSES):
+            self._chance.shuffle(self._names)
+            batches = [
+                self._names[start : start + BATCH] for start in range(0, len(self._names), BATCH)
+            ]
+            begin = time.perf_counter()
+            size = sum(map(read, batches))
+            seconds += time.perf_counter() - begin
+            if size != SIZE * len(self._names):
+                raise BenchError(f"{size} bytes of {SIZE * len(self._names)} were read")
+        return PASSES * len(self._names) / seconds
 
     def _read_many(self, names: Sequence[str]) -> int:
         return sum(map(len, self._dataset.get_many(names)))
@@ -106,6 +120,7 @@ def measured(
             with mode.mount(source, work / "mnt", work / mode.name) as mounted:
                 _read_all(mounted.path, names)
                 mounted.settle()
+                _wait_for_rest(mode.name, mounted.pid)
                 _measure(results[mode.name], mounted.path, plain, names, turn)
     conditions: dict[str, object] = {"files": files, "file_bytes": SIZE, "batch": BATCH}
     return list(results.values()), conditions
@@ -119,6 +134,16 @@ def _measure(result: Result[Lab], many: Path, plain: Path, names: Sequence[str],
         measure_once(result, lab, turn)
     finally:
         lab.close()
+
+
+def _wait_for_rest(name: str, pid: int) -> None:
+    def is_at_rest() -> bool:
+        before = cpu_seconds(pid)
+        time.sleep(REST_S)
+        return cpu_seconds(pid) - before <= REST_SHARE * REST_S
+
+    if not becomes_true(is_at_rest, timeout_s=REST_WITHIN_S):
+        sys.stderr.write(f"{name}: the daemon still has work after {REST_WITHIN_S:.0f} s\n")
 
 
 def _read_all(root: Path, names: Sequence[str]) -> None:
