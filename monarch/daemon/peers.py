@@ -297,12 +297,14 @@ def _replicas(
         write_back.place.journal.token,
     )
     front.fsyncs.replication = replication
+    front.recorder.follow = replication.moved
     front.drained.has_replica = replication.has
     recovery = Recovery(
         holding.held,
         partial(open_root, parts.settings.mountpoint),
         given.recover_after,
         write_back.is_in_force,
+        holding,
     )
     return Replicas(holding, replication, recovery)
 

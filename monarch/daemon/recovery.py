@@ -2,7 +2,10 @@
 
 So they are written files of this mount, with its journal, drain and rules for conflicts. An owner
 that has no lease in force at the source for ``writeback.recover_after`` counts as gone. If it comes
-back later, its drain finds files that it has not made, and keeps both.
+back later, its drain finds files that it has not made, and keeps both if they differ.
+
+Several nodes may keep versions of one file, if some were slow. The one with the latest version of
+those that answer writes it, and lets the others remove theirs.
 
 The record of a file comes from another node, and other users may change the directories of the
 mount meanwhile. So no symbolic link is followed, and nothing is written outside the mount.
@@ -10,6 +13,7 @@ mount meanwhile. So no symbolic link is followed, and nothing is written outside
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -20,6 +24,7 @@ from dataclasses import dataclass, field
 import trio
 
 from monarch.peers.held import HeldFiles, Record, digest_of_file
+from monarch.peers.holding import Holding
 from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import closing_fd, copy_data, rename_new
 from monarch.posix.thread_pool import ThreadPool
@@ -30,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
 _STEP_S = 0.2
+# The time after which a file that is being written is late, in seconds.
+_LATE_S = 60.0
 # The pause after a file could not be written, in seconds: each attempt reads all of its bytes.
 _AGAIN_S = 30.0
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -46,12 +53,14 @@ _LONGEST_NAME = 255
 class Recovery:
     """Belongs to the event loop. ``root`` opens the root of this mount; it raises OSError if that
     is not mounted any more. ``is_alive`` returns whether the mount with a token has a lease in
-    force at the source; it raises OSError if that is not known."""
+    force at the source; it raises OSError if that is not known. ``others`` asks the other nodes;
+    None if there are none."""
 
     _held: HeldFiles
     _root: Callable[[], int]
     _after_s: float
     _is_alive: Callable[[str], Awaitable[bool]]
+    _others: Holding | None = None
     # Since when each mount was seen without a lease, and when its files are tried again.
     _gone_s: dict[str, float] = field(default_factory=dict, init=False)
     _again_s: dict[str, float] = field(default_factory=dict, init=False)
@@ -63,17 +72,34 @@ class Recovery:
 
     async def run(self) -> None:
         """Recovers until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch)
+            while True:
+                await trio.sleep(_LOOK_S)
+                await self.look()
+
+    async def _watch(self) -> None:
+        """Reports a file that is late: the disk of this node or its mount may hang."""
         while True:
             await trio.sleep(_LOOK_S)
-            await self.look()
+            if (late_s := self._threads.oldest_s()) > _LATE_S:
+                self._limiter.warning(
+                    "late",
+                    "a file of another node, which is being recovered, has waited %.0f s for the"
+                    " state directory or the mount of this node; this node keeps it",
+                    late_s,
+                )
 
     async def finish(self, within_s: float) -> None:
         """At the end of the mount: waits until the owners that live need no file any more, for at
         most ``within_s`` seconds. What is kept then is recovered by the next mount."""
         with trio.move_on_after(within_s, shield=True):
             for token in self._held.tokens():
-                while self._held.of(token) and await self._lives(token):
-                    await trio.sleep(_STEP_S)
+                while self._held.keeps(token) and await self._lives(token):
+                    # The lease is read less often.
+                    with trio.move_on_after(_LOOK_S):
+                        while self._held.keeps(token):
+                            await trio.sleep(_STEP_S)
         if self._held.files:
             log.warning(
                 "%s of other nodes of the job, which are not at the source, stay in the state"
@@ -112,11 +138,18 @@ class Recovery:
             await self._recover(token)
 
     async def _recover(self, token: str) -> None:
-        records, count = self._held.of(token), 0
-        for record in records:
+        others = [] if self._others is None else await self._others.keepers(token)
+        count = 0
+        for record in self._held.of(token):
+            if self._held.version(token, record.number) != record.version:
+                # The owner has come back.
+                continue
+            if await self._is_left_to(others, record):
+                self._again_s[token] = trio.current_time() + _AGAIN_S
+                continue
             try:
                 await self._threads.run(self._write, record)
-                await self._threads.run(self._held.forget, token, record.number)
+                await self._threads.run(self._held.forget, token, record.number, record.version)
             except OSError as error:
                 self._again_s[token] = trio.current_time() + _AGAIN_S
                 self._limiter.warning(
@@ -126,12 +159,27 @@ class Recovery:
                 )
             else:
                 count += 1
+                for member in others:
+                    await self._tell(member, record)
         self.recovered += count
         if count:
             log.warning(
                 "a node with the lease %s is gone: %s that it had written %s recovered",
                 *(token, counted(count, "file", "files"), "is" if count == 1 else "are"),
             )
+
+    async def _is_left_to(self, others: Sequence[str], record: Record) -> bool:
+        """Whether one of the other nodes is to write an object."""
+        for member in others:
+            if self._others is not None and await self._others.is_first(member, record):
+                return True
+        return False
+
+    async def _tell(self, member: str, record: Record) -> None:
+        """Lets another node remove what it keeps of an object that is recovered. A node that does
+        not answer finds the bytes, or writes its own beside them."""
+        if self._others is not None:
+            await self._others.recovered(member, record)
 
     def _write(self, record: Record) -> None:
         """Writes a file as its user, beside the name if another file has that. Raises OSError."""
@@ -154,17 +202,19 @@ class Recovery:
                 os.fchmod(fd, record.mode & 0o777)
                 os.utime(fd, ns=(record.mtime_ns, record.mtime_ns))
                 os.fsync(fd)
-            try:
-                rename_new(directory, staged, name)
-            except FileExistsError:
-                if _is_there(directory, beside, record):
-                    os.unlink(staged, dir_fd=directory)
-                else:
-                    rename_new(directory, staged, beside)
-                log.warning(
-                    "%r exists with other bytes: what another node has written is %r",
-                    *(os.fsdecode(record.path), os.fsdecode(beside)),
-                )
+                try:
+                    rename_new(directory, staged, name)
+                    _require_same(fd, directory, name)
+                except FileExistsError:
+                    if _is_there(directory, beside, record):
+                        os.unlink(staged, dir_fd=directory)
+                    else:
+                        rename_new(directory, staged, beside)
+                        _require_same(fd, directory, beside)
+                    log.warning(
+                        "%r exists with other bytes: what another node has written is %r",
+                        *(os.fsdecode(record.path), os.fsdecode(beside)),
+                    )
             os.fsync(directory)
         except OSError:
             # It would come to the source.
@@ -205,6 +255,14 @@ def _directory(root: int, names: Sequence[bytes]) -> int:
         return os.open(".", _LIST, dir_fd=directory)
     finally:
         os.close(directory)
+
+
+def _require_same(fd: int, directory: int, name: bytes) -> None:
+    """Raises OSError unless ``name`` is that of an open file: another user who may write in the
+    directory may have exchanged it before it got the name."""
+    own, found = os.fstat(fd), os.stat(name, dir_fd=directory, follow_symlinks=False)
+    if (own.st_dev, own.st_ino) != (found.st_dev, found.st_ino):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 def _is_there(directory: int, name: bytes, record: Record) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from monarch.peers.client import DIGEST_HEADER, TOKEN_HEADER
 from monarch.peers.hello import CHALLENGE, HELLO
-from monarch.peers.holding import KINDS, WRITTEN
+from monarch.peers.holding import FORM, WRITTEN
 from monarch.peers.nginx import INTERNAL, SOCKET, Site
 from monarch.tiers.contents import PARTS
 
@@ -63,7 +63,7 @@ def configuration(site: Site, port: int) -> str:
     name = site.key.set_name
     to_daemon = r"d/[0-9]+|r/[0-9]+/[0-9]+-[0-9]+"
     if site.written is not None:
-        to_daemon += f"|({KINDS})/[0-9a-f]{{16,64}}/[0-9]+"
+        to_daemon += f"|{FORM}"
     return f"""\
 {_COMMON}:{port} {{
   bind {site.address}

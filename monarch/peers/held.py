@@ -13,7 +13,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +26,8 @@ from monarch.text import GiB, KiB, MiB
 
 TOKEN = "[0-9a-f]{16,64}"
 Take = Callable[[bytes], object]
+# The token of a mount and the number of an object.
+_Key = tuple[str, int]
 # What is sent of a record, whose length varies, in bytes. The longest path has 4,096.
 RECORD_BYTES = 16 * KiB
 # The most files that are kept, and the bytes of the disk that stay free.
@@ -34,13 +36,16 @@ _KEEP_FREE = 1 * GiB
 _LONGEST_PATH, _LONGEST_NAME = 4096, 255
 _LARGEST = 1 << 62
 _LARGEST_ID = (1 << 32) - 1
+# 19 digits.
+_LARGEST_VERSION = 10**19 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """A written file as fsync has left it: the ``number`` of its object in the mount whose journal
     has ``token``, and what it is made of at another place. ``path`` is relative to the mount;
-    ``digest`` is the XXH3 (128 bits) of the bytes, in hexadecimal."""
+    ``digest`` is the XXH3 (128 bits) of the bytes, in hexadecimal. Of two records of an object the
+    one with the higher ``version`` is the later one."""
 
     token: str
     number: int
@@ -51,6 +56,7 @@ class Record:
     uid: int
     gid: int
     mtime_ns: int
+    version: int = 0
 
     def to_text(self) -> str:
         """ASCII text of ``RECORD_BYTES``."""
@@ -61,7 +67,7 @@ class Record:
     def from_text(cls, text: bytes) -> Record:
         """Raises ValueError for anything but a record of a file below the mount."""
         try:
-            raw = json.loads(text)
+            raw = {"version": 0} | json.loads(text)
             fields = {name: raw[name] for name in cls.__slots__}
             record = cls(**fields | {"path": bytes.fromhex(fields["path"])})
         except (KeyError, TypeError, RecursionError) as error:
@@ -73,6 +79,7 @@ class Record:
             "uid": _LARGEST_ID,
             "gid": _LARGEST_ID,
             "mtime_ns": _LARGEST,
+            "version": _LARGEST_VERSION,
         }
         for name, limit in most.items():
             value = getattr(record, name)
@@ -98,9 +105,12 @@ class HeldFiles:
         self._directory = directory
         self._most = most
         self._lock = threading.Lock()
-        self._records: dict[tuple[str, int], Record] = {}
-        self._arriving: set[tuple[str, int]] = set()
-        # The bytes of these, and of files that are arriving.
+        # By token and number.
+        self._records: dict[str, dict[int, Record]] = {}
+        # The objects whose files on the disk are being changed, by one thread each; and up to which
+        # version they are to be removed then.
+        self._busy: dict[_Key, int] = {}
+        # The bytes of all files, and of those that are arriving.
         self._bytes = 0
         with suppress(FileNotFoundError):
             for place in directory.iterdir():
@@ -109,14 +119,14 @@ class HeldFiles:
 
     def _load(self, place: Path) -> None:
         """Reads the records of a mount, and removes what does not count."""
-        for path in sorted(place.glob("*.json"), key=lambda path: path.lstat().st_mtime_ns):
+        found = set()
+        for path in place.glob("*.json"):
             with suppress(OSError, ValueError):
                 record = Record.from_text(read_private(path))
                 is_whole = self._path(record).stat().st_size == record.size
                 if is_whole and record.token == place.name and path.stem == str(record.number):
-                    self._records[record.token, record.number] = record
-                    self._bytes += record.size
-        found = {path for record in self._of(place.name) for path in self._paths(record)}
+                    self._add(record)
+                    found.update(self._paths(record))
         for path in place.iterdir():
             if path not in found:
                 with suppress(OSError):
@@ -125,7 +135,8 @@ class HeldFiles:
 
     @property
     def files(self) -> int:
-        return len(self._records)
+        with self._lock:
+            return self._count()
 
     @property
     def nbytes(self) -> int:
@@ -134,55 +145,61 @@ class HeldFiles:
     def tokens(self) -> list[str]:
         """The tokens of the mounts whose files are kept."""
         with self._lock:
-            return sorted({token for token, _ in self._records})
+            return sorted(self._records)
 
     def of(self, token: str) -> list[Record]:
         """The files of a mount, in the order of their paths. Of files with the same path the one
         comes first that has got it last: the others had it before, as the target of a rename."""
         with self._lock:
-            found = list(self._of(token))
-        found.reverse()
-        return sorted(found, key=lambda record: record.path)
+            found = list(self._records.get(token, {}).values())
+        return sorted(found, key=lambda record: (record.path, -record.version))
 
-    def _of(self, token: str) -> Iterator[Record]:
-        return (record for (of, _), record in self._records.items() if of == token)
+    def version(self, token: str, number: int) -> int | None:
+        """The version of an object that is kept; None if none is."""
+        with self._lock:
+            record = self._find((token, number))
+            return None if record is None else record.version
 
-    def has(self, token: str, number: int) -> bool:
-        return (token, number) in self._records
+    def keeps(self, token: str) -> bool:
+        """Whether any file of a mount is kept."""
+        with self._lock:
+            return token in self._records
 
     def put(self, record: Record, fetch: Callable[[Take], None]) -> bool:
         """Keeps a file in the place of its earlier version. ``fetch`` gives its bytes, unless they
-        are here. Returns False without room for it, while another version of it arrives, and if the
-        bytes are not those of the record. The earlier version stays then, and after an error."""
+        are here. Returns False without room for it, if a later version is here or was forgotten,
+        while another version of it arrives, and if the bytes are not those of the record. The
+        earlier version stays then, and after an error."""
         key = (record.token, record.number)
-        before = self._records.get(key)
-        if before is not None and _same_bytes(before, record):
-            self._enter(record)
-            return True
-        # The earlier version stays until the new one is safe.
         with self._lock:
-            is_full = self._bytes + record.size > self._most or len(self._records) >= _MOST_FILES
-            if is_full or key in self._arriving:
+            before = self._find(key)
+            if key in self._busy or (before is not None and before.version > record.version):
                 return False
-            self._arriving.add(key)
-            self._bytes += record.size
-        is_kept = False
+            is_here = before is not None and before.digest == record.digest
+            if is_here and before is not None and before.size != record.size:
+                return False
+            more = 0 if is_here else record.size
+            is_new = before is None and self._count() >= _MOST_FILES
+            if is_new or self._bytes + more > self._most:
+                return False
+            # The earlier version stays until the new one is safe.
+            self._busy[key] = -1
+            self._bytes += more
+        is_safe = False
         try:
-            place = self._directory / record.token
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._has_room(record.size) and self._receive(record, fetch):
-                # The earlier version may have been forgotten meanwhile.
-                before = self._enter(record)
-                is_kept = True
+            (self._directory / record.token).mkdir(mode=0o700, parents=True, exist_ok=True)
+            if is_here or (self._has_room(record.size) and self._receive(record, fetch)):
+                self._write(record, before)
+                is_safe = True
         finally:
             with self._lock:
-                self._arriving.remove(key)
-                gone = before if is_kept else record
-                self._bytes -= 0 if gone is None else gone.size
-            if gone is not None:
-                with suppress(OSError):
-                    self._path(gone).unlink()
-        return is_kept
+                self._bytes -= more
+                gone = before if is_safe else record
+                if is_safe:
+                    self._remove(key)
+                    self._add(record)
+            self._settle(key, [] if is_here or gone is None else [self._path(gone)])
+        return is_safe and self.version(*key) == record.version
 
     def _has_room(self, size: int) -> bool:
         room = os.statvfs(self._directory)
@@ -206,32 +223,83 @@ class HeldFiles:
             os.fsync(file.fileno())
         return count == record.size and digest.hexdigest() == record.digest
 
-    def _enter(self, record: Record) -> Record | None:
-        """Returns the record in whose place this one is."""
-        place = self._directory / record.token
-        replace_private(place / f"{record.number}.json", record.to_text())
-        sync_path(place)
-        sync_path(self._directory)
-        with self._lock:
-            # The last one to come is behind all others.
-            before = self._records.pop((record.token, record.number), None)
-            self._records[record.token, record.number] = record
-        return before
+    def _write(self, record: Record, before: Record | None) -> None:
+        """Writes a record, in the place of the one ``before``, which an error leaves there."""
+        path = self._record_path(record)
+        try:
+            replace_private(path, record.to_text().rstrip())
+            sync_path(path.parent)
+            sync_path(self._directory)
+        except OSError:
+            with suppress(OSError):
+                if before is None:
+                    path.unlink()
+                else:
+                    replace_private(path, before.to_text().rstrip())
+            raise
 
-    def forget(self, token: str, number: int) -> None:
-        """Removes a file of a mount; all of them if the number is 0."""
+    def forget(self, token: str, number: int, version: int) -> None:
+        """Removes a file of a mount, up to this version; all of them if the number is 0. What is
+        arriving in such a version is not kept either."""
+        failure: OSError | None = None
         with self._lock:
-            one = self._records.get((token, number))
-            gone = list(self._of(token)) if number == 0 else [one] if one is not None else []
-            for record in gone:
-                del self._records[token, record.number]
-                self._bytes -= record.size
-        for record in gone:
-            # The record first: without it the bytes do not count.
-            for path in reversed(self._paths(record)):
-                path.unlink(missing_ok=True)
-        if gone:
-            self._leave(self._directory / token)
+            known = [*self._records.get(token, ()), *(own for of, own in self._busy if of == token)]
+            free = []
+            for each in known if number == 0 else [number]:
+                key = (token, each)
+                record = self._find(key)
+                if key in self._busy:
+                    self._busy[key] = max(self._busy[key], version)
+                elif record is not None and record.version <= version:
+                    self._busy[key] = version
+                    free.append(key)
+        for key in free:
+            failure = self._settle(key, []) or failure
+        if failure is not None:
+            raise failure
+
+    def _settle(self, key: _Key, left: list[Path]) -> OSError | None:
+        """Removes the files ``left`` of an object, and the object if it was forgotten meanwhile.
+        After that other threads may change it. Returns the last error."""
+        failure: OSError | None = None
+        while True:
+            with self._lock:
+                record = self._find(key)
+                if record is not None and record.version <= self._busy[key]:
+                    self._remove(key)
+                    # The record first: without it the bytes do not count.
+                    left = [*reversed(self._paths(record)), *left]
+                if not left:
+                    del self._busy[key]
+                    return failure
+            for path in left:
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    failure = error
+            left = []
+            self._leave(self._directory / key[0])
+
+    # -- what is known, with the lock --------------------------------------------------------------
+
+    def _count(self) -> int:
+        return sum(map(len, self._records.values()))
+
+    def _find(self, key: _Key) -> Record | None:
+        return self._records.get(key[0], {}).get(key[1])
+
+    def _add(self, record: Record) -> None:
+        self._records.setdefault(record.token, {})[record.number] = record
+        self._bytes += record.size
+
+    def _remove(self, key: _Key) -> None:
+        of_mount = self._records.get(key[0], {})
+        record = of_mount.pop(key[1], None)
+        self._bytes -= 0 if record is None else record.size
+        if not of_mount:
+            self._records.pop(key[0], None)
+
+    # -- files -------------------------------------------------------------------------------------
 
     def _leave(self, place: Path) -> None:
         """Removes the directory of a mount if it is empty."""
@@ -252,12 +320,11 @@ class HeldFiles:
     def _path(self, record: Record) -> Path:
         return self._directory / record.token / f"{record.number}.{record.digest}"
 
+    def _record_path(self, record: Record) -> Path:
+        return self._directory / record.token / f"{record.number}.json"
+
     def _paths(self, record: Record) -> list[Path]:
-        return [self._path(record), self._path(record).with_name(f"{record.number}.json")]
-
-
-def _same_bytes(one: Record, other: Record) -> bool:
-    return (one.size, one.digest) == (other.size, other.digest)
+        return [self._path(record), self._record_path(record)]
 
 
 def digest_of_file(fd: int) -> str:

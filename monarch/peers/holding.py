@@ -3,12 +3,14 @@
     /SET/hold/MEMBER/OFFER      asks a member to keep a file: it requests the two that follow
     /SET/record/MEMBER/OFFER    the record of the file that this node offers
     /SET/bytes/MEMBER/OFFER     its bytes
-    /SET/held/TOKEN/NUMBER      whether the file of an object is kept
-    /SET/forget/TOKEN/NUMBER    removes it; all of the mount if the number is 0
+    /SET/held/TOKEN/NUMBER      whether the file of an object is kept; any if the number is 0
+    /SET/version/TOKEN/NUMBER   its version
+    /SET/forget/TOKEN/NUMBER/VERSION
+                                removes it, up to that version; all of the mount if the number is 0
 
 MEMBER is a digest of the name of the member that has the file. An OFFER is a number that is used
-once, and bytes are served only as long as it stands. An answer has the form of those of
-``answers.py``.
+once, higher than all earlier ones of the member: it is the version of the record. Bytes are served
+only as long as it stands. An answer has the form of those of ``answers.py``.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import hashlib
 import logging
 import os
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import trio
@@ -35,10 +38,13 @@ log = logging.getLogger(__name__)
 
 # Where the engine finds the objects when the daemon has named one.
 WRITTEN = "/written"
-KINDS = "hold|record|bytes|held|forget"
-REQUEST = re.compile(
-    rf"GET /[0-9a-f]{{32}}/({KINDS})/([0-9a-f]{{16,64}})/([0-9]{{1,19}}) HTTP/1\.[01]\r\n".encode()
+FORM = (
+    "(?:hold|record|bytes|held|version)/[0-9a-f]{16,64}/[0-9]{1,19}"
+    "|forget/[0-9a-f]{16,64}/[0-9]{1,19}/[0-9]{1,19}"
 )
+REQUEST = re.compile(rf"GET /[0-9a-f]{{32}}/({FORM}) HTTP/1\.[01]\r\n".encode())
+# The digits of a version in an answer.
+_DIGITS = 19
 _THREADS = 4
 # The members that are asked to keep one file.
 _ASKED = 2
@@ -51,8 +57,19 @@ _BYTE_S = 1 / 20e6
 _KEPT_S = 10.0
 # The most offers that are known at a time.
 _MOST_ARRIVING = 1000
+# How long a member that did not take a file in time is not asked to keep files, in seconds.
+_REST_S = 60.0
 # How often a member that keeps files is asked for one of them, in seconds.
 CHECK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The member that keeps a file, None if none does. Those in ``doubtful`` may keep it, or
+    another version of it, as well."""
+
+    client: PeerClient | None
+    doubtful: Sequence[PeerClient]
 
 
 def member_id(name: str) -> str:
@@ -87,9 +104,12 @@ class Holding:
         self._removals = ThreadPool(1, "held files removed", abandon=True)
         self._requests = ThreadPool(_THREADS, "replica requests", abandon=True)
         self._limiter = Limiter(log)
+        # Until when members that were late are not asked.
+        self._rests_s: dict[PeerClient, float] = {}
         # The files that other members are asked to keep now. No earlier daemon had these numbers.
         self._offered: dict[int, Record] = {}
-        self._offers = count(time.time_ns())
+        self._last_offer = time.time_ns()
+        self._numbering = threading.Lock()
         # The offers that this node got, and whether it keeps the file, once that is known.
         self._arriving: dict[tuple[str, int], bool | None] = {}
         self._arrived = trio.Condition()
@@ -100,13 +120,17 @@ class Holding:
         self, request: re.Match[bytes], nursery: trio.Nursery
     ) -> tuple[int, bytes, str]:
         """The status, the bytes and further fields of an answer. Raises OSError."""
-        kind, whose, number = request[1].decode(), request[2].decode(), int(request[3])
+        kind, whose, *numbers = request[1].decode().split("/")
+        number = int(numbers[0])
         if kind == "hold":
             return await self._hold(whose, number, nursery), b"", ""
         if kind == "held":
-            return OK if self.held.has(whose, number) else NOT_KEPT, b"", ""
+            return OK if self._keeps(whose, number) else NOT_KEPT, b"", ""
+        if kind == "version":
+            version = self.held.version(whose, number)
+            return (NOT_KEPT, b"", "") if version is None else (OK, b"%019d" % version, "")
         if kind == "forget":
-            await self._removals.run(self.held.forget, whose, number)
+            await self._removals.run(self.held.forget, whose, number, int(numbers[1]))
             return OK, b"", ""
         record = self._offered.get(number)
         if record is None or whose != self._own:
@@ -114,6 +138,11 @@ class Holding:
         if kind == "record":
             return OK, record.to_text().encode("ascii"), ""
         return OK, b"", f"X-Accel-Redirect: {WRITTEN}/{self._objects(record.number)}\r\n"
+
+    def _keeps(self, token: str, number: int) -> bool:
+        if number == 0:
+            return self.held.keeps(token)
+        return self.held.version(token, number) is not None
 
     async def _hold(self, member: str, offer: int, nursery: trio.Nursery) -> int:
         """Whether this node keeps a file; ``COMING`` while that is not known."""
@@ -158,7 +187,7 @@ class Holding:
         answer = client.get(f"record/{member}/{offer}", RECORD_BYTES)
         if answer.status != OK:
             return False
-        record = Record.from_text(answer.data)
+        record = replace(Record.from_text(answer.data), version=offer)
         if not self._is_recoverable(record):
             raise ValueError(
                 f"the patterns of `absorb` on this node do not cover {os.fsdecode(record.path)!r},"
@@ -177,48 +206,108 @@ class Holding:
 
     # -- for the files of this node ------------------------------------------------------------
 
-    async def ask(self, record: Record) -> PeerClient | None:
-        """Asks other members to keep a file; the one that does, None if there is none."""
-        offer = next(self._offers)
+    async def ask(self, record: Record) -> Placed:
+        """Asks other members to keep a file."""
+        offer = self.newest()
         self._offered[offer] = record
         try:
             return await self._asks.run(self._ask, record, offer)
         finally:
             del self._offered[offer]
 
-    def _ask(self, record: Record, offer: int) -> PeerClient | None:
+    def _ask(self, record: Record, offer: int) -> Placed:
         asked = 0
+        doubtful: list[PeerClient] = []
         for client in self._others.values():
             if asked == _ASKED:
                 break
-            if not client.breaker.admits(_now()):
+            if self._rests_s.get(client, 0.0) > _now() or not client.breaker.admits(_now()):
                 continue
             asked += 1
-            until_s = _now() + _LEAST_S + record.size * _BYTE_S
-            if self._told(client, f"hold/{self._own}/{offer}", until_s):
-                return client
-        return None
+            within_s = _LEAST_S + record.size * _BYTE_S
+            status = self._told(client, f"hold/{self._own}/{offer}", _now() + within_s)
+            if status == OK:
+                return Placed(client, doubtful)
+            if status != NOT_KEPT or self._has_other_version(client, record):
+                doubtful.append(client)
+            if status == COMING:
+                self._rests_s[client] = _now() + _REST_S
+                self._limiter.warning(
+                    f"late {client.name}",
+                    "node %s has not kept a written file within %.0f s: it is not asked to keep"
+                    " files for %.0f s",
+                    *(client.name, within_s, _REST_S),
+                )
+        return Placed(None, doubtful)
+
+    def _has_other_version(self, client: PeerClient, record: Record) -> bool:
+        """Whether a member that did not take a file keeps another version of it."""
+        version = self._version_at(client, record)
+        if version is not None:
+            # The clock of this node may have been set back since.
+            with self._numbering:
+                self._last_offer = max(self._last_offer, version)
+        return version is not None
+
+    def newest(self) -> int:
+        """A version that is later than all so far."""
+        with self._numbering:
+            self._last_offer += 1
+            return self._last_offer
 
     async def is_held(self, client: PeerClient, record: Record) -> bool:
         """Whether a member answers, and keeps a file."""
-        name = f"held/{record.token}/{record.number}"
-        return await self._requests.run(self._told, client, name, _now() + _LEAST_S)
+        return await self._is_ok(client, f"held/{record.token}/{record.number}")
 
-    async def forget(self, client: PeerClient, token: str, number: int) -> bool:
-        """Lets a member remove a file, or all of a mount; False if it does not answer, or is not
-        asked because it has not answered."""
+    async def forget(self, client: PeerClient, token: str, number: int, version: int) -> bool:
+        """Lets a member remove a file up to this version, or all of a mount if the number is 0;
+        False if it does not answer, or is not asked because it has not answered."""
         if not client.breaker.admits(_now()):
             return False
-        name = f"forget/{token}/{number}"
-        return await self._requests.run(self._told, client, name, _now() + _LEAST_S)
+        return await self._is_ok(client, f"forget/{token}/{number}/{version}")
 
     async def forget_all(self, token: str) -> bool:
-        """Lets all members remove the files of a mount; whether all of them answered."""
-        answers = [await self.forget(client, token, 0) for client in self._others.values()]
+        """Lets all members remove the files of a mount that they keep by now; whether all of them
+        answered."""
+        version = self.newest()
+        answers = [await self.forget(each, token, 0, version) for each in self._others.values()]
         return all(answers)
 
-    def _told(self, client: PeerClient, name: str, until_s: float) -> bool:
-        """Whether a member answers a request with ``OK``."""
+    async def _is_ok(self, client: PeerClient, name: str) -> bool:
+        return await self._requests.run(self._told, client, name, _now() + _LEAST_S) == OK
+
+    # -- for the files of a member that is gone ----------------------------------------------------
+
+    async def keepers(self, token: str) -> list[str]:
+        """The other members that answer, and keep files of a mount."""
+        return [
+            member
+            for member, client in self._others.items()
+            if client.breaker.admits(_now()) and await self._is_ok(client, f"held/{token}/0")
+        ]
+
+    async def is_first(self, member: str, record: Record) -> bool:
+        """Whether a member, and not this one, is to recover an object: it keeps a later version.
+        Of the same version one of the two is the first, by their names."""
+        version = await self._requests.run(self._version_at, self._others[member], record)
+        return version is not None and (version, self._own) > (record.version, member)
+
+    def _version_at(self, client: PeerClient, record: Record) -> int | None:
+        """The version of an object that a member keeps; None if it keeps none, or does not
+        answer."""
+        try:
+            answer = client.get(f"version/{record.token}/{record.number}", _DIGITS)
+            return int(answer.data) if answer.status == OK else None
+        except (PeerFailed, ValueError):
+            return None
+
+    async def recovered(self, member: str, record: Record) -> bool:
+        """Lets a member remove an object up to the version of ``record``; whether it answered."""
+        return await self.forget(self._others[member], record.token, record.number, record.version)
+
+    def _told(self, client: PeerClient, name: str, until_s: float) -> int:
+        """The status of the answer of a member to a request, 0 without an answer; ``COMING`` if
+        nothing else is known after ``until_s``."""
         try:
             answer = client.get(name, 0)
             while answer.status == COMING and _now() < until_s:
@@ -229,8 +318,8 @@ class Holding:
                 "node %s, which is to keep written files, does not answer: %s",
                 *(client.name, error.kind),
             )
-            return False
-        return answer.status == OK
+            return 0
+        return answer.status
 
 
 def _now() -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from monarch.peers.client import DIGEST_HEADER, TOKEN_HEADER
 from monarch.peers.hello import CHALLENGE, HELLO, MemberKey
-from monarch.peers.holding import KINDS, WRITTEN
+from monarch.peers.holding import FORM, WRITTEN
 from monarch.peers.tls import Certificate
 from monarch.tiers.contents import PARTS
 
@@ -60,7 +60,7 @@ _TLS = f"""\
     ssl_session_tickets off;
 """
 _HOLDING = f"""\
-    location ~ "^/SET/({KINDS})/[0-9a-f]{{16,64}}/[0-9]+$" {{ try_files /none @daemon; }}
+    location ~ "^/SET/({FORM})$" {{ try_files /none @daemon; }}
     location {WRITTEN}/ {{ internal; max_ranges 1; }}
 """
 

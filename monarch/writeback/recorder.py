@@ -36,11 +36,15 @@ _QUIET_S = 2.0
 def _nothing() -> None: ...
 
 
+def _ignore(op: Op) -> None: ...
+
+
 @dataclass(eq=False, repr=False)
 class Recorder:
     """Belongs to the event loop. Raises Refused where the journal takes nothing. ``is_broken``: the
     journal has failed, so nothing can be changed until the next mount. ``begins`` is called before
-    each change that the source is to get, and before a process may write to a file."""
+    each change that the source is to get, and before a process may write to a file; ``follow`` with
+    each change behind its record."""
 
     _names: Namespace
     _object_table: ObjectTable
@@ -49,6 +53,7 @@ class Recorder:
     _objects: TierObjects
     is_broken: bool = field(default=False, init=False)
     begins: Callable[[], None] = field(default_factory=lambda: _nothing, init=False)
+    follow: Callable[[Op], None] = field(default_factory=lambda: _ignore, init=False)
     # Changes that were made and did not fit into the journal, in order, and files whose content
     # did not.
     _delayed: list[Op] = field(default_factory=list, init=False)
@@ -104,6 +109,7 @@ class Recorder:
         elif op.file:
             self._object_table.attributes.noted(Ino(op.ino), seq, op)
         self._drain.put(seq, op)
+        self.follow(op)
         return seq
 
     @property

@@ -12,6 +12,7 @@ import random
 import stat
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import trio
@@ -27,6 +28,7 @@ from monarch.writeback.drain import Drain
 from monarch.writeback.lease import Lease
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import object_path
+from monarch.writeback.op import Op
 from monarch.writeback.source_files import DrainedObjects
 
 _LOOK_S = 0.5
@@ -39,6 +41,8 @@ _PAUSE_S = 5.0
 # How long the end of the mount waits for other nodes, in seconds.
 _END_S = 2.0
 _THREADS = 2
+# Objects that one look checks, and removals at one node that it requests.
+_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,15 @@ class Replication:
         self._objects = objects
         self._token = token
         self._threads = ThreadPool(_THREADS, "replica digests", abandon=True)
-        # The objects that other nodes are to keep, and those that they do.
-        self._wanted: set[int] = set()
+        # The objects that other nodes are to keep, in the order in which they are checked, and
+        # those that they do.
+        self._wanted: dict[int, None] = {}
         self._placed: dict[int, _Placed] = {}
+        # Objects whose paths may have changed since, and directories that were renamed since.
+        self._moved: set[int] = set()
+        self._renamed: set[bytes] = set()
+        # What nodes need not keep but may: objects, each up to a version.
+        self._left: dict[PeerClient, dict[int, int]] = {}
         self._turns: defaultdict[int, trio.Lock] = defaultdict(trio.Lock)
         # When an object may be sent again.
         self._due_s: dict[int, float] = {}
@@ -87,8 +97,6 @@ class Replication:
         self._is_stale = True
         # When other nodes may be asked again to remove all files.
         self._clear_s = -math.inf
-        # Held while other nodes remove all files: a file that is sent meanwhile would be lost.
-        self._clearing = trio.Lock()
         # Files that other nodes have taken, and those that none took, each time.
         self.sent = self.not_taken = 0
 
@@ -124,14 +132,40 @@ class Replication:
         if node is not None and self._is_only_here(node):
             await self._send(node)
 
+    def moved(self, op: Op) -> None:
+        """A change of names was recorded."""
+        if op.kind not in ("rename", "link", "unlink"):
+            return
+        if op.object:
+            if op.object in self._wanted:
+                self._moved.add(op.object)
+        elif op.kind == "rename" and self._wanted:
+            self._renamed.add(op.path)
+
     async def renamed(self) -> None:
         """Tells other nodes new paths of the files that they keep."""
-        for number, placed in list(self._placed.items()):
-            node = self._object_table.node(number)
-            if node is None or not self._is_only_here(node) or self.has(node):
+        if self._renamed:
+            await self._find_moved()
+        for number in list(self._moved):
+            node, placed = self._object_table.node(number), self._placed.get(number)
+            seq, _ = self._object_table.states.content(number)
+            if node is None or placed is None or placed.seq != seq or not self._is_only_here(node):
+                # It is sent under its present path, if at all.
+                self._moved.discard(number)
                 continue
-            if self._object_table.states.content(number)[0] == placed.seq:
-                await self._send(node)
+            await self._send(node)
+            if self.has(node):
+                self._moved.discard(number)
+
+    async def _find_moved(self) -> None:
+        """Finds the files beneath directories that were renamed."""
+        above = tuple(path + b"/" for path in self._renamed)
+        self._renamed.clear()
+        for count, (number, placed) in enumerate(list(self._placed.items())):
+            if placed.record.path.startswith(above):
+                self._moved.add(number)
+            if count % _AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
 
     def _is_only_here(self, node: Node) -> bool:
         if not (node.object and node.names) or node.size < 0:
@@ -141,11 +175,9 @@ class Replication:
     async def _send(self, node: Node) -> None:
         """Lets another node keep a file, unless one does, or it was sent a short time ago."""
         number = node.object
-        # It stays wanted until this ends, so no removal of all files begins.
-        self._wanted.add(number)
+        # It stays wanted until this ends.
+        self._wanted[number] = None
         async with self._turns[number]:
-            async with self._clearing:
-                pass
             if (
                 self._lease is None
                 or self._lease.trouble
@@ -167,16 +199,23 @@ class Replication:
                 except OSError:
                     return
             record, self._is_stale = self._record(node, digest), True
-            client = await self._holding.ask(record)
-            if client is None:
+            found = await self._holding.ask(record)
+            for client in found.doubtful:
+                self._leave(client, number)
+            if found.client is None:
                 self.not_taken += 1
                 self._due_s[number] = now + _PAUSE_S
                 return
             self.sent += 1
             self._due_s[number] = now + (_AGAIN_S if record.size > _SMALL else 0.0)
-            self._placed[number] = _Placed(client, seq, record)
-        if placed is not None and placed.client is not client:
-            await self._holding.forget(placed.client, self._token, number)
+            if placed is not None and placed.client is not found.client:
+                self._leave(placed.client, number)
+            self._left.get(found.client, {}).pop(number, None)
+            self._placed[number] = _Placed(found.client, seq, record)
+
+    def _leave(self, client: PeerClient, number: int) -> None:
+        """A node need not keep an object any more, if it does."""
+        self._left.setdefault(client, {})[number] = self._holding.newest()
 
     async def run(self) -> None:
         """Follows the changes of the files that were sent, until cancelled."""
@@ -186,17 +225,43 @@ class Replication:
 
     async def look(self) -> None:
         """Sends what is due, and lets other nodes remove what they need not keep."""
-        for number in list(self._wanted):
-            await self._follow(number)
+        await self.renamed()
+        for number in list(islice(self._wanted, _AT_ONCE)):
+            if number in self._wanted:
+                # The next look begins with others.
+                del self._wanted[number]
+                self._wanted[number] = None
+                await self._follow(number)
         if (now := trio.current_time()) >= self._check_s:
             await self._check()
             self._check_s = now + CHECK_S
+        await self._remove_left()
         is_all_drained = not self._wanted and not self._drain.queue.last_seq
         if self._is_stale and is_all_drained and now >= self._clear_s:
-            async with self._clearing:
-                self._is_stale = not await self._holding.forget_all(self._token)
-            if self._is_stale:
+            # A file that is sent meanwhile is later than what is removed.
+            self._is_stale = False
+            if not await self._holding.forget_all(self._token):
+                self._is_stale = True
                 self._clear_s = now + _PAUSE_S
+            elif not self._is_stale:
+                self._left.clear()
+
+    async def _remove_left(self) -> None:
+        """Lets nodes remove what they need not keep; those that do not answer are asked again."""
+        for client, numbers in list(self._left.items()):
+            # An object that no other node has taken stays.
+            free = (
+                each
+                for each in numbers.items()
+                if each[0] not in self._wanted or each[0] in self._placed
+            )
+            for number, version in list(islice(free, _AT_ONCE)):
+                if not await self._holding.forget(client, self._token, number, version):
+                    break
+                if numbers.get(number) == version:
+                    del numbers[number]
+            if not numbers:
+                self._left.pop(client, None)
 
     async def _follow(self, number: int) -> None:
         node = self._object_table.node(number)
@@ -206,12 +271,13 @@ class Replication:
             # It is being sent.
             return
         elif node is None or not node.names or self._drained.is_clean(node):
-            self._wanted.discard(number)
+            self._wanted.pop(number, None)
+            self._moved.discard(number)
             self._turns.pop(number, None)
             self._due_s.pop(number, None)
             placed = self._placed.pop(number, None)
             if placed is not None:
-                await self._holding.forget(placed.client, self._token, number)
+                self._leave(placed.client, number)
 
     async def _check(self) -> None:
         """Asks each node that keeps files for one of them: it may have lost them, or be gone."""
@@ -222,7 +288,10 @@ class Replication:
             record = self._placed[random.choice(numbers)].record
             if not await self._holding.is_held(client, record):
                 for number in numbers:
-                    self._placed.pop(number, None)
+                    known = self._placed.get(number)
+                    if known is not None and known.client is client:
+                        del self._placed[number]
+                        self._leave(client, number)
 
     async def finish(self) -> None:
         """At the end of the mount: lets other nodes remove the files if the source has all."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import trio
@@ -14,15 +16,19 @@ import xxhash
 from trio.testing import MockClock
 
 from monarch.config.write_patterns import WritePatterns
+from monarch.daemon import recovery
 from monarch.daemon.recovery import Recovery, can_be_recovered
 from monarch.fuse.mountpoint import open_root
 from monarch.peers.held import HeldFiles, Record
+from monarch.peers.holding import Holding
 
 TOKEN = "0123456789abcdef"
 CONTENT = b"the bytes of a checkpoint"
 
 
-def record_of(path: bytes, content: bytes = CONTENT, number: int = 7, mode: int = 0o640) -> Record:
+def record_of(
+    path: bytes, content: bytes = CONTENT, number: int = 7, mode: int = 0o640, version: int = 0
+) -> Record:
     return Record(
         token=TOKEN,
         number=number,
@@ -33,7 +39,26 @@ def record_of(path: bytes, content: bytes = CONTENT, number: int = 7, mode: int 
         uid=os.geteuid(),
         gid=os.getegid(),
         mtime_ns=1_700_000_000_000_000_000,
+        version=version,
     )
+
+
+class Others:
+    """Other nodes that keep files of the owner: their versions of the object 7, by their names."""
+
+    def __init__(self, **versions: int) -> None:
+        self.versions = versions
+        self.notified: list[tuple[str, int]] = []
+
+    async def keepers(self, token: str) -> list[str]:
+        return list(self.versions)
+
+    async def is_first(self, member: str, record: Record) -> bool:
+        return self.versions[member] > record.version
+
+    async def recovered(self, member: str, record: Record) -> bool:
+        self.notified.append((member, record.version))
+        return True
 
 
 class Rig:
@@ -48,7 +73,11 @@ class Rig:
         self.alive: bool | None = False
         self.is_mounted = True
         self.clock = MockClock()
-        self.made = Recovery(self.held, self._root, 60.0, self._is_alive)
+        self.others = Others()
+        self.made = Recovery(
+            self.held, self._root, 60.0, self._is_alive, cast(Holding, self.others)
+        )
+        self.asked_source = 0
 
     def _root(self) -> int:
         if not self.is_mounted:
@@ -63,6 +92,7 @@ class Rig:
 
     async def _is_alive(self, token: str) -> bool:
         assert token == TOKEN
+        self.asked_source += 1
         await trio.lowlevel.checkpoint()
         if self.alive is None:
             raise OSError
@@ -171,6 +201,115 @@ def test_a_file_of_another_user_gets_no_bytes(tmp_path: Path) -> None:
     assert other.read_bytes() == b"of another user"
 
 
+def test_the_node_with_the_latest_version_writes_a_file(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, record_of(b"a", version=5))
+    rig.others.versions |= {"earlier": 3, "later": 6}
+
+    async def scene() -> None:
+        await rig.later(80)
+        assert (rig.held.files, rig.others.notified) == (1, [])
+        # The other node may need some time, and may end before it is ready.
+        del rig.others.versions["later"]
+        await rig.later(40)
+        assert (rig.held.files, rig.others.notified) == (0, [("earlier", 5)])
+
+    play(rig, scene)
+    assert (rig.mountpoint / "a").read_bytes() == CONTENT
+
+
+@pytest.mark.promise(331)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_file_that_another_user_puts_in_the_place_is_not_taken_for_the_kept_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    rig = Rig(tmp_path, record_of(b"a"))
+    if is_named:
+        (rig.mountpoint / "a").write_bytes(b"of this node")
+    rename = recovery.rename_new
+
+    def exchanged(directory: int, name: bytes, to: bytes) -> None:
+        staged = rig.mountpoint / os.fsdecode(name)
+        staged.unlink()
+        staged.write_bytes(b"of another user")
+        rename(directory, name, to)
+
+    async def scene() -> None:
+        with monkeypatch.context() as change:
+            change.setattr(recovery, "rename_new", exchanged)
+            await rig.later(80)
+            assert (rig.held.files, rig.made.recovered) == (1, 0)
+        for path in rig.mountpoint.glob("*.recovered-*"):
+            path.unlink()
+        await rig.later(40)
+
+    play(rig, scene)
+    assert (rig.held.files, rig.made.recovered) == (0, 1)
+    assert CONTENT in [path.read_bytes() for path in rig.mountpoint.iterdir()]
+
+
+def test_a_full_tier_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(tmp_path, record_of(b"a"))
+
+    def full(content: int, fd: int, size: int) -> None:
+        os.write(fd, CONTENT[:5])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def scene() -> None:
+        with monkeypatch.context() as change:
+            change.setattr(recovery, "copy_data", full)
+            await rig.later(80)
+            assert (rig.held.files, list(rig.mountpoint.iterdir())) == (1, [])
+        await rig.later(40)
+
+    play(rig, scene)
+    assert "'a' of another node is not recovered yet: No space left on device" in caplog.text
+    assert (rig.mountpoint / "a").read_bytes() == CONTENT
+
+
+def test_a_recovery_that_waits_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recovery, "_LATE_S", 0.0)
+    rig, ended = Rig(tmp_path, record_of(b"a")), threading.Event()
+    opened = rig.held.open
+
+    def hanging(record: Record) -> int:
+        assert ended.wait(60)
+        return opened(record)
+
+    monkeypatch.setattr(rig.held, "open", hanging)
+
+    async def scene() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.made.run)
+            with trio.fail_after(10_000):
+                while "which is being recovered, has waited" not in caplog.text:
+                    await trio.testing.wait_all_tasks_blocked()
+                    rig.clock.jump(10)
+            ended.set()
+            while rig.held.files:
+                # The thread is not in virtual time.
+                await trio.testing.wait_all_tasks_blocked(0.001)
+            nursery.cancel_scope.cancel()
+
+    play(rig, scene)
+    assert (rig.mountpoint / "a").read_bytes() == CONTENT
+
+
+def test_the_end_of_a_mount_asks_the_source_less_often_than_itself(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, record_of(b"a"))
+    rig.clock.autojump_threshold = 0.0
+
+    async def scene() -> None:
+        rig.alive = True
+        await rig.made.finish(60.0)
+
+    play(rig, scene)
+    assert 0 < rig.asked_source <= 31 and rig.held.files == 1
+
+
 def test_a_directory_beneath_a_mount_that_is_gone_is_not_written(tmp_path: Path) -> None:
     rig = Rig(tmp_path, record_of(b"ckpt/a"))
     rig.is_mounted = False
@@ -260,7 +399,7 @@ def test_the_end_of_a_mount_waits_for_owners_that_live(tmp_path: Path) -> None:
             nursery.start_soon(rig.made.finish, 60.0)
             await trio.testing.wait_all_tasks_blocked()
             # The owner has drained it.
-            rig.held.forget(TOKEN, 0)
+            rig.held.forget(TOKEN, 0, 0)
             rig.clock.jump(1)
         # It does not wait for one that is gone, nor for ever.
         assert rig.held.put(record_of(b"a"), lambda take: take(CONTENT))

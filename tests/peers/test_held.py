@@ -64,8 +64,8 @@ def test_files_are_kept_over_a_restart_until_they_are_forgotten(tmp_path: Path) 
     assert again.of(TOKEN) == [first] and read(again, first) == CONTENT
     assert (again.files, again.nbytes) == (2, 2 * len(CONTENT))
     assert not (tmp_path / "held" / TOKEN / "9.00").exists()
-    again.forget(TOKEN, 7)
-    again.forget(OTHER, 0)
+    again.forget(TOKEN, 7, 0)
+    again.forget(OTHER, 0, 0)
     assert (again.files, again.nbytes, again.tokens()) == (0, 0, [])
     assert list((tmp_path / "held").iterdir()) == []
 
@@ -84,32 +84,100 @@ def test_a_new_path_moves_no_bytes_and_new_bytes_replace_the_earlier_ones(tmp_pa
 def test_the_file_that_has_got_a_path_last_is_the_first_to_be_recovered(tmp_path: Path) -> None:
     held = HeldFiles(tmp_path, 100_000)
     # As after a rename over a file that is not forgotten yet.
-    last, before = record_of(number=9, path=b"latest.tmp"), record_of(number=8, path=b"latest")
+    last = record_of(number=9, path=b"latest.tmp", version=1)
+    before = record_of(number=8, path=b"latest", version=2)
     assert held.put(last, giving()) and held.put(before, giving())
-    renamed = record_of(number=9, path=b"latest")
+    renamed = record_of(number=9, path=b"latest", version=3)
     assert held.put(renamed, not_asked)
     assert held.of(TOKEN) == [renamed, before]
-    os.utime(tmp_path / TOKEN / "8.json", (1000, 1000))
     assert HeldFiles(tmp_path, 100_000).of(TOKEN) == [renamed, before]
-    os.utime(tmp_path / TOKEN / "9.json", (500, 500))
-    assert HeldFiles(tmp_path, 100_000).of(TOKEN) == [before, renamed]
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_an_earlier_version_does_not_replace_a_later_one(tmp_path: Path, is_same: bool) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    later = record_of(version=6)
+    assert held.put(later, giving())
+    content = CONTENT if is_same else CONTENT[::-1]
+    assert not held.put(record_of(content, path=b"earlier", version=5), giving(content))
+    for each in (held, HeldFiles(tmp_path, 100_000)):
+        assert each.of(TOKEN) == [later] and read(each, later) == CONTENT
+        assert each.version(TOKEN, 7) == 6
 
 
 def test_a_version_that_is_forgotten_while_the_next_one_arrives_is_counted_once(
     tmp_path: Path,
 ) -> None:
     held = HeldFiles(tmp_path, 100_000)
-    assert held.put(record_of(), giving())
+    assert held.put(record_of(version=1), giving())
     longer = CONTENT * 2
 
     def fetch(take: Take) -> None:
-        held.forget(TOKEN, 7)
+        held.forget(TOKEN, 7, 1)
         take(longer)
 
-    assert held.put(record_of(longer), fetch)
+    assert held.put(record_of(longer, version=2), fetch)
     assert (held.files, held.nbytes) == (1, len(longer))
-    held.forget(TOKEN, 7)
-    assert (held.files, held.nbytes) == (0, 0)
+    assert HeldFiles(tmp_path, 100_000).version(TOKEN, 7) == 2
+    held.forget(TOKEN, 7, 1)
+    assert held.files == 1
+    held.forget(TOKEN, 7, 2)
+    assert (held.files, held.nbytes, held.keeps(TOKEN)) == (0, 0, False)
+
+
+@pytest.mark.parametrize("number", [7, 0])
+@pytest.mark.parametrize("has_earlier", [True, False])
+def test_a_file_that_is_forgotten_while_it_arrives_is_not_kept(
+    tmp_path: Path, number: int, has_earlier: bool
+) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    if has_earlier:
+        assert held.put(record_of(version=1), giving())
+
+    def fetch(take: Take) -> None:
+        held.forget(TOKEN, number, 3)
+        take(CONTENT * 2)
+
+    assert not held.put(record_of(CONTENT * 2, version=2), fetch)
+    assert (held.files, held.nbytes, list(tmp_path.iterdir())) == (0, 0, [])
+
+
+def test_a_file_that_comes_again_while_it_is_removed_is_whole_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    assert held.put(record_of(version=1), giving())
+    unlink, results = Path.unlink, []
+
+    def put_meanwhile(path: Path, missing_ok: bool = False) -> None:
+        if not results:
+            results.append(held.put(record_of(version=2), giving()))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", put_meanwhile)
+    held.forget(TOKEN, 7, 1)
+    assert len(results) == 1
+    for each in (held, HeldFiles(tmp_path, 100_000)):
+        assert bool(each.files) == results[0]
+        assert [read(each, record) for record in each.of(TOKEN)] == [CONTENT] * results[0]
+
+
+def test_an_error_when_a_file_is_removed_leaves_no_object_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    for number in (1, 2):
+        assert held.put(record_of(number=number), giving())
+
+    def failing(path: Path, missing_ok: bool = False) -> None:
+        raise OSError("an error of the disk")
+
+    with monkeypatch.context() as failures:
+        failures.setattr(Path, "unlink", failing)
+        with pytest.raises(OSError, match="of the disk"):
+            held.forget(TOKEN, 0, 0)
+    for number in (1, 2):
+        assert held.put(record_of(number=number, version=1), giving())
 
 
 @pytest.mark.parametrize("bad", ["digest", "short", "fails"])
@@ -160,10 +228,10 @@ def test_no_more_is_kept_than_there_is_room_for(
     held = HeldFiles(tmp_path, 2 * len(CONTENT))
     assert held.put(record_of(number=1), giving()) and held.put(record_of(number=2), giving())
     assert not held.put(record_of(number=3), not_asked)
-    held.forget(TOKEN, 1)
+    held.forget(TOKEN, 1, 0)
     assert held.put(record_of(number=3), giving())
     monkeypatch.setattr(held_files, "_KEEP_FREE", 1 << 62)
-    held.forget(TOKEN, 2)
+    held.forget(TOKEN, 2, 0)
     assert not held.put(record_of(number=4), not_asked)
     assert held.nbytes == len(CONTENT)
 
@@ -207,6 +275,7 @@ def test_a_record_is_sent_with_one_length() -> None:
         ("mode", 0o10000),
         ("mtime_ns", "now"),
         ("number", None),
+        ("version", "last"),
     ],
 )
 def test_a_record_of_another_form_is_refused(field: str, value: object) -> None:

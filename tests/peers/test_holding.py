@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from tempfile import mkdtemp
 from typing import Any, cast
 
 import pytest
@@ -18,11 +19,11 @@ import xxhash
 from monarch.peers import holding as holdings
 from monarch.peers.answers import Answers
 from monarch.peers.breaker import Breaker
-from monarch.peers.client import NOT_KEPT, Answer, PeerClient, PeerFailed
+from monarch.peers.client import COMING, NOT_KEPT, OK, Answer, PeerClient, PeerFailed
 from monarch.peers.engine import Engine, find_engine
 from monarch.peers.held import HeldFiles, Record
 from monarch.peers.hello import MemberKey
-from monarch.peers.holding import Holding, member_id
+from monarch.peers.holding import Holding, Placed, member_id
 from monarch.peers.members import Endpoint
 from monarch.peers.nginx import SOCKET, Site
 from monarch.writeback.objects import object_path
@@ -42,7 +43,7 @@ class Pair:
         self.ports = [free_port(), free_port()]
         self.objects = directory / "objects"
         path = object_path(self.objects, 300)
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(CONTENT)
         self.clients = [self._client(0), self._client(1)]
         self.members = [
@@ -72,7 +73,10 @@ def with_pair(directory: Path, check: Callable[[Pair], Awaitable[None]]) -> None
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
                 for own, holding in enumerate(pair.members):
-                    peers, files = directory / f"peers{own}", Files(directory / f"files{own}")
+                    peers, files = (
+                        directory / f"peers{own}",
+                        Files(Path(mkdtemp(dir=directory)) / "files"),
+                    )
                     answers = Answers(
                         *(peers / SOCKET, files, KEYS[own]),
                         patience_s=0.05,
@@ -99,35 +103,125 @@ def test_a_file_is_kept_by_another_member_until_that_is_not_needed(tmp_path: Pat
     async def check(pair: Pair) -> None:
         owner, other = pair.members
         record = pair.record()
-        client = await owner.ask(record)
+        client = (await owner.ask(record)).client
         assert client is pair.clients[1]
-        assert other.held.of(TOKEN) == [record]
+        (kept,) = other.held.of(TOKEN)
+        assert kept == replace(record, version=kept.version) and kept.version > 0
         fd = other.held.open(record)
         assert os.pread(fd, len(CONTENT) + 1, 0) == CONTENT
         os.close(fd)
         assert await owner.is_held(client, record)
         # Its bytes have changed since the digest was computed.
-        assert await owner.ask(pair.record(CONTENT[::-1])) is None
-        assert other.held.of(TOKEN) == [record]
-        assert await owner.forget(client, TOKEN, 300)
+        refused = await owner.ask(pair.record(CONTENT[::-1]))
+        # It keeps the earlier version.
+        assert (refused.client, refused.doubtful) == (None, [client])
+        assert other.held.of(TOKEN) == [kept]
+        assert await owner.forget(client, TOKEN, 300, kept.version - 1)
+        assert await owner.is_held(client, record)
+        assert await owner.forget(client, TOKEN, 300, kept.version)
         assert not await owner.is_held(client, record) and not other.held.files
         assert await owner.forget_all(TOKEN)
 
     with_pair(tmp_path, check)
 
 
+def test_the_clock_of_a_node_was_set_back(tmp_path: Path) -> None:
+    async def check(pair: Pair) -> None:
+        owner, other = pair.members
+        client, ahead = pair.clients[1], owner.newest() + 10**15
+        assert other.held.put(replace(pair.record(), version=ahead), lambda take: take(CONTENT))
+        # The other node cannot know that the offer is later than what it keeps.
+        assert await owner.ask(pair.record()) == Placed(None, [client])
+        assert (await owner.ask(pair.record())).client is client
+        version = other.held.version(TOKEN, 300)
+        assert version is not None and version > ahead
+
+    with_pair(tmp_path, check)
+
+
+def test_nodes_agree_which_one_recovers_a_file(tmp_path: Path) -> None:
+    async def check(pair: Pair) -> None:
+        names = [member_id(name) for name in NAMES]
+        for holding, version in zip(pair.members, (5, 6), strict=True):
+            record = replace(pair.record(), version=version)
+            assert holding.held.put(record, lambda take: take(CONTENT))
+        one, two = pair.members
+        assert await one.keepers(TOKEN) == names[1:] and await two.keepers(TOKEN) == names[:1]
+        assert await one.keepers("f" * 16) == []
+        records = [holding.held.of(TOKEN)[0] for holding in pair.members]
+        assert await one.is_first(names[1], records[0])
+        assert not await two.is_first(names[0], records[1])
+        # Of the same version exactly one is the first.
+        same = replace(pair.record(), version=6)
+        assert one.held.put(same, lambda take: take(CONTENT))
+        found = {await one.is_first(names[1], same), await two.is_first(names[0], same)}
+        assert found == {True, False}
+        assert await two.recovered(names[0], same) and not one.held.files
+
+    with_pair(tmp_path, check)
+
+
+def test_files_are_kept_over_a_change_of_the_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def send(pair: Pair) -> None:
+        assert (await pair.members[0].ask(pair.record())).client is pair.clients[1]
+
+    async def forget(pair: Pair) -> None:
+        owner, other = pair.members
+        assert await owner.is_held(pair.clients[1], pair.record())
+        assert await owner.forget_all(TOKEN) and not other.held.files
+
+    with_pair(tmp_path, send)
+    monkeypatch.setattr(f"{__name__}.KEYS", [MemberKey(name, SET, b"n" * 32) for name in NAMES])
+    with_pair(tmp_path, forget)
+
+
+def test_a_node_whose_disk_hangs_delays_one_fsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdings, "_LEAST_S", 0.0)
+
+    class Hanging:
+        name, asked = "hanging", 0
+        breaker = Breaker(10.0)
+
+        def get(self, name: str, size: int) -> Answer:
+            self.asked += 1
+            return Answer(COMING, b"", None)
+
+    class Keeping(Hanging):
+        def get(self, name: str, size: int) -> Answer:
+            return Answer(OK, b"", None)
+
+    hanging, keeping = Hanging(), Keeping()
+    record = Record(TOKEN, 300, 0, "0" * 32, b"a", 0o644, 0, 0, 5)
+
+    async def main() -> None:
+        holding = Holding(
+            *(HeldFiles(tmp_path, 1), cast(Any, {"1": hanging, "2": keeping}), "3", 60.0),
+            *(lambda number: tmp_path, lambda record: True),
+        )
+        assert await holding.ask(record) == Placed(cast(Any, keeping), [cast(Any, hanging)])
+        asked = hanging.asked
+        assert await holding.ask(record) == Placed(cast(Any, keeping), [])
+        assert hanging.asked == asked > 0
+
+    trio.run(main)
+
+
 def test_short_requests_do_not_wait_for_whole_files(tmp_path: Path) -> None:
     async def check(pair: Pair) -> None:
         owner, other = pair.members
         record = pair.record()
-        assert await owner.ask(record) is pair.clients[1]
+        assert (await owner.ask(record)).client is pair.clients[1]
         ended = threading.Event()
         try:
             for _ in range(holdings._THREADS):
                 owner._asks.start(ended.wait)
                 other._threads.start(ended.wait)
             assert await owner.is_held(pair.clients[1], record)
-            assert await owner.forget(pair.clients[1], TOKEN, 300)
+            assert await owner.forget(pair.clients[1], TOKEN, 300, owner.newest())
             assert not other.held.files
         finally:
             ended.set()
@@ -146,19 +240,20 @@ def test_bytes_are_given_only_while_they_are_offered(tmp_path: Path) -> None:
         async def status(name: str) -> int:
             return (await trio.to_thread.run_sync(get, name, 0)).status
 
-        offer = next(owner._offers)
+        offer = owner.newest()
         for kind in ("record", "bytes"):
             assert await status(f"{kind}/{own}/{offer}") == NOT_KEPT
         assert await status("written/2c/300") == NOT_KEPT
         # A member that is not known, and one that has offered nothing.
         assert await status(f"hold/{'0' * 16}/5") == NOT_KEPT
         for _ in range(30):
-            kind = dice.choice(("hold", "record", "bytes", "held", "forget", "holds"))
+            kind = dice.choice(("hold", "record", "bytes", "held", "version", "forget", "holds"))
             digits = "".join(dice.choices("0123456789abcdef.%/", k=dice.randrange(1, 70)))
-            answered = await status(f"{kind}/{digits}/{dice.randrange(10**21)}".replace("%", "%25"))
+            numbers = "/".join(str(dice.randrange(10**21)) for _ in range(dice.randrange(1, 4)))
+            answered = await status(f"{kind}/{digits}/{numbers}".replace("%", "%25"))
             assert answered in (NOT_KEPT, 200) and (answered == NOT_KEPT or kind == "forget")
         # It still works.
-        assert await owner.ask(pair.record()) is pair.clients[1]
+        assert (await owner.ask(pair.record())).client is pair.clients[1]
         assert other.held.files == 1
 
     with_pair(tmp_path, check)
@@ -178,7 +273,7 @@ def test_a_member_that_is_left_out_gets_no_removals(tmp_path: Path) -> None:
 def test_a_file_that_could_not_be_recovered_is_not_kept(tmp_path: Path) -> None:
     async def check(pair: Pair) -> None:
         record = replace(pair.record(), path=b"other/a")
-        assert await pair.members[0].ask(record) is None
+        assert await pair.members[0].ask(record) == Placed(None, [])
         assert not pair.members[1].held.files
 
     with_pair(tmp_path, check)
@@ -210,7 +305,7 @@ def test_a_member_knows_a_limited_number_of_offers(
     monkeypatch.setattr(holdings, "_MOST_ARRIVING", 0)
 
     async def check(pair: Pair) -> None:
-        assert await pair.members[0].ask(pair.record()) is None
+        assert await pair.members[0].ask(pair.record()) == Placed(None, [])
         assert not pair.members[1].held.files
 
     with_pair(tmp_path, check)

@@ -8,11 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import trio
 from trio.testing import MockClock
 
 from monarch.peers.held import Record
+from monarch.peers.holding import Placed
+from monarch.writeback import replication
 from monarch.writeback.objects import object_path
+from monarch.writeback.op import Op
 from monarch.writeback.replication import Replication
 
 TOKEN = "0123456789abcdef"
@@ -47,6 +51,12 @@ class Rig:
         self.asked: list[Record] = []
         self.forgotten: list[tuple[str, int]] = []
         self.is_held = self.answers = True
+        # Nodes that may have got the next file that is sent, and those that do not answer.
+        self.doubtful: list[_Node] = []
+        self.silent: set[str] = set()
+        self.newest = 0
+        # Called with each object whose file is requested.
+        self.looked_up: Callable[[int], None] = lambda number: None
         # Run in the middle of a request.
         self.while_asked: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self.while_cleared: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
@@ -59,12 +69,20 @@ class Rig:
             async def ask(self, record: Record) -> Any:
                 rig.asked.append(record)
                 await rig.while_asked()
-                return rig.takers[0] if rig.takers else None
+                client = rig.takers[0] if rig.takers else None
+                doubtful, rig.doubtful = rig.doubtful, []
+                return Placed(cast(Any, client), cast(Any, doubtful))
+
+            def newest(self) -> int:
+                rig.newest += 1
+                return rig.newest
 
             async def is_held(self, client: Any, record: Record) -> bool:
                 return rig.is_held
 
-            async def forget(self, client: Any, token: str, number: int) -> bool:
+            async def forget(self, client: Any, token: str, number: int, version: int) -> bool:
+                if client.name in rig.silent:
+                    return False
                 rig.forgotten.append((client.name, number))
                 return True
 
@@ -78,7 +96,7 @@ class Rig:
             cast(
                 Any,
                 SimpleNamespace(
-                    node=lambda number: self.node,
+                    node=self._node_of,
                     states=SimpleNamespace(content=lambda number: (self.content, True)),
                 ),
             ),
@@ -89,6 +107,10 @@ class Rig:
             directory,
             TOKEN,
         )
+
+    def _node_of(self, number: int) -> Any:
+        self.looked_up(number)
+        return self.node
 
     @property
     def queue(self) -> Any:
@@ -149,6 +171,7 @@ def test_a_node_gets_a_new_name_without_another_digest(tmp_path: Path) -> None:
         assert await rig.fsync() == b"peer"
         rig.path = b"ckpt/final"
         assert rig.durable(rig.node) == b"local"
+        rig.made.moved(Op(kind="rename", path=b"ckpt/a", to=b"ckpt/final", object=7))
         await rig.made.renamed()
         assert rig.durable(rig.node) == b"peer"
         first, second = rig.asked
@@ -206,25 +229,102 @@ def test_a_node_that_fails_or_has_lost_a_file_does_not_count(tmp_path: Path) -> 
     play(tmp_path, scene)
 
 
-def test_a_file_is_not_sent_while_other_nodes_remove_all(tmp_path: Path) -> None:
+def test_a_directory_above_is_renamed(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        assert await rig.fsync() == b"peer"
+        rig.path = b"final/a"
+        rig.made.moved(Op(kind="rename", path=b"other", to=b"another"))
+        await rig.made.renamed()
+        assert rig.durable(rig.node) == b"local"
+        rig.made.moved(Op(kind="rename", path=b"ckpt", to=b"final"))
+        await rig.made.renamed()
+        assert rig.durable(rig.node) == b"peer"
+
+    play(tmp_path, scene)
+
+
+def test_an_fsync_of_a_directory_looks_only_at_files_with_new_names(tmp_path: Path) -> None:
     async def scene(rig: Rig) -> None:
         await rig.fsync()
-        asked = len(rig.asked)
+        # As many files that other nodes keep.
+        placed = rig.made._placed[7]
+        rig.made._placed |= dict.fromkeys(range(100, 1100), placed)
+        rig.made._wanted |= dict.fromkeys(range(100, 1100))
+        asked_for: list[int] = []
+        rig.looked_up = asked_for.append
+        for _ in range(20):
+            await rig.made.renamed()
+        assert not asked_for
+        rig.made.moved(Op(kind="rename", path=b"ckpt/a", to=b"ckpt/b", object=7))
+        await rig.made.renamed()
+        assert set(asked_for) == {7}
 
-        async def until_it_waits_or_is_sent() -> None:
-            while len(rig.asked) == asked and not rig.made._clearing.statistics().tasks_waiting:
-                await trio.lowlevel.checkpoint()
-            assert len(rig.asked) == asked
+    play(tmp_path, scene)
+
+
+def test_a_look_visits_a_limited_number_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replication, "_AT_ONCE", 10)
+
+    async def scene(rig: Rig) -> None:
+        await rig.fsync()
+        rig.made._wanted |= dict.fromkeys(range(100, 125))
+        seen: list[int] = []
+        rig.looked_up = seen.append
+        for look in range(1, 4):
+            await rig.made.look()
+            assert len(set(seen)) == min(10 * look, 26)
+
+    play(tmp_path, scene)
+
+
+def test_a_node_that_may_keep_an_earlier_version_removes_it(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        # The first node was too slow, so the second one was asked.
+        rig.doubtful, rig.takers, rig.silent = rig.nodes[:1], rig.nodes[1:], {"n1"}
+        assert await rig.fsync() == b"peer"
+        await rig.later(1)
+        assert rig.forgotten == []
+        rig.silent.clear()
+        await rig.later(1)
+        assert rig.forgotten == [("n1", 7)]
+        await rig.later(1)
+        assert rig.forgotten == [("n1", 7)]
+
+    play(tmp_path, scene)
+
+
+def test_a_node_removes_nothing_that_no_other_node_has(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        assert await rig.fsync() == b"peer"
+        # It does not answer for a moment, and no other node takes the file.
+        rig.is_held, rig.takers = False, []
+        await rig.later(6)
+        assert rig.durable(rig.node) == b"local"
+        await rig.later(1)
+        assert rig.forgotten == []
+        # It takes it again, and need not remove it.
+        rig.takers = rig.nodes[:1]
+        rig.is_held = True
+        await rig.later(6)
+        await rig.later(1)
+        assert (rig.durable(rig.node), rig.forgotten) == (b"peer", [])
+
+    play(tmp_path, scene)
+
+
+def test_a_file_that_is_sent_while_other_nodes_remove_all_is_removed_later(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        await rig.fsync()
 
         async def again() -> None:
             rig.base, rig.waiting = b"local", 1
             rig.write(2000)
-            nursery.start_soon(rig.fsync)
-            await until_it_waits_or_is_sent()
+            assert await rig.fsync() == b"peer"
 
         rig.base, rig.waiting, rig.while_cleared = b"source", 0, again
-        async with trio.open_nursery() as nursery:
-            await rig.later(2)
+        await rig.later(2)
         assert rig.forgotten == [("n1", 7), ("all", 0)]
         assert rig.durable(rig.node) == b"peer"
         rig.base, rig.waiting, rig.while_cleared = b"source", 0, trio.lowlevel.checkpoint
