@@ -35,6 +35,7 @@ from monarch.daemon.hints import Hints
 from monarch.daemon.peers import Sharing, build_sharing
 from monarch.daemon.quota_verbs import QuotaVerbs
 from monarch.daemon.remarks import remarks
+from monarch.daemon.replicas import recovery_of_left
 from monarch.daemon.ruled_files import RuledFiles
 from monarch.daemon.status import Status
 from monarch.daemon.supervisor import Supervisor
@@ -277,6 +278,10 @@ class Mount:
         if self.sharing is not None:
             self.read.promotions.is_kept_elsewhere = self.sharing.is_kept_elsewhere
             self.read.parts.is_shared = self.sharing.shares_parts
+        self._replicas = None if self.sharing is None else self.sharing.replicas
+        self._left = (
+            recovery_of_left(self.parts, self.write_back) if self._replicas is None else None
+        )
         if (pack := self.parts.pack) is not None:
             stored = self.filesystem.names.stored
             self.filesystem.xattrs.of_source = lambda ino: pack.user_xattrs(stored(ino).source_ino)
@@ -374,8 +379,9 @@ class Mount:
             with ending.step("written"):
                 self.write_back.front.files.close()
                 await self.write_back.finish()
-                if self.sharing is not None and self.sharing.replicas is not None:
-                    await self.sharing.replicas.finish(self.write_back.patience_s)
+                for held in (self._replicas, self._left):
+                    if held is not None:
+                        await held.finish(self.write_back.patience_s)
                 if self._undrained is not None:
                     await self._undrained.finish()
         keep = partial(self._figures.keep, self.parts.state)
@@ -407,6 +413,8 @@ class Mount:
             tasks["chunks"] = transfer.chunks.run
         if self.sharing is not None:
             tasks.update(self.sharing.tasks())
+        if self._left is not None:
+            tasks["recovery"] = self._left.run
         if self.watch is not None:
             tasks["open watch"] = partial(self.watch.run, self.filesystem.readers.catch_up)
         if self._settings.snapshot.freshness != "never":

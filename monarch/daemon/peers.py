@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import trio
 
-from monarch.config.write_patterns import WritePatterns
-from monarch.daemon.recovery import Recovery, can_be_recovered
+from monarch.daemon.replicas import Replicas, build_replicas
 from monarch.daemon.subsystems import Parts, Tiers
 from monarch.fuse.datapath import Datapath
-from monarch.fuse.mountpoint import open_root
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.packmount.source import PackSource
@@ -20,9 +17,7 @@ from monarch.peers.answers import Answers, Found, Wanted, digest_of
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import PeerClient
 from monarch.peers.engine import Engine
-from monarch.peers.held import HeldFiles
 from monarch.peers.hello import MemberKey
-from monarch.peers.holding import Holding, member_id
 from monarch.peers.membership import Membership
 from monarch.peers.nginx import SOCKET, Site
 from monarch.peers.ownership import Member, Ownership
@@ -32,18 +27,14 @@ from monarch.peers.tls import client_context
 from monarch.placement.controller import Controller
 from monarch.placement.policy import Item
 from monarch.placement.residency import SOURCE, Residency
-from monarch.telemetry.peers_report import PeerReport, PeersReport, ReplicasReport
+from monarch.telemetry.peers_report import PeerReport, PeersReport
 from monarch.tiers.contents import Contents, copy_name, part_name
 from monarch.tiers.records import Records
 from monarch.types import Attributes, Ino
 from monarch.vfs.peer_reads import Granules, PeerReads
-from monarch.writeback.objects import object_path
-from monarch.writeback.replication import Replication
 from monarch.writeback.setup import WriteBack
 
 _DIRECTORY = "peers"
-# The directory of the written files of other nodes, in the state directory.
-HELD = "held"
 # The parts of `limits.buffer_max` for bytes that are fetched for other nodes, and for granules that
 # came from them.
 _SHARE, _HELD = 4, 8
@@ -183,8 +174,7 @@ class Sharing:
             "peers counts": self._count,
         }
         if self.replicas is not None:
-            tasks["replicas"] = self.replicas.replication.run
-            tasks["recovery"] = self.replicas.recovery.run
+            tasks |= self.replicas.tasks()
         return tasks
 
     async def _count(self) -> None:
@@ -237,78 +227,6 @@ class Sharing:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Replicas:
-    """The written files of this node that others keep, and those of others that it keeps."""
-
-    holding: Holding
-    replication: Replication
-    recovery: Recovery
-
-    async def finish(self, within_s: float) -> None:
-        """At the end of the mount, after its drain."""
-        await self.replication.finish()
-        await self.recovery.finish(within_s)
-
-    def report(self) -> ReplicasReport:
-        held, sent = self.holding.held, self.replication
-        return ReplicasReport(
-            kept=sent.kept,
-            sent=sent.sent,
-            not_taken=sent.not_taken,
-            held_files=held.files,
-            held_bytes=held.nbytes,
-            recovered=self.recovery.recovered,
-        )
-
-
-def _replicas(
-    parts: Parts,
-    write_back: WriteBack | None,
-    clients: Sequence[PeerClient | None],
-    own: str,
-    patience_s: float,
-) -> Replicas | None:
-    """Connects write-back with the other nodes; None if they keep no written files."""
-    given = parts.settings.writeback
-    if write_back is None or not (given.replicate and parts.settings.absorbs):
-        return None
-    # Each node begins with the one after it, so that all keep about as much.
-    turn = clients.index(None)
-    others = [each for each in (*clients[turn:], *clients[:turn]) if each is not None]
-    directory, front = write_back.place.directory, write_back.front
-    patterns = WritePatterns(parts.settings.absorbs)
-    holding = Holding(
-        HeldFiles(parts.state / HELD, given.hold),
-        {member_id(each.name): each for each in others},
-        member_id(own),
-        patience_s,
-        lambda number: object_path(directory, number).relative_to(directory),
-        lambda record: can_be_recovered(record, patterns.covers),
-    )
-    replication = Replication(
-        front.names,
-        front.object_table,
-        front.drained,
-        write_back.drain,
-        write_back.lease,
-        holding,
-        directory,
-        write_back.place.journal.token,
-    )
-    front.fsyncs.replication = replication
-    front.recorder.follow = replication.moved
-    front.drained.has_replica = replication.has
-    recovery = Recovery(
-        holding.held,
-        partial(open_root, parts.settings.mountpoint),
-        given.recover_after,
-        write_back.is_in_force,
-        holding,
-    )
-    return Replicas(holding, replication, recovery)
-
-
 def set_name_of(snapshot: Snapshot, pack: PackSource | None) -> str:
     """The name of the data set, 32 hexadecimal digits. Nodes share copies only if it is the same.
     The records of a snapshot of a pack do not depend on the bytes of the files, but its id does."""
@@ -356,7 +274,7 @@ def build_sharing(
         peers, snapshot, names, tiers.residency, hierarchy.records, tiers.controller, reads
     )
     own = members[membership.own].name
-    replicas = _replicas(parts, write_back, clients, own, _EARLY * patience_s)
+    replicas = build_replicas(parts, write_back, clients, own, _EARLY * patience_s)
     directory = parts.state / _DIRECTORY
     answers = Answers(
         directory / SOCKET,
