@@ -92,11 +92,15 @@ def test_a_lock_that_no_shell_has_is_free(tmp_path: Path, is_removed: bool) -> N
         ("state/figures.json", False),
         ("state/undrained.json", True),
         ("state/held/0123456789abcdef/7.json", True),
+        # Bytes without a record do not count.
+        ("state/held/0123456789abcdef/7.00", False),
     ],
 )
 def test_a_cache_with_the_only_copy_of_a_written_file_stays(
     tmp_path: Path, name: str, stays: bool
 ) -> None:
+    # The directories of all jobs may be below one with any name.
+    tmp_path = tmp_path / "held" / "on" / "disk"
     cache = tmp_path / "jobs" / "7"
     (cache / "state" / "held").mkdir(parents=True)
     (cache / "mounts").touch()
@@ -107,3 +111,29 @@ def test_a_cache_with_the_only_copy_of_a_written_file_stays(
         shells = Shells(tmp_path, stack)
         assert shells.answers("lock_job 7; end_job 7 1s") == (not stays)
     assert cache.exists() == stays
+
+
+@pytest.mark.promise(311)
+@pytest.mark.parametrize("is_requeued", [False, True])
+def test_a_prolog_leaves_the_cache_of_a_job_that_was_requeued_meanwhile(
+    tmp_path: Path, is_requeued: bool
+) -> None:
+    cache, programs = tmp_path / "jobs" / "7", tmp_path / "bin"
+    cache.mkdir(parents=True)
+    (cache / "mounts").touch()
+    programs.mkdir()
+    # The job waits at the first call, and may run at the second one.
+    squeue = programs / "squeue"
+    squeue.write_text(f"#!/bin/sh\n[ ! -e {tmp_path}/asked ] || echo {7 if is_requeued else 8}\n")
+    with squeue.open("a") as script:
+        script.write(f": >{tmp_path}/asked\n")
+    squeue.chmod(0o755)
+    (tmp_path / "conf").write_text(
+        f"MONARCH_RUN={tmp_path}/run MONARCH_LOG={tmp_path}/log MONARCH_JOBS={tmp_path}/jobs"
+        f" MONARCH_PATH={programs}\n"
+    )
+    environment = {**os.environ, "MONARCH_SLURM_CONF": str(tmp_path / "conf")}
+    script_of_prolog = "exit() { :; }; . $0; end_earlier_jobs"
+    command = ["bash", "-c", script_of_prolog, os.fspath(FUNCTIONS.with_name("prolog.sh"))]
+    subprocess.run(command, env=environment | {"SLURM_JOB_ID": "9"}, timeout=60, check=False)
+    assert cache.exists() == is_requeued

@@ -62,8 +62,9 @@ end_job() { # ID TIME: unmounts the cache of a job, drains for TIME, and removes
         rmdir "$mountpoint"
     done < <(cat "$directory/mounts" 2>/dev/null)
     # A daemon notes that before it answers the first call that writes. In held it has files of
-    # another node of the job (writeback.replicate).
-    if [ -n "$(find "$directory" '(' -name undrained.json -o -path '*/held/*/*' ')' -print -quit)" ]; then
+    # another node of the job (writeback.replicate), each with a record. The paths begin in the
+    # directory: one above it may have any name.
+    if [ -n "$(cd "$directory" && find . '(' -name undrained.json -o -path '*/held/*/*.json' ')' -print -quit)" ]; then
         log "job $1: $directory stays: it has written files that are not at the source"
         return 1
     fi

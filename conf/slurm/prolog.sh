@@ -54,6 +54,13 @@ start() { # NAME UNIT: mounts it; returns when the mount answers
     "${run[@]}" monarch mount -c "$MONARCH_CONFIG" "$1" 8>&- 9>&- # the daemon must not inherit a lock
 }
 
+jobs_here() { # prints the jobs that may be on this node, between spaces; without an answer it fails
+    local jobs
+    jobs=$(timeout 20 squeue -h -w "${SLURMD_NODENAME:-$(hostname -s)}" -o %A \
+        -t configuring,running,suspended,completing,stopped,signaling,stage_out) || return
+    echo " ${jobs//$'\n'/ } "
+}
+
 end_earlier_jobs() { # ends the caches of jobs that left this node without an epilog, as after a failure
     local directory id running=''
     for directory in "$MONARCH_JOBS"/*; do
@@ -61,13 +68,13 @@ end_earlier_jobs() { # ends the caches of jobs that left this node without an ep
         [[ $id =~ ^[0-9]+$ ]] && is_cache "$directory" && [ "$id" != "$JOB" ] || continue
         if [ -z "$running" ]; then
             # Without an answer no job is known to have ended.
-            running=$(timeout 20 squeue -h -w "${SLURMD_NODENAME:-$(hostname -s)}" -o %A \
-                -t configuring,running,suspended,completing,stopped,signaling,stage_out) || return
-            running=" "${running//$'\n'/ }" "
+            running=$(jobs_here) || return
         fi
         case $running in *" $id "*) continue ;; esac
-        log "job $id has ended: its cache is removed"
-        (lock_job "$id" -n && end_job "$id" 10s)
+        # It may have been requeued since, and its prolog may have made the next cache. With the lock
+        # no prolog does.
+        (lock_job "$id" -n && running=$(jobs_here) && [[ $running != *" $id "* ]] &&
+            log "job $id has ended: its cache is removed" && end_job "$id" 10s)
     done
 }
 
