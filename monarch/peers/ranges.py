@@ -36,6 +36,14 @@ log = logging.getLogger(__name__)
 _BLOCKS, _BLOCK_BITS = 1 << 63, 24
 # A block that its owner does not keep, or has damaged, is requested again after this, in seconds.
 _NOT_KEPT_S = 60.0
+# Scores of members for blocks that are computed at once, and for all blocks of a file at its first
+# open: about a millisecond. Those of larger files are computed at the mount, up to a number that
+# takes some 2 s.
+_AT_ONCE, _AT_OPEN, _AT_MOUNT = 1 << 16, 1 << 18, 1 << 29
+# The memory for what is known of large files, in bytes: that of 4 TB. Those that were not used for
+# the longest time are forgotten then.
+_MOST_KNOWN = 256 * MiB
+_OVERHEAD = 1024
 # The granules of a request ahead of a reader in order, and the readers that are followed.
 _AHEAD = 1 * MiB // GRANULE
 _FOLLOWED = 64
@@ -43,8 +51,9 @@ _FOLLOWED = 64
 
 @dataclass(slots=True, eq=False)
 class _Large:
-    """What is known of a large file. ``owners`` has a row of members for each block. ``mine`` has
-    one byte for each block, 1 if this node keeps it. ``digests`` of the granules that others have
+    """What is known of a large file. ``owners`` has a row for each block, with one more than each
+    member that owns it, 0: not computed. ``mine`` has one byte for each block, 1 if this node keeps
+    it. ``digests`` of the granules that others have
     given, 0: unknown. ``not_kept`` is when each block is requested again, in s."""
 
     size: int
@@ -52,6 +61,11 @@ class _Large:
     mine: bytearray
     digests: npt.NDArray[np.uint64]
     not_kept: dict[int, float]
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes that it uses."""
+        return _OVERHEAD + self.digests.nbytes + self.owners.nbytes + len(self.mine)
 
 
 class Ranges:
@@ -75,7 +89,13 @@ class Ranges:
         self._largest = largest
         self._replicas = replicas
         self._most_held = most_held
-        self._files: dict[Ino, _Large] = {}
+        # The last used ones last.
+        self._files: OrderedDict[Ino, _Large] = OrderedDict()
+        self._known_bytes = 0
+        # The blocks of this node of very large files, and the scores that may still be computed for
+        # others.
+        self._mine: dict[Ino, bytes] = {}
+        self._scores_left = _AT_MOUNT
         self._lock = threading.Lock()
         # Granules from other nodes, the last used ones last.
         self._held: OrderedDict[tuple[Ino, int], bytes] = OrderedDict()
@@ -95,24 +115,43 @@ class Ranges:
         not answer are added later."""
         return self._known(ino).mine
 
+    def prepare(self, inos: npt.NDArray[np.int64], sizes: npt.NDArray[np.uint64]) -> None:
+        """Computes which blocks of very large files this node keeps: at their first open that would
+        take too long."""
+        members = len(self._ownership.members)
+        is_large = sizes > np.uint64(max(self._largest, _AT_OPEN // members * BLOCK))
+        for ino, size in zip(inos[is_large].tolist(), sizes[is_large].tolist(), strict=True):
+            self._scores_left -= -(-size // BLOCK) * members
+            if self._scores_left >= 0:
+                self._mine[ino] = self._blocks_of_own(ino, size)
+
+    def _blocks_of_own(self, ino: Ino, size: int) -> bytes:
+        items = _item(ino, 0) + np.arange(-(-size // BLOCK), dtype=np.uint64)
+        own = self._ownership.owns(items, self._requests.own, replicas=self._replicas)
+        return own.astype(np.uint8).tobytes()
+
     def _known(self, ino: Ino) -> _Large:
-        known = self._files.get(ino)
-        if known is None:
-            size = self._snapshot.attributes(ino).identity.size
-            count = -(-size // BLOCK)
-            items = _item(ino, 0) + np.arange(count, dtype=np.uint64)
-            owners = self._ownership.first(items, self._replicas)
-            mine = (owners == self._requests.own).any(axis=1)
-            known = _Large(
-                size,
-                owners,
-                bytearray(mine.astype(np.uint8).tobytes()),
-                # Pages that are not written need no memory.
-                np.zeros(-(-size // GRANULE), np.uint64),
-                {},
-            )
-            known = self._files.setdefault(ino, known)
-        return known
+        with self._lock:
+            known = self._files.get(ino)
+            if known is not None:
+                self._files.move_to_end(ino)
+                return known
+        size = self._snapshot.attributes(ino).identity.size
+        known = _Large(
+            size,
+            # Pages that are not written need no memory.
+            np.zeros((-(-size // BLOCK), self._replicas), np.uint16),
+            bytearray(self._mine.get(ino) or self._blocks_of_own(ino, size)),
+            np.zeros(-(-size // GRANULE), np.uint64),
+            {},
+        )
+        with self._lock:
+            if ino not in self._files:
+                self._files[ino] = known
+                self._known_bytes += known.nbytes
+            while self._known_bytes > _MOST_KNOWN and len(self._files) > 1:
+                self._known_bytes -= self._files.popitem(last=False)[1].nbytes
+            return self._files[ino]
 
     # -- reads -------------------------------------------------------------------------------------
 
@@ -205,11 +244,23 @@ class Ranges:
 
     def _order(self, span: Span, file: _Large) -> Iterable[int]:
         """The members that are asked for a span, as ``Peers`` asks for a file."""
-        owners: list[int] = file.owners[span.block].tolist()
+        owners = self._owners(span, file)
         if self._requests.own in owners:
             return owners
         turn = (span.block + self._requests.own) % len(owners)
         return chain(owners[turn:], owners[:turn], self._others(span))
+
+    def _owners(self, span: Span, file: _Large) -> list[int]:
+        """The owners of a block. Those of the blocks beside it are computed with them."""
+        block = span.block
+        if not file.owners[block, 0]:
+            at_once = max(1, _AT_ONCE // len(self._ownership.members))
+            first = block - block % at_once
+            count = len(file.owners[first : first + at_once])
+            items = _item(span.ino, first) + np.arange(count, dtype=np.uint64)
+            file.owners[first : first + count] = self._ownership.first(items, self._replicas) + 1
+        owners: list[int] = (file.owners[block] - 1).tolist()
+        return owners
 
     def _others(self, span: Span) -> Iterator[int]:
         """The members behind the owners. Their scores are computed only if these do not answer."""

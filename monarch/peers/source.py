@@ -152,7 +152,8 @@ class Peers:
 
     def curve(self) -> npt.NDArray[np.uint64]:
         """The bytes in each bucket of the files that this node keeps while all members answer, as
-        ``kept_bytes`` counts them. Reads the whole table of the snapshot."""
+        ``kept_bytes`` counts them. Reads the whole table of the snapshot, and computes what would
+        take too long at an open."""
         curve = np.zeros(BUCKETS, np.uint64)
         end = self._snapshot.entries + 1
         for start in range(1, end, _AT_ONCE):
@@ -160,6 +161,8 @@ class Peers:
             inos, sizes, keys = self._snapshot.files_in(slots)
             if self._is_own is not None:
                 self._is_own[inos] = self._ownership.owns(inos, self._own, replicas=self._replicas)
+            if self.ranges is not None:
+                self.ranges.prepare(inos, sizes)
             np.add.at(curve, buckets(keys), self.kept_bytes(inos, sizes))
         return curve
 

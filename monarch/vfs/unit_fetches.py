@@ -32,7 +32,8 @@ _LATE_S = 1.0
 
 @dataclass(eq=False, repr=False)
 class UnitFetches:
-    """Belongs to the event loop. At most ``most_held`` bytes are fetched or wait to be stored.
+    """Belongs to the event loop. At most ``most_held`` bytes are fetched or wait to be stored, and
+    at most as many again of units that are late, whose granules are fetched alone.
 
     ``arrived`` is called with each unit that was fetched. It must lead to ``ended``. ``changed`` is
     called if the source has another version of the file. ``wake`` is called when ``take_ahead`` has

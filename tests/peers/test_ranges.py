@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from monarch.namespace.snapshot import Snapshot
+from monarch.peers import ranges as range_module
 from monarch.peers.breaker import Breaker
 from monarch.peers.client import Answer, Kind, PeerClient, PeerFailed
 from monarch.peers.ownership import Member, Ownership
@@ -260,3 +261,38 @@ def test_answers_are_late_compared_with_the_source() -> None:
     assert other.breaker.fair_s == 0.05
     requests.source_took(3.0)
     assert other.breaker.fair_s == 12.0
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_the_owners_of_blocks_are_computed_where_they_are_needed(
+    monkeypatch: pytest.MonkeyPatch, is_prepared: bool
+) -> None:
+    # As for a file of TB.
+    monkeypatch.setattr(range_module, "_AT_OPEN", 4)
+    monkeypatch.setattr(range_module, "_AT_ONCE", 4)
+    ranges, _ = ranges_of(None, Owner(), replicas=1)
+    ownership = ranges._ownership
+    expected = ownership.first(np.array([_item(INO, n) for n in range(6)], np.uint64), 1)
+    if is_prepared:
+        ranges.prepare(np.array([INO, 8]), np.array([SIZE, LARGEST], np.uint64))
+        assert list(ranges._mine) == [INO]
+        # Nothing is computed at the open.
+        monkeypatch.setattr(ranges, "_ownership", None)
+    assert ranges.blocks(INO) == bytes((expected[:, 0] == 0).astype(np.uint8))
+    monkeypatch.setattr(ranges, "_ownership", ownership)
+    file = ranges._known(INO)
+    for block in (5, 0):
+        span = Span(INO, block * PER_BLOCK, block * PER_BLOCK)
+        assert next(iter(ranges._order(span, file))) == expected[block, 0]
+        # Those beside it, and no others.
+        assert np.count_nonzero(file.owners) == (2 if block == 5 else 4)
+
+
+def test_large_files_that_are_not_used_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges, _ = ranges_of(None, Owner())
+    monkeypatch.setattr(range_module, "_MOST_KNOWN", 3 * ranges._known(INO).nbytes)
+    for number in range(10, 30):
+        ranges.blocks(Ino(number))
+        ranges.blocks(INO)
+    assert list(ranges._files) == [28, 29, INO]
+    assert ranges._known_bytes == sum(each.nbytes for each in ranges._files.values())
