@@ -9,6 +9,7 @@ from typing import Any
 from monarch.config.quotas import quota_of
 from monarch.control.server import Send, Verb
 from monarch.errors import UsageError
+from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.quota_changes import QuotaChange, QuotaChanges
 from monarch.vfs.quotas import JobQuotas, Quota
 from monarch.vfs.source_limit import SourceLimit
@@ -20,6 +21,7 @@ class QuotaVerbs:
     def __init__(self, quotas: JobQuotas | None, capacity: Callable[[], int]) -> None:
         self._quotas = quotas
         self._capacity = capacity
+        self._threads = ThreadPool(1, "quotas", abandon=True)
 
     def table(self) -> Mapping[str, Verb]:
         return {"quotas": self._change}
@@ -35,7 +37,8 @@ class QuotaVerbs:
             )
         if not isinstance(wanted, list) or not all(isinstance(each, dict) for each in wanted):
             raise UsageError("quotas must be a list of objects")
-        made = [self._quota(each) for each in wanted]
+        # The name of a user may be looked up in a directory service that hangs.
+        made = await self._threads.run(self._made, wanted)
         names = {(each.user, each.group) for each in made}
         if len(names) < len(made):
             raise UsageError("two quotas are for one job")
@@ -50,6 +53,9 @@ class QuotaVerbs:
         if params.get("dry") is not True:
             quotas.change(*made)
         return QuotaChanges(changes).to_dict()
+
+    def _made(self, wanted: list[dict[str, Any]]) -> list[Quota]:
+        return [self._quota(each) for each in wanted]
 
     def _quota(self, raw: dict[str, Any]) -> Quota:
         settings = quota_of(raw)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pwd
+import threading
 from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
+import trio
+import trio.testing
 
 from monarch.daemon.quota_verbs import QuotaVerbs
 from monarch.errors import UsageError
@@ -143,3 +147,25 @@ async def test_quotas_with_a_mistake_change_nothing(
 async def test_a_mount_without_quotas_says_how_to_get_them() -> None:
     with pytest.raises(UsageError, match="has no quotas; mount it with at least one"):
         await QuotaVerbs(None, lambda: 1).table()["quotas"]({"quotas": []}, _send)
+
+
+async def test_a_directory_service_that_hangs_delays_no_other_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    def hanging(name: str) -> None:
+        assert ended.wait(60)
+        raise KeyError(name)
+
+    monkeypatch.setattr(pwd, "getpwnam", hanging)
+
+    async def change() -> None:
+        with pytest.raises(UsageError, match="there is no user"):
+            await served.ask({"user": "somebody"})
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(change)
+        await trio.testing.wait_all_tasks_blocked()
+        ended.set()
+    assert served.limits() == BEFORE
