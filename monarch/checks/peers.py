@@ -14,16 +14,22 @@ from monarch.text import counted
 
 def check_peers(mount: MountSettings, environ: Mapping[str, str]) -> Iterator[Check]:
     """Checks the members, the secret, the engine and the ports of a mount with other nodes."""
-    if not mount.peers.members:
-        return
     name = f"peers of {mount.name}"
+    replicates = bool(mount.writeback.replicate and mount.absorbs)
+    if not mount.peers.members:
+        if replicates:
+            yield _alone(name, "peers.members is not set")
+        return
     try:
         found = membership(mount.peers, environ)
     except UsageError as error:
         yield Check(name, "fail", str(error.args[0]), error.hint or "correct `peers`")
         return
     if found is None:
-        yield Check(name, "ok", "this node is the only member: nothing listens")
+        if replicates:
+            yield _alone(name, "this node is the only member")
+        else:
+            yield Check(name, "ok", "this node is the only member: nothing listens")
         return
     members = counted(len(found.members), "member", "members")
     own = f"{members}, this one is {found.members[found.own]} at {found.address}"
@@ -37,3 +43,12 @@ def check_peers(mount: MountSettings, environ: Mapping[str, str]) -> Iterator[Ch
         )
         return
     yield Check(name, "ok", f"{own} port {free[0]}, served by {found.engine}")
+
+
+def _alone(name: str, why: str) -> Check:
+    return Check(
+        name,
+        "warn",
+        f"{why}, so writeback.replicate has no effect: no other node keeps written files",
+        "name the other nodes in peers.members, or remove writeback.replicate",
+    )

@@ -12,7 +12,7 @@ import pytest
 
 from monarch.checks.peers import check_peers
 from monarch.config import load
-from monarch.config.settings import MountSettings, PeerSettings
+from monarch.config.settings import MountSettings, PeerSettings, WritebackSettings
 from monarch.daemon import run
 from monarch.errors import ConfigError, UsageError
 from monarch.packs.format import FORMAT
@@ -168,6 +168,13 @@ def test_doctor_checks_the_members_the_secret_the_engine_and_the_port(
 
     assert statuses() == []
     assert statuses(members="127.0.77.1")[0][0] == "ok"
+    for members, why in ((None, "peers.members is not set"), ("127.0.77.1", "the only member")):
+        given = mount_settings(members=members, address="127.0.77.1", engine=engine).model_copy(
+            update={"absorb": ("**",), "writeback": WritebackSettings(replicate=1)}
+        )
+        (check,) = check_peers(given, {VARIABLE: SECRET})
+        assert check.status == "warn" and why in check.detail
+        assert "writeback.replicate has no effect" in check.detail
     ((status, detail),) = statuses(members="127.0.77.1,127.0.77.2")
     assert status == "ok" and str(engine) in detail
     ((status, detail),) = statuses(members=f"127.0.77.1:{taken},127.0.77.2", port=taken)
