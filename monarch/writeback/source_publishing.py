@@ -20,7 +20,7 @@ from monarch.posix.files import closing_fd, rename_new, status_at
 from monarch.text import MiB
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
-from monarch.writeback.expected import Expected, SourceLog
+from monarch.writeback.expected import Expected, SourceLog, is_time
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, SPECIAL_BITS, SourceAttributes, path_of
 from monarch.writeback.source_contents import (
@@ -74,7 +74,10 @@ class Publishing:
         kind, target = kind_of_place(fd, name, op, expected)
         if kind != place.kind or _version_of(target) != _version_of(place.target):
             raise OSError(CHANGED_MEANWHILE, "the source has changed what is to be replaced")
-        if kind == "conflict":
+        if kind == "conflict" and not op.xattrs and _is_copy_of(fd, part, name, target):
+            # Another node may have recovered it, while this one was away.
+            os.unlink(part, dir_fd=fd)
+        elif kind == "conflict":
             kept = self._log.conflict_name(name, expected.seq)
             if (earlier := _same_bytes(fd, part, kept)) is not None:
                 os.unlink(part, dir_fd=fd)
@@ -293,6 +296,21 @@ def _same_bytes(fd: int, part: bytes, kept: bytes) -> bytes | None:
                 ):
                     return name
     return None
+
+
+def _is_copy_of(fd: int, part: bytes, name: bytes, target: os.stat_result | None) -> bool:
+    """Whether the file ``name``, with the status ``target``, has the bytes, owner, mode and
+    modification time of ``part``."""
+    with suppress(OSError), _open(fd, part) as new, _open(fd, name) as old:
+        wanted, found = (os.fstat(file.fileno()).st_mtime_ns for file in (new, old))
+        if (
+            _like(new) == _like(old)
+            and is_time(found, wanted)
+            and all(block == old.read(_BLOCK) for block in iter(partial(new.read, _BLOCK), b""))
+        ):
+            # It was not changed meanwhile.
+            return _version_of(status_at(fd, name)) == _version_of(target)
+    return False
 
 
 def _open(directory: int, name: bytes) -> FileIO:

@@ -252,6 +252,32 @@ async def test_the_same_bytes_are_kept_beside_a_changed_file_once(
     assert kept in copies and (shared.source / "a").read_bytes() == b"theirs again"
 
 
+@pytest.mark.promise(331)
+@pytest.mark.parametrize("differs", ["nothing", "bytes", "time", "mode", "owner", "kind"])
+async def test_a_file_that_another_node_has_recovered_is_no_conflict(
+    shared: Model, clock: Clock, differs: str
+) -> None:
+    shared.write(b"new", b"ours")
+    path, replay = shared.source / "new", shared.kill()
+    node = shared.tree[b"new"]
+    if differs == "kind":
+        path.symlink_to("b")
+    else:
+        path.write_bytes(b"hers" if differs == "bytes" else b"ours")
+        path.chmod(0o751 if differs == "mode" else node.mode & 0o777)
+        os.chown(path, 1003 if differs == "owner" else -1, -1)
+    changed_ns = node.mtime_ns - (1 if differs == "time" else 0)
+    os.utime(path, ns=(changed_ns, changed_ns), follow_symlinks=False)
+    before = path.lstat().st_ino
+    async with draining(shared, replay) as drain:
+        await drain.progress.settle()
+        assert drain.backlog().conflicts == (differs != "nothing")
+    kept = [each.read_bytes() for each in shared.source.glob("new.monarch-conflict-*")]
+    assert kept == ([] if differs == "nothing" else [b"ours"])
+    assert path.lstat().st_ino == before
+    assert not list(shared.source.glob(".*part*"))
+
+
 @pytest.mark.finding("D9")
 async def test_a_refused_change_lets_other_users_pass_and_keeps_the_order_of_its_own(
     shared: Model, clock: Clock
