@@ -201,6 +201,7 @@ def test_a_file_of_another_user_gets_no_bytes(tmp_path: Path) -> None:
     assert other.read_bytes() == b"of another user"
 
 
+@pytest.mark.fault("N7")
 def test_the_node_with_the_latest_version_writes_a_file(tmp_path: Path) -> None:
     rig = Rig(tmp_path, record_of(b"a", version=5))
     rig.others.versions |= {"earlier": 3, "later": 6}
@@ -247,6 +248,7 @@ def test_a_file_that_another_user_puts_in_the_place_is_not_taken_for_the_kept_on
     assert CONTENT in [path.read_bytes() for path in rig.mountpoint.iterdir()]
 
 
+@pytest.mark.fault("N7")
 def test_a_full_tier_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -268,6 +270,7 @@ def test_a_full_tier_loses_nothing(
     assert (rig.mountpoint / "a").read_bytes() == CONTENT
 
 
+@pytest.mark.fault("N7")
 def test_a_recovery_that_waits_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -35,6 +35,7 @@ def keep_a_file(state: Path) -> Record:
     return record
 
 
+@pytest.mark.fault("N7")
 @pytest.mark.promise(331)
 def test_a_mount_without_other_nodes_recovers_what_an_earlier_one_has_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

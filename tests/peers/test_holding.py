@@ -161,6 +161,7 @@ def test_nodes_agree_which_one_recovers_a_file(tmp_path: Path) -> None:
     with_pair(tmp_path, check)
 
 
+@pytest.mark.fault("N7")
 def test_files_are_kept_over_a_change_of_the_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +178,7 @@ def test_files_are_kept_over_a_change_of_the_secret(
     with_pair(tmp_path, forget)
 
 
+@pytest.mark.fault("N7")
 def test_a_node_whose_disk_hangs_delays_one_fsync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -279,6 +279,7 @@ def test_a_look_visits_a_limited_number_of_files(
     play(tmp_path, scene)
 
 
+@pytest.mark.fault("N7")
 def test_a_node_that_may_keep_an_earlier_version_removes_it(tmp_path: Path) -> None:
     async def scene(rig: Rig) -> None:
         # The first node was too slow, so the second one was asked.
@@ -295,6 +296,7 @@ def test_a_node_that_may_keep_an_earlier_version_removes_it(tmp_path: Path) -> N
     play(tmp_path, scene)
 
 
+@pytest.mark.fault("N7")
 def test_a_node_removes_nothing_that_no_other_node_has(tmp_path: Path) -> None:
     async def scene(rig: Rig) -> None:
         assert await rig.fsync() == b"peer"
