@@ -23,6 +23,10 @@ from monarch.vfs.source_limit import SourceLimit
 CAPACITY = 1000
 
 
+def _group() -> PurePosixPath:
+    return PurePosixPath("/slurm/job_7/step_0")
+
+
 class Served:
     """The quotas of a mount: of user 1001, and of all others."""
 
@@ -72,10 +76,10 @@ async def test_a_quota_is_changed_and_copies_beyond_it_stay(served: Served) -> N
 
 @pytest.mark.promise(298, 321)
 async def test_a_job_that_is_added_counts_before_that_of_all_others(served: Served) -> None:
-    assert served.quotas._number(1002, 1) == 1
+    assert served.quotas._number(1002, _group) == 1
     (change,) = await served.ask({"cgroup": "/slurm/job_7", "tier": 500})
     assert (change.is_new, change.tier, change.tier_before) == (True, 500, None)
-    assert served.quotas._number(1002, 1) == 2 and served.quotas._number(1001, 1) == 0
+    assert served.quotas._number(1002, _group) == 2 and served.quotas._number(1001, _group) == 0
     assert served.quotas.copies.fits(2, 500) and not served.quotas.copies.fits(2, 501)
 
 
