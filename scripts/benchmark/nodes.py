@@ -1,10 +1,10 @@
 """Several nodes of one job over one slow source, which share their copies or each work alone.
 
 A node is a network namespace with a daemon, a tier for 30 % of the data, and twelve readers, as the
-DataLoaders of four processes with three workers each. Together they read all files, or all pieces of 1 MiB of a large one,
-in each epoch once, in an order of the node. All nodes read the same slow source, whose bandwidth is
-that of all of them together. The bytes read there are counted by the source. The kernel keeps no
-pages of it, since the nodes of this machine would share them.
+DataLoaders of four processes with three workers each. Together they read all files, or all pieces
+of 1 MiB of a large one, in each epoch once, in an order of the node. All nodes read the same slow
+source, whose bandwidth is that of all of them together. The bytes read there are counted by the
+source. The kernel keeps no pages of it, since the nodes of this machine would share them.
 
 At last one node reads the files of the others through its mount, and a plain HTTP client on that
 node gets the same files from the same engines, in the same order. Without a limit of the links, for
