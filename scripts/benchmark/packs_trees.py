@@ -72,9 +72,10 @@ SOURCE = Contender("tree at the source", by_files, _TREE)
 TREE = Contender("tree, mounted", by_files, _TREE, is_mounted=True)
 # The plain tree, by a program that was changed as that of the packs with ``get_many``.
 SOURCE_TOGETHER = Contender("tree at the source, get_many", partial(by_files, together=True), _TREE)
+CHUNK_WISE = Contender("pack, chunk-wise", by_chunks, _PACK, is_mounted=True)
 PACKS = (
     Contender("pack, file-wise", by_files, _PACK, is_mounted=True),
-    Contender("pack, chunk-wise", by_chunks, _PACK, is_mounted=True),
+    CHUNK_WISE,
     Contender("pack, file-wise, get_many", partial(by_files, together=True), _PACK, True),
     Contender("pack, chunk-wise, get_many", partial(by_chunks, together=True), _PACK, True),
 )

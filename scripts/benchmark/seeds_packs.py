@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from scripts.benchmark.packs_readers import import_all
-from scripts.benchmark.packs_trees import PACKS, SOURCE, Bench, Measured
+from scripts.benchmark.packs_trees import CHUNK_WISE, SOURCE, Bench, Measured
 from scripts.benchmark.rows import Result, Row, measure
 
 FILE_BYTES = 10_000
@@ -21,7 +21,7 @@ class Lab:
     """One round: an epoch of the pack, shuffled by chunks, and one of the tree at the source."""
 
     def __init__(self, bench: Bench) -> None:
-        self._pack, self._tree = bench.measured(PACKS[-1]), bench.measured(SOURCE)
+        self._pack, self._tree = bench.measured(CHUNK_WISE), bench.measured(SOURCE)
 
     def ratio(self, value: Callable[[Measured], float]) -> float:
         return value(self._pack) / value(self._tree)
