@@ -57,7 +57,7 @@ from tests.equipment.slowfs import SlowSource
 T = TypeVar("T")
 
 NODES = 4
-# With N readers in all, each of which waits for one of M equal links, the links are used for
+# With N readers in all, where each waits for one of M equal links, the links are used for
 # N / (N + M - 1) of the time (mean value analysis of a closed network): 0.84 with four readers a
 # node, 0.94 with twelve. The bar allows 0.9.
 READERS = 12
