@@ -233,6 +233,7 @@ class Drain:
                             await self._wakeups.change()
                         continue
                 except _RefusedError as refused:
+                    self._trouble.answered()
                     self._hold_front(refused.error)
                 except (OSError, Refused) as error:
                     await self._rest(error, errno_words(error.errno))

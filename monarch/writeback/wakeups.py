@@ -121,6 +121,12 @@ class Trouble:
         await self._wakeups.pause(self._pause_s)
         self._pause_s = min(2 * self._pause_s, BACKOFF_S[1])
 
+    def answered(self) -> None:
+        """The source has refused one change: that is the reason now."""
+        if self.reason is not None:
+            self.reason = None
+            self._wakeups.wake_all()
+
     def end(self) -> None:
         """Ends the trouble: the source has accepted a change."""
         if self.reason is not None:

@@ -128,6 +128,21 @@ async def test_a_source_that_accepts_no_change_is_not_called_one_that_refuses_no
         assert session.write_back.drain.stopped is None
 
 
+async def test_the_reason_shown_is_that_of_the_last_answer(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    async with rig.mount() as session:
+        drain = session.write_back.drain
+        with monkeypatch.context() as patched:
+            patched.setattr(SourceWriter, "carry_out", _read_only)
+            await session.mkdir(b"d/new")
+            await until(lambda: drain.stopped is not None)
+            (rig.source / "d" / "new").write_bytes(b"theirs")
+        await until(lambda: bool(session.write_back.refusals.list()))
+        assert drain.stopped is None
+        assert "EEXIST" in (drain.backlog().trouble or "")
+
+
 @pytest.mark.promise(81)
 async def test_a_read_only_file_system_below_the_source_holds_up_its_own_changes(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
