@@ -107,6 +107,8 @@ class ObjectTable:
     def lowest(self, number: int) -> int:
         """The lowest offset at which bytes were changed since the last content was recorded; more
         than any size if none were."""
+        if number in self.states.unrecorded:
+            return 0
         file = self.open.get(number)
         return UNTOUCHED if file is None else file.lowest()
 

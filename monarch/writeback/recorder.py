@@ -253,8 +253,11 @@ class Recorder:
             self._delayed_contents[node.ino] = None
             self._not_recorded(node, file, UNTOUCHED)
             raise
-        # A file that was open when its daemon was killed may have been changed anywhere.
+        # A file that was open when its daemon was killed may have been changed anywhere, and so may
+        # one that was closed without a record.
         lowest = file.lowest(forget=True) if file is not None else 0
+        if number in table.states.unrecorded:
+            lowest = 0
         is_through = table.states.is_write_through(number)
         op = content_of(
             node,

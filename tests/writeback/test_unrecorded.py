@@ -140,6 +140,21 @@ async def test_an_fsync_for_which_the_journal_has_no_room_fails_until_it_has(
         assert (rig.source / "a").read_bytes() == SECOND
 
 
+async def test_bytes_without_a_record_reach_the_source_with_what_is_appended_later(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    """The source has the beginning of an older version, to which nothing may be appended."""
+    async with rig.mount() as session:
+        ino = await drained_and_open(session)
+        with full_journal(session):
+            await rewrite(session, ino)
+        ino = await session.open(b"a")
+        await session.files.write(ino, len(SECOND), b"appended")
+        session.files.release(ino)
+        await session.drained()
+        assert (rig.source / "a").read_bytes() == SECOND + b"appended"
+
+
 async def test_the_next_mount_finds_bytes_without_a_record_after_a_clean_end(
     rig: Rig, clock: trio.testing.MockClock
 ) -> None:
