@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 _LONGEST_CHANGE = 128 * KiB
 # The room that is kept on a full disk for the marks of each change, in bytes.
 _MARKS = 1 * KiB
+# The most room for marks: the first drained objects give room for those of the others.
+_MOST_FOR_MARKS = 4 * MiB
 # The journal is shortened when it is longer than this, in bytes, and than this many times its
 # length after it was shortened last.
 _LONG_BYTES = 1 * MiB
@@ -168,7 +170,8 @@ class Journal:
 
     def _for_marks(self) -> int:
         """The room for the marks, and for a short journal that gives back the room of this one."""
-        return _MARKS * (len(self._undone) + 1) + _LONG_BYTES_FULL
+        marks = min(_MARKS * (len(self._undone) + 1), _MOST_FOR_MARKS)
+        return marks + _LONG_BYTES_FULL
 
     def append(self, op: Op) -> int:
         """Record a change, which then outlives the daemon; returns its seq. Raises OSError."""
@@ -290,6 +293,8 @@ class Journal:
         """Whether most of it may be left out by ``shorten``, or enough on a full disk."""
         least, times = _LONG_BYTES, _LONG_TIMES
         if not self.has_room():
+            if not self.file.has_left(self._short_bytes):
+                return False
             least, times = _LONG_BYTES_FULL, _LONG_TIMES_FULL
         return self.file.position > max(least, times * self._short_bytes)
 

@@ -47,6 +47,8 @@ _RELEASE_S = 5.0
 _JOURNAL_CHECK_S = 5.0
 _JOURNAL_PAUSE_S = 600.0
 _JOURNAL_PAUSE_FULL_S = 30.0
+# The least pause as a multiple of the time that the try has taken.
+_PAUSE_TIMES = 20
 # The interval of checks whether the journal has accepted all contents at the end, in seconds.
 _RECORD_STEP_S = 0.2
 # Time limit for the tier's disk at the end of the mount, in seconds.
@@ -117,12 +119,14 @@ class WriteBack:
                 continue
             # The shorter journal is written beside the old one. On a full disk it may fit into the
             # reserve, and then gives back the room of the old one.
-            is_full = not journal.has_room()
+            is_full, begun_s = not journal.has_room(), trio.current_time()
             try:
                 await threads.run(journal.shorten)
             except OSError as error:
                 log.warning("the journal cannot be shortened: %s", error.strerror)
-                await trio.sleep(_JOURNAL_PAUSE_FULL_S if is_full else _JOURNAL_PAUSE_S)
+                took_s = trio.current_time() - begun_s
+                pause_s = max(_JOURNAL_PAUSE_FULL_S, _PAUSE_TIMES * took_s)
+                await trio.sleep(pause_s if is_full else _JOURNAL_PAUSE_S)
 
     async def _renew_lease(self) -> None:
         while True:
