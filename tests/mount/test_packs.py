@@ -79,6 +79,28 @@ def test_a_pack_shows_the_tree_that_it_was_made_of(
     assert read_chunks(mounted) == 0
 
 
+@pytest.mark.promise(230)
+@pytest.mark.modes("relay")
+def test_names_and_attributes_of_a_pack_cost_no_call_at_the_source(
+    monarch: MonarchCommand, packed: Path, tmp_path: Path
+) -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
+    first, *_ = chunks_of(packed)
+    with SlowSource(packed, tmp_path / "slow", attribute_s=0) as slow:
+        mounted = monarch.mount(slow.path)
+        before = slow.counters()
+        for command in (["ls", "-lR"], ["find"]):
+            subprocess.run([*command, mounted.path], check=True, stdout=subprocess.DEVNULL)
+        for _ in range(10_000 // len(first)):
+            for name in first:
+                os.stat(mounted.path / name)
+        assert slow.counters() == before
+        (mounted.path / first[0]).read_bytes()
+        assert slow.counters()["open"] == before["open"] + 1
+        mounted.umount()
+
+
 @pytest.mark.promise(231)
 @pytest.mark.modes("relay")
 def test_a_daemon_killed_in_the_middle_of_a_chunk_leaves_right_copies_only(
