@@ -19,6 +19,7 @@ class OneByOne:
     """What a pass counts, with sets and lists."""
 
     window_size: int
+    files: int
     opens: int = 0
     seen: set[int] = field(default_factory=set)
     new: list[int] = field(default_factory=list)
@@ -30,10 +31,11 @@ class OneByOne:
     windows: int = 0
 
     def opened(self, number: int) -> None:
-        if number in self.window:
+        is_again = number in self.window
+        if is_again and (number in self.run or len(self.seen) < self.files):
             return
         self._count(number)
-        if self.window_size:
+        if self.window_size and not is_again:
             self.window.append(number)
         if len(self.window) == self.window_size > 0:
             self.last_window, self.window = self.window, []
@@ -72,7 +74,7 @@ def test_a_pass_counts_many_opens_as_one_by_one(seed: int) -> None:
     numbers = opens_of(rng, files)
     opens = array("I", (FIRST + number for number in numbers))
     keep = rng.choice([0, size, len(opens)])
-    model = OneByOne(size)
+    model = OneByOne(size, files)
     now = Pass(
         first=FIRST, seen=bytearray(files), mark=3, window_size=size, opens=0, files=0, run=()
     )

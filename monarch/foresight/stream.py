@@ -236,10 +236,12 @@ class Stream:
         """Records an open of one of the files by a ``process`` (0: unknown); whether a window is
         complete."""
         position, latest = ino - self._start, self._latest
-        if position in latest:
-            # Some formats open a file twice for one sample.
+        if position not in latest:
+            latest[position] = process
+        elif self._seen.count < self._n or position in self._run:
+            # Some formats open a file twice for one sample. After all files, it is one of the next
+            # epoch.
             return False
-        latest[position] = process
         self.opens += 1
         if self._seen.add(position):
             if self._order is not None:

@@ -42,7 +42,8 @@ class Pass:
     ``seen`` has ``mark`` for each file that the pass has opened, and ``files`` is their number.
     ``run`` has the files of the latest run, ``run_opens`` its opens; ``repeats`` is the number of
     files of earlier runs. With a ``window_size`` above 0, ``window`` has the files that were opened
-    since the last complete window, and an open of one of these is not counted.
+    since the last complete window. An open of one of these is not counted before the pass has
+    opened all files, and not for a run that has it.
     """
 
     first: int

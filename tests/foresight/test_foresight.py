@@ -291,6 +291,22 @@ def test_the_number_of_an_epoch_is_right_or_unknown(share: float, lot: int) -> N
         assert numbers[1:] == [None] * 5
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("files", [300, 1000])
+def test_each_epoch_of_a_small_directory_is_counted_whole(files: int, together: bool) -> None:
+    """The last files of an epoch may be the first ones of the next."""
+    for seed in range(5):
+        job = Job(rate=0, tree=Tree((1, files)))
+        for epoch in range(1, 5):
+            order = random.Random(9 * seed + epoch).sample(job.files(0), files)
+            if together:
+                job.foresight.opened_all(array("I", order))
+            else:
+                job.open(order)
+            (stream,) = job.foresight.report(counts_opens=True).streams
+            assert (stream.epoch, stream.share) == (epoch, 1.0)
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_an_epoch_is_known_as_long_as_each_file_comes_once(noise: float) -> None:
     """The other files become unknown within the second epoch, and stay so."""

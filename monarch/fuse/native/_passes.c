@@ -58,9 +58,10 @@ static size_t count_all(struct pass *pass, size_t at) {
         if (number >= pass->files)
             return pass->stop + 1;
         if (pass->window_size) {
-            if (has(pass->window, counts[IN_WINDOW], number))
+            if (!has(pass->window, counts[IN_WINDOW], number))
+                pass->window[counts[IN_WINDOW]++] = number;
+            else if (counts[FILES] < pass->files || has(pass->run, counts[RUN], number))
                 continue;
-            pass->window[counts[IN_WINDOW]++] = number;
         }
         bool ends = count(pass, number) && is_over(counts);
         if (pass->window_size && counts[IN_WINDOW] == pass->window_size) {
