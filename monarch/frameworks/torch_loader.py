@@ -147,6 +147,7 @@ class _Announcing:
             return self._files.announce(indices, more) if indices else None
         except (TypeError, ValueError, LookupError, OverflowError):
             # They may be more than numbers, or the data set may have a sample for any number.
+            self._files.close()
             return None
 
 
