@@ -61,6 +61,8 @@ class Bench:
         """The profile of the job on a new mount. ``limit`` of the source in MB/s, 0: the files
         themselves are the source."""
         self._mounts += 1
+        source = f"{limit} MB/s" if limit else "without a limit"
+        sys.stderr.write(f"analysis {self._mounts}: source {source}, tier of {capacity:,} bytes\n")
         out = self._work / f"profile{self._mounts}.json"
         self._source.rules()
         with Mount(
