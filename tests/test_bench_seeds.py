@@ -13,8 +13,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from scripts.benchmark import seeds, seeds_lmdbio, seeds_mounts, seeds_prep, seeds_simulated
+from scripts.benchmark import (
+    seeds,
+    seeds_lmdbio,
+    seeds_mounts,
+    seeds_packs,
+    seeds_prep,
+    seeds_simulated,
+)
 from scripts.benchmark.options import PAPERS, parsed
+from scripts.benchmark.packs_readers import Epoch
+from scripts.benchmark.packs_trees import Contender, Measured
 from scripts.benchmark.rows import Result, Row, measure
 from scripts.benchmark.seeds_mounts import BUSY, FREE, Training
 from scripts.benchmark.seeds_prep import ALONE, TOGETHER, Search
@@ -114,6 +123,23 @@ def test_jobs_that_prepare_together_read_and_prepare_once() -> None:
 
     assert verdicts(Search(1.5, 1000, 40)) == ["good"] * 3
     assert verdicts(Search(5.0, 4000, 41)) == ["missed"] * 3
+
+
+class FakePacks:
+    def __init__(self) -> None:
+        self.measured_names: list[str] = []
+
+    def measured(self, contender: Contender) -> Measured:
+        self.measured_names.append(contender.name)
+        calls = {"pack, chunk-wise": 70, "tree at the source": 1000}[contender.name]
+        return Measured(Epoch(0, 0, 0.0, 0.0), calls, 0, 0.0)
+
+
+def test_a_pack_that_is_read_by_chunks_is_compared_with_its_tree() -> None:
+    bench: Any = FakePacks()
+    lab = seeds_packs.Lab(bench)
+    assert lab.ratio(lambda found: found.calls) == 0.07
+    assert bench.measured_names == ["pack, chunk-wise", "tree at the source"]
 
 
 def test_cursors_walk_over_the_records_of_other_readers(tmp_path: Path) -> None:
