@@ -90,12 +90,15 @@ class Files(Protocol):
 @dataclass(slots=True, eq=False)
 class _Fetch:
     """A fetch of ``size`` bytes for other members. When it is ``done`` it has ``found`` them, or
-    failed. They are kept for a while, unless they are ``given_up`` for others."""
+    failed. They are kept for a while, unless they are ``given_up`` for others, and until the last
+    of the ``answers`` with them is sent."""
 
     size: int
     done: trio.Event = field(default_factory=trio.Event)
     given_up: trio.Event = field(default_factory=trio.Event)
     found: Found | None = None
+    answers: int = 0
+    is_counted: bool = True
 
 
 def digest_of(content: Content) -> int:
@@ -235,11 +238,24 @@ class Answers:
             found = fetch.found
         if found is None:
             await _send(stream, NOT_KEPT)
-        elif found.content is not None:
-            await _send(stream, OK, found.content, digest=found.digest)
-        else:
+        elif found.content is None:
             where = f"X-Accel-Redirect: {INTERNAL}/{found.place}\r\n"
             await _send(stream, OK, digest=found.digest, fields=where)
+        elif fetch is None:
+            await _send(stream, OK, found.content, digest=found.digest)
+        else:
+            await self._send_fetched(stream, fetch, found.content, found.digest)
+
+    async def _send_fetched(
+        self, stream: trio.SocketStream, fetch: _Fetch, content: Content, digest: int
+    ) -> None:
+        """Sends bytes, which count as held until the member has them: it may be slow."""
+        fetch.answers += 1
+        try:
+            await _send(stream, OK, content, digest=digest)
+        finally:
+            fetch.answers -= 1
+            self._count_off(fetch)
 
     def _size_to_fetch(self, wanted: Wanted) -> int | None:
         self._asked = wanted
@@ -254,14 +270,19 @@ class Answers:
         for fetch in self._fetches.values():
             if self._held + size <= self._most_held:
                 break
-            if fetch.done.is_set() and not fetch.given_up.is_set():
+            if fetch.done.is_set() and not (fetch.given_up.is_set() or fetch.answers):
                 self._give_up(fetch)
         return self._held + size <= self._most_held
 
     def _give_up(self, fetch: _Fetch) -> None:
         """Ends the time in which bytes are kept."""
-        if not fetch.given_up.is_set():
-            fetch.given_up.set()
+        fetch.given_up.set()
+        self._count_off(fetch)
+
+    def _count_off(self, fetch: _Fetch) -> None:
+        """The bytes do not count any more if they are given up and no answer has them."""
+        if fetch.is_counted and fetch.given_up.is_set() and not fetch.answers:
+            fetch.is_counted = False
             self._held -= fetch.size
 
     def _begin(self, wanted: Wanted, size: int, nursery: trio.Nursery) -> _Fetch:

@@ -57,12 +57,17 @@ async def ask_daemon(path: Path, request: bytes) -> bytes:
     return b""
 
 
-def with_answers(directory: Path, check: Callable[[Files, Path], Awaitable[None]]) -> None:
+def with_answers(
+    directory: Path,
+    check: Callable[[Files, Path], Awaitable[None]],
+    *,
+    patience_s: float = 20.0,
+) -> None:
     """Runs ``check`` beside the answers of a daemon without an engine, at the socket ``path``."""
 
     async def main() -> None:
         files, path = Files(directory), directory / "peers" / SOCKET
-        answers = Answers(path, files, KEY, patience_s=20.0, most_held=8_000_000)
+        answers = Answers(path, files, KEY, patience_s=patience_s, most_held=8_000_000)
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(answers.run)
@@ -87,6 +92,29 @@ def test_bytes_that_are_kept_are_given_up_for_others(tmp_path: Path) -> None:
             assert answer.endswith(bytes([number]) * 3_000_000)
 
     with_answers(tmp_path, check)
+
+
+def test_bytes_that_a_slow_member_gets_are_held_until_it_has_them(tmp_path: Path) -> None:
+    async def check(files: Files, path: Path) -> None:
+        files.may_arrive.set()
+        requests = []
+        for number in range(3):
+            files.source[Span(ODD, number, number)] = bytes([number]) * 3_000_000
+            requests.append(to_daemon(f"/{SET}/r/{ODD}/{number}-{number}"))
+        slow = [await trio.open_unix_socket(path) for _ in range(2)]
+        for stream, request in zip(slow, requests, strict=False):
+            await stream.send_all(request)
+            # The rest does not fit into the buffer of the socket.
+            assert (await stream.receive_some(12)) == b"HTTP/1.1 200"
+        for _ in range(2):
+            assert (await ask_daemon(path, requests[2])).startswith(b"HTTP/1.1 202 ")
+        await slow[0].aclose()
+        while (await ask_daemon(path, requests[2])).startswith(b"HTTP/1.1 202 "):
+            pass
+        assert (await ask_daemon(path, requests[2])).endswith(bytes([2]) * 3_000_000)
+        await slow[1].aclose()
+
+    with_answers(tmp_path, check, patience_s=0.05)
 
 
 def test_an_unknown_error_in_one_answer_ends_its_connection_only(
