@@ -10,6 +10,7 @@ may wait for the disk.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import threading
@@ -23,6 +24,8 @@ import xxhash
 from monarch.posix.files import closing_fd, sync_path
 from monarch.posix.private_directory import open_private, read_private, replace_private
 from monarch.text import GiB, KiB, MiB
+
+log = logging.getLogger(__name__)
 
 TOKEN = "[0-9a-f]{16,64}"
 Take = Callable[[bytes], object]
@@ -119,19 +122,27 @@ class HeldFiles:
 
     def _load(self, place: Path) -> None:
         """Reads the records of a mount, and removes what does not count."""
-        found = set()
+        found: set[Path] = set()
         for path in place.glob("*.json"):
-            with suppress(OSError, ValueError):
+            try:
                 record = Record.from_text(read_private(path))
                 is_whole = self._path(record).stat().st_size == record.size
-                if is_whole and record.token == place.name and path.stem == str(record.number):
-                    self._add(record)
-                    found.update(self._paths(record))
+            except (ValueError, FileNotFoundError):
+                continue
+            except OSError as error:
+                # The next mount may be able to read it.
+                log.warning("%s, a file of another node, is not known: %s", path, error.strerror)
+                found.update(place.glob(f"{path.stem}.*"))
+                continue
+            if is_whole and record.token == place.name and path.stem == str(record.number):
+                self._add(record)
+                found.update(self._paths(record))
         for path in place.iterdir():
             if path not in found:
                 with suppress(OSError):
                     path.unlink()
-        self._leave(place)
+        with suppress(OSError):
+            place.rmdir()
 
     @property
     def files(self) -> int:
@@ -179,8 +190,8 @@ class HeldFiles:
             if is_here and before is not None and before.size != record.size:
                 return False
             more = 0 if is_here else record.size
-            is_new = before is None and self._count() >= _MOST_FILES
-            if is_new or self._bytes + more > self._most:
+            is_full = before is None and self._count() >= _MOST_FILES
+            if is_full or self._bytes + more > self._most:
                 return False
             # The earlier version stays until the new one is safe.
             self._busy[key] = -1
@@ -278,7 +289,7 @@ class HeldFiles:
                 except OSError as error:
                     failure = error
             left = []
-            self._leave(self._directory / key[0])
+            self._leave(key)
 
     # -- what is known, with the lock --------------------------------------------------------------
 
@@ -301,10 +312,12 @@ class HeldFiles:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def _leave(self, place: Path) -> None:
-        """Removes the directory of a mount if it is empty."""
-        with suppress(OSError):
-            place.rmdir()
+    def _leave(self, key: _Key) -> None:
+        """Removes the directory of the mount of an object if it is empty, and no file arrives."""
+        with self._lock:
+            if not any(other[0] == key[0] and other != key for other in self._busy):
+                with suppress(OSError):
+                    (self._directory / key[0]).rmdir()
 
     def open(self, record: Record) -> int:
         """A descriptor of the bytes, which are right: they are compared with the digest."""

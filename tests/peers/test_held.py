@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import xxhash
@@ -222,6 +224,43 @@ def test_an_error_of_the_disk_behind_the_bytes_leaves_the_earlier_version(
     assert held.of(TOKEN) == [before] and read(held, before) == CONTENT
     assert held.nbytes == len(CONTENT)
     assert HeldFiles(tmp_path, 100_000).of(TOKEN) == [before]
+
+
+@pytest.mark.fault("N7")
+def test_a_record_that_cannot_be_read_now_stays_for_the_next_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = record_of()
+    assert HeldFiles(tmp_path, 100_000).put(record, giving())
+
+    def failing(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as failures:
+        failures.setattr(held_files, "read_private", failing)
+        assert HeldFiles(tmp_path, 100_000).files == 0
+    assert "7.json, a file of another node, is not known: Too many open files" in caplog.text
+    again = HeldFiles(tmp_path, 100_000)
+    assert again.of(TOKEN) == [record] and read(again, record) == CONTENT
+
+
+def test_the_directory_of_a_mount_stays_while_a_file_arrives(tmp_path: Path) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    assert held.put(record_of(number=1), giving())
+    mkdir, forgotten = Path.mkdir, []
+
+    def forget_meanwhile(path: Path, *args: Any, **options: Any) -> None:
+        mkdir(path, *args, **options)
+        if not forgotten:
+            forgotten.append(1)
+            held.forget(TOKEN, 1, 0)
+
+    with pytest.MonkeyPatch.context() as change:
+        change.setattr(Path, "mkdir", forget_meanwhile)
+        assert held.put(record_of(number=2), giving())
+    assert [record.number for record in HeldFiles(tmp_path, 100_000).of(TOKEN)] == [2]
+    held.forget(TOKEN, 2, 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_more_is_kept_than_there_is_room_for(
