@@ -21,8 +21,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -72,6 +73,22 @@ class Placed:
     doubtful: Sequence[PeerClient]
 
 
+@dataclass(slots=True)
+class _Offer:
+    """A file that another member is asked to keep. When it last requested something, and how many
+    parts of the bytes it has requested."""
+
+    record: Record
+    seen_s: float
+    parts: int = 0
+
+    def is_late(self, until_s: float) -> bool:
+        """Whether the member has not ended by ``until_s``, or has stopped before all bytes."""
+        if self.parts * _PART < self.record.size:
+            until_s = min(until_s, self.seen_s + _LEAST_S)
+        return _now() > until_s
+
+
 def member_id(name: str) -> str:
     """The name of a member in requests."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
@@ -107,7 +124,7 @@ class Holding:
         # Until when members that were late are not asked.
         self._rests_s: dict[PeerClient, float] = {}
         # The files that other members are asked to keep now. No earlier daemon had these numbers.
-        self._offered: dict[int, Record] = {}
+        self._offered: dict[int, _Offer] = {}
         self._last_offer = time.time_ns()
         self._numbering = threading.Lock()
         # The offers that this node got, and whether it keeps the file, once that is known.
@@ -132,12 +149,15 @@ class Holding:
         if kind == "forget":
             await self._removals.run(self.held.forget, whose, number, int(numbers[1]))
             return OK, b"", ""
-        record = self._offered.get(number)
-        if record is None or whose != self._own:
+        offer = self._offered.get(number)
+        if offer is None or whose != self._own:
             return NOT_KEPT, b"", ""
+        offer.seen_s = _now()
         if kind == "record":
-            return OK, record.to_text().encode("ascii"), ""
-        return OK, b"", f"X-Accel-Redirect: {WRITTEN}/{self._objects(record.number)}\r\n"
+            return OK, offer.record.to_text().encode("ascii"), ""
+        offer.parts += 1
+        where = self._objects(offer.record.number)
+        return OK, b"", f"X-Accel-Redirect: {WRITTEN}/{where}\r\n"
 
     def _keeps(self, token: str, number: int) -> bool:
         if number == 0:
@@ -206,16 +226,22 @@ class Holding:
 
     # -- for the files of this node ------------------------------------------------------------
 
+    @property
+    def members(self) -> Collection[PeerClient]:
+        """The other members."""
+        return self._others.values()
+
     async def ask(self, record: Record) -> Placed:
         """Asks other members to keep a file."""
-        offer = self.newest()
-        self._offered[offer] = record
+        number = self.newest()
+        self._offered[number] = offer = _Offer(record, _now())
         try:
-            return await self._asks.run(self._ask, record, offer)
+            return await self._asks.run(self._ask, number, offer)
         finally:
-            del self._offered[offer]
+            del self._offered[number]
 
-    def _ask(self, record: Record, offer: int) -> Placed:
+    def _ask(self, number: int, offer: _Offer) -> Placed:
+        record = offer.record
         asked = 0
         doubtful: list[PeerClient] = []
         for client in self._others.values():
@@ -224,8 +250,10 @@ class Holding:
             if self._rests_s.get(client, 0.0) > _now() or not client.breaker.admits(_now()):
                 continue
             asked += 1
-            within_s = _LEAST_S + record.size * _BYTE_S
-            status = self._told(client, f"hold/{self._own}/{offer}", _now() + within_s)
+            began_s, offer.parts = _now(), 0
+            offer.seen_s, until_s = began_s, began_s + _LEAST_S + record.size * _BYTE_S
+            is_late = partial(offer.is_late, until_s)
+            status = self._told(client, f"hold/{self._own}/{number}", is_late)
             if status == OK:
                 return Placed(client, doubtful)
             if status != NOT_KEPT or self._has_other_version(client, record):
@@ -236,7 +264,7 @@ class Holding:
                     f"late {client.name}",
                     "node %s has not kept a written file within %.0f s: it is not asked to keep"
                     " files for %.0f s",
-                    *(client.name, within_s, _REST_S),
+                    *(client.name, _now() - began_s, _REST_S),
                 )
         return Placed(None, doubtful)
 
@@ -266,15 +294,9 @@ class Holding:
             return False
         return await self._is_ok(client, f"forget/{token}/{number}/{version}")
 
-    async def forget_all(self, token: str) -> bool:
-        """Lets all members remove the files of a mount that they keep by now; whether all of them
-        answered."""
-        version = self.newest()
-        answers = [await self.forget(each, token, 0, version) for each in self._others.values()]
-        return all(answers)
-
     async def _is_ok(self, client: PeerClient, name: str) -> bool:
-        return await self._requests.run(self._told, client, name, _now() + _LEAST_S) == OK
+        until_s = _now() + _LEAST_S
+        return await self._requests.run(self._told, client, name, lambda: _now() > until_s) == OK
 
     # -- for the files of a member that is gone ----------------------------------------------------
 
@@ -305,12 +327,12 @@ class Holding:
         """Lets a member remove an object up to the version of ``record``; whether it answered."""
         return await self.forget(self._others[member], record.token, record.number, record.version)
 
-    def _told(self, client: PeerClient, name: str, until_s: float) -> int:
+    def _told(self, client: PeerClient, name: str, is_late: Callable[[], bool]) -> int:
         """The status of the answer of a member to a request, 0 without an answer; ``COMING`` if
-        nothing else is known after ``until_s``."""
+        nothing else is known when it ``is_late``."""
         try:
             answer = client.get(name, 0)
-            while answer.status == COMING and _now() < until_s:
+            while answer.status == COMING and not is_late():
                 answer = client.get(name, 0)
         except PeerFailed as error:
             self._limiter.warning(

@@ -92,9 +92,10 @@ class Replication:
         # When an object may be sent again.
         self._due_s: dict[int, float] = {}
         self._check_s = -math.inf
-        # Whether other nodes may keep files that the source has: an earlier mount may have sent
-        # some, and may have ended between its drain and their removal.
-        self._is_stale = True
+        # The nodes that may keep files that the source has, each with a number that changes when it
+        # may have got one: an earlier mount may have sent some, and may have ended between its
+        # drain and their removal.
+        self._stale = dict.fromkeys(holding.members, 0)
         # When other nodes may be asked again to remove all files.
         self._clear_s = -math.inf
         # Files that other nodes have taken, and those that none took, each time.
@@ -198,8 +199,13 @@ class Replication:
                     digest = await self._threads.run(digest_of_path, path)
                 except OSError:
                     return
-            record, self._is_stale = self._record(node, digest), True
-            found = await self._holding.ask(record)
+            record = self._record(node, digest)
+            try:
+                found = await self._holding.ask(record)
+            except BaseException:
+                # One of them may have got it.
+                self._stale.update(dict.fromkeys(self._holding.members, self._holding.newest()))
+                raise
             for client in found.doubtful:
                 self._leave(client, number)
             if found.client is None:
@@ -210,12 +216,14 @@ class Replication:
             self._due_s[number] = now + (_AGAIN_S if record.size > _SMALL else 0.0)
             if placed is not None and placed.client is not found.client:
                 self._leave(placed.client, number)
+            self._stale[found.client] = self._holding.newest()
             self._left.get(found.client, {}).pop(number, None)
             self._placed[number] = _Placed(found.client, seq, record)
 
     def _leave(self, client: PeerClient, number: int) -> None:
         """A node need not keep an object any more, if it does."""
-        self._left.setdefault(client, {})[number] = self._holding.newest()
+        version = self._holding.newest()
+        self._stale[client] = self._left.setdefault(client, {})[number] = version
 
     async def run(self) -> None:
         """Follows the changes of the files that were sent, until cancelled."""
@@ -237,14 +245,19 @@ class Replication:
             self._check_s = now + CHECK_S
         await self._remove_left()
         is_all_drained = not self._wanted and not self._drain.queue.last_seq
-        if self._is_stale and is_all_drained and now >= self._clear_s:
-            # A file that is sent meanwhile is later than what is removed.
-            self._is_stale = False
-            if not await self._holding.forget_all(self._token):
-                self._is_stale = True
-                self._clear_s = now + _PAUSE_S
-            elif not self._is_stale:
-                self._left.clear()
+        if self._stale and is_all_drained and now >= self._clear_s:
+            await self._clear()
+            self._clear_s = now + _PAUSE_S if self._stale else -math.inf
+
+    async def _clear(self) -> None:
+        """Lets the nodes that may keep any file remove all of them."""
+        # A file that is sent meanwhile is later than what is removed.
+        version = self._holding.newest()
+        for client, number in list(self._stale.items()):
+            is_clear = await self._holding.forget(client, self._token, 0, version)
+            if is_clear and self._stale.get(client) == number:
+                del self._stale[client]
+                self._left.pop(client, None)
 
     async def _remove_left(self) -> None:
         """Lets nodes remove what they need not keep; those that do not answer are asked again."""
@@ -295,6 +308,6 @@ class Replication:
 
     async def finish(self) -> None:
         """At the end of the mount: lets other nodes remove the files if the source has all."""
-        if self._is_stale and not self._drain.queue.last_seq:
+        if not self._drain.queue.last_seq:
             with trio.move_on_after(_END_S, shield=True):
-                await self._holding.forget_all(self._token)
+                await self._clear()

@@ -120,7 +120,7 @@ def test_a_file_is_kept_by_another_member_until_that_is_not_needed(tmp_path: Pat
         assert await owner.is_held(client, record)
         assert await owner.forget(client, TOKEN, 300, kept.version)
         assert not await owner.is_held(client, record) and not other.held.files
-        assert await owner.forget_all(TOKEN)
+        assert await owner.forget(client, TOKEN, 0, owner.newest())
 
     with_pair(tmp_path, check)
 
@@ -171,7 +171,8 @@ def test_files_are_kept_over_a_change_of_the_secret(
     async def forget(pair: Pair) -> None:
         owner, other = pair.members
         assert await owner.is_held(pair.clients[1], pair.record())
-        assert await owner.forget_all(TOKEN) and not other.held.files
+        assert await owner.forget(pair.clients[1], TOKEN, 0, owner.newest())
+        assert not other.held.files
 
     with_pair(tmp_path, send)
     monkeypatch.setattr(f"{__name__}.KEYS", [MemberKey(name, SET, b"n" * 32) for name in NAMES])
@@ -179,8 +180,9 @@ def test_files_are_kept_over_a_change_of_the_secret(
 
 
 @pytest.mark.fault("N7")
+@pytest.mark.parametrize("size", [0, 1 << 40])
 def test_a_node_whose_disk_hangs_delays_one_fsync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(holdings, "_LEAST_S", 0.0)
 
@@ -197,7 +199,7 @@ def test_a_node_whose_disk_hangs_delays_one_fsync(
             return Answer(OK, b"", None)
 
     hanging, keeping = Hanging(), Keeping()
-    record = Record(TOKEN, 300, 0, "0" * 32, b"a", 0o644, 0, 0, 5)
+    record = Record(TOKEN, 300, size, "0" * 32, b"a", 0o644, 0, 0, 5)
 
     async def main() -> None:
         holding = Holding(
@@ -266,7 +268,7 @@ def test_a_member_that_is_left_out_gets_no_removals(tmp_path: Path) -> None:
         client = pair.clients[1]
         for _ in range(10):
             client.breaker.failed(time.monotonic() + 1000)
-        assert not await pair.members[0].forget_all(TOKEN)
+        assert not await pair.members[0].forget(client, TOKEN, 0, 1)
         assert not client.was_asked
 
     with_pair(tmp_path, check)

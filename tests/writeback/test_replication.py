@@ -49,8 +49,10 @@ class Rig:
         self.nodes = [_Node(f"n{number}") for number in (1, 2)]
         self.takers = self.nodes[:1]
         self.asked: list[Record] = []
+        # Removals, by node and object, and those that were requested.
         self.forgotten: list[tuple[str, int]] = []
-        self.is_held = self.answers = True
+        self.requested: list[tuple[str, int]] = []
+        self.is_held = True
         # Nodes that may have got the next file that is sent, and those that do not answer.
         self.doubtful: list[_Node] = []
         self.silent: set[str] = set()
@@ -66,6 +68,8 @@ class Rig:
         rig = self
 
         class Holding:
+            members = rig.nodes
+
             async def ask(self, record: Record) -> Any:
                 rig.asked.append(record)
                 await rig.while_asked()
@@ -81,15 +85,13 @@ class Rig:
                 return rig.is_held
 
             async def forget(self, client: Any, token: str, number: int, version: int) -> bool:
+                if number == 0:
+                    await rig.while_cleared()
+                rig.requested.append((client.name, number))
                 if client.name in rig.silent:
                     return False
                 rig.forgotten.append((client.name, number))
                 return True
-
-            async def forget_all(self, token: str) -> bool:
-                await rig.while_cleared()
-                rig.forgotten.append(("all", 0))
-                return rig.answers
 
         self.made = Replication(
             cast(Any, SimpleNamespace(node=lambda ino: self.node, visible_path=self.visible_path)),
@@ -159,7 +161,7 @@ def test_a_file_is_sent_at_its_fsync_and_forgotten_when_the_source_has_it(tmp_pa
         assert rig.durable(rig.node) == b"local"
         rig.base, rig.waiting = b"source", 0
         await rig.later(2)
-        assert rig.forgotten == [("n1", 7), ("all", 0)]
+        assert sorted(rig.forgotten) == [("n1", 0), ("n1", 7), ("n2", 0)]
         assert rig.made.kept == 0
 
     play(tmp_path, scene)
@@ -327,11 +329,12 @@ def test_a_file_that_is_sent_while_other_nodes_remove_all_is_removed_later(tmp_p
 
         rig.base, rig.waiting, rig.while_cleared = b"source", 0, again
         await rig.later(2)
-        assert rig.forgotten == [("n1", 7), ("all", 0)]
+        assert sorted(rig.forgotten) == [("n1", 0), ("n1", 7), ("n2", 0)]
         assert rig.durable(rig.node) == b"peer"
         rig.base, rig.waiting, rig.while_cleared = b"source", 0, trio.lowlevel.checkpoint
-        await rig.later(2)
-        assert rig.forgotten == [("n1", 7), ("all", 0)] * 2
+        await rig.later(6)
+        # The other node has got nothing since.
+        assert sorted(rig.forgotten) == [("n1", 0)] * 2 + [("n1", 7)] * 2 + [("n2", 0)]
 
     play(tmp_path, scene)
 
@@ -346,7 +349,7 @@ def test_a_file_that_the_source_gets_while_it_is_sent_is_forgotten(tmp_path: Pat
         rig.while_asked = drained
         await rig.fsync()
         await rig.later(2)
-        assert rig.forgotten == [("n1", 7), ("all", 0)] and rig.made.kept == 0
+        assert sorted(rig.forgotten) == [("n1", 0), ("n1", 7), ("n2", 0)] and rig.made.kept == 0
 
     play(tmp_path, scene)
 
@@ -365,14 +368,16 @@ def test_without_a_lease_at_the_source_nothing_is_sent(tmp_path: Path) -> None:
 
 def test_a_mount_removes_at_its_start_what_an_earlier_one_has_left(tmp_path: Path) -> None:
     async def scene(rig: Rig) -> None:
-        rig.base, rig.waiting, rig.answers = b"source", 0, False
+        rig.base, rig.waiting, rig.silent = b"source", 0, {"n2"}
         for _ in range(3):
             await rig.later(1)
-        assert rig.forgotten == [("all", 0)]
-        rig.answers = True
+        assert sorted(rig.requested) == [("n1", 0), ("n2", 0)] and rig.forgotten == [("n1", 0)]
+        rig.silent.clear()
         for _ in range(2):
             await rig.later(6)
-        assert rig.forgotten == [("all", 0)] * 2
+        # A node that has answered is not asked again.
+        assert sorted(rig.requested) == [("n1", 0), ("n2", 0), ("n2", 0)]
+        assert rig.forgotten == [("n1", 0), ("n2", 0)]
 
     play(tmp_path, scene)
 
@@ -384,6 +389,6 @@ def test_the_end_of_a_mount_leaves_nothing_on_other_nodes(tmp_path: Path) -> Non
         assert not rig.forgotten, "the source lacks it"
         rig.waiting = 0
         await rig.made.finish()
-        assert rig.forgotten == [("all", 0)]
+        assert sorted(rig.forgotten) == [("n1", 0), ("n2", 0)]
 
     play(tmp_path, scene)
