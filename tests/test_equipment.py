@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from monarch.telemetry.log import JsonFormatter, TextFormatter
 from tests.conftest import MonarchCommand, Tree, contents, mounts, processes, trouble
 from tests.equipment import slowfs, throttled
 from tests.equipment.inotify import OpenCounter
+from tests.equipment.remounts import Ending, HistoryChecker, Left
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.throttled import CappedDisk
 from tests.equipment.virtual_clock import virtual_clock
@@ -418,3 +420,31 @@ def test_the_virtual_clock_jumps_while_a_thread_waits_for_a_task() -> None:
 
     with virtual_clock() as clock:
         trio.run(go, clock=clock)
+
+
+@pytest.mark.parametrize("wrong", ["", "f", "g"])
+def test_the_number_of_links_may_change_of_a_file_of_which_others_have_moved_a_name(
+    tmp_path: Path, wrong: str
+) -> None:
+    """The mount has removed one of two names, which the source still has. Others rename its
+    directory, so the file keeps that name. ``wrong``: a file that is shown with another change."""
+    source = tmp_path / "source"
+    (source / "d").mkdir(parents=True)
+    for name in ("f", "g"):
+        (source / name).write_bytes(b"bytes")
+    (source / "d/link").hardlink_to(source / "f")
+    checker = HistoryChecker(source, Left(tmp_path), closely=True)
+    shown = checker.at_source()
+    del shown[b"d/link"]
+    before = shown[b"f"]
+    shown[b"f"] = replace(before, more=(*before.more[:3], 1))
+    checker.ended(Ending(shown, "kill"))
+    checker.others_act(lambda: (source / "d").rename(source / "others-1"), "same")
+    now = checker.at_source()
+    assert now[b"f"].more[3] == 2
+    if not wrong:
+        checker.check_shown(now, "same")
+        return
+    now[wrong.encode()] = replace(now[wrong.encode()], mode=0o600, more=(0, 0, 0, 2))
+    with pytest.raises(AssertionError, match=f"b'{wrong}' is "):
+        checker.check_shown(now, "same")
