@@ -43,7 +43,8 @@ class Op:
     create   A new regular file with an empty ``object``. If the journal was compacted since, the
              file may have several names; they are in ``paths``.
     take     Copy-up: a file of the source has got an ``object``. The source has the bytes that it
-             had until then. ``paths`` holds the names of a file with several.
+             had until then. The record has the mode, the owner and the extended attributes;
+             ``paths`` holds the names of a file with several.
     mkdir, symlink (``to``: the target), mknod (``rdev``; the file type in ``mode``)
     link, rename     From ``path`` to the new name ``to``. A link of an entry with several names has
              some of them in ``paths``, unless root or its owner made it: which of them that user
