@@ -14,12 +14,12 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
-from monarch.types import WRITTEN_INO, Ino
+from monarch.types import WRITTEN_INO, Identity, Ino
 from monarch.writeback.op import Op
 
 log = logging.getLogger(__name__)
@@ -28,19 +28,30 @@ log = logging.getLogger(__name__)
 _LOGGED = 5
 
 
-def replay(names: Namespace, ops: Iterable[tuple[int, Op]], *, now_ns: int) -> dict[int, Ino]:
+def replay(
+    names: Namespace,
+    ops: Iterable[tuple[int, Op]],
+    *,
+    now_ns: int,
+    known: Callable[[int], Identity | None] = lambda number: None,
+) -> dict[int, Ino]:
     """Applies ``ops``, with their sequence numbers, to ``names``. ``now_ns`` is the time of changes
-    without a recorded time. Returns the inodes of changes of files without an object, by sequence
-    number: the extended attributes among these changes are not applied.
+    without a recorded time. ``known`` returns the source's known version of the file of an object.
+    Returns the inodes of changes of files without an object, by sequence number: the extended
+    attributes among these changes are not applied.
 
     A record that cannot be applied is logged and left out: no error in a journal may prevent the
     mount.
     """
     failed = 0
     without_object: dict[int, Ino] = {}
+    taken: dict[int, Identity | None] = {}
     for seq, op in ops:
+        if op.kind == "take":
+            taken[op.object] = op.was
         try:
-            ino = _Replayed(names, op, now_ns).do()
+            version = known(op.object) or taken.get(op.object)
+            ino = _Replayed(names, op, now_ns, version).do()
             if ino is not None:
                 without_object[seq] = ino
         except Exception as error:
@@ -58,11 +69,12 @@ def replay(names: Namespace, ops: Iterable[tuple[int, Op]], *, now_ns: int) -> d
 
 
 class _Replayed:
-    """One operation, applied to the tree."""
+    """One operation, applied to the tree. ``version`` is the source's known version of its file."""
 
-    def __init__(self, names: Namespace, op: Op, now_ns: int) -> None:
+    def __init__(self, names: Namespace, op: Op, now_ns: int, version: Identity | None) -> None:
         self._names = names
         self._op = op
+        self._version = version
         self._now_ns = op.mtime_ns if op.mtime_ns is not None else now_ns
 
     def do(self) -> Ino | None:
@@ -222,15 +234,27 @@ class _Replayed:
     def _have_attributes(self, node: Node) -> None:
         """Those that the mount showed of a file when its content was recorded. A write removes
         set-ID bits, and others may have changed the file at the source before: neither has another
-        record. A newer snapshot has what others have changed, unless it lacks the file."""
+        record. A newer snapshot has what others have changed, unless it lacks the file, or has
+        another file in its place."""
         op = self._op
         if op.mode is None:
             return
         node.drop_bits((stat.S_ISUID | stat.S_ISGID) & ~op.mode)
-        if op.ino >= 0 or self._names.at_source(node.ino) is None:
+        if op.ino >= 0 or self._names.at_source(node.ino) is None or self._is_of_others(node.ino):
             node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(op.mode)
             node.uid = node.uid if op.uid is None else op.uid
             node.gid = node.gid if op.gid is None else op.gid
+
+    def _is_of_others(self, ino: Ino) -> bool:
+        """Whether the source has another file than the known one in its place. A number that the
+        source has used again shows in the owner, size and time."""
+        known, there = self._version, self._names.at_source(ino)
+        if known is None or there is None:
+            return False
+        if there.source_ino != known.source_ino:
+            return True
+        is_changed = (there.size, there.mtime_ns) != (known.size, known.mtime_ns)
+        return is_changed and self._op.uid not in (None, there.uid)
 
     def _linked(self) -> Ino:
         """The inode that gets another name; it may have only its new name by now."""
@@ -261,6 +285,7 @@ class _Replayed:
             self._have_xattrs(node)
         if op.kind == "content":
             node.set_content(op.size, mtime_ns=op.mtime_ns)
+        if op.kind == "content" or (op.ino < 0 and self._is_of_others(node.ino)):
             self._have_attributes(node)
         for other in op.paths:
             self._name_again(node.ino, other)

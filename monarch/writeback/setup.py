@@ -286,7 +286,7 @@ def _replay(place: WriteStore, front: WriteFront, drain: Drain) -> None:
     found = renumbered(place.found) if is_new else place.found
     drain.load(found)
     ops = _rewritten(place, found, drain, snapshot_id) if is_new else list(found.ops)
-    changed = replay(names, ops, now_ns=file_now_ns())
+    changed = replay(names, ops, now_ns=file_now_ns(), known=drain.state.identity)
     waiting = sum(seq not in found.done for seq, _ in ops)
     if waiting:
         log.info(

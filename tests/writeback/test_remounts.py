@@ -545,6 +545,40 @@ async def test_a_file_that_others_have_removed_stays_its_owner_s_if_it_was_writt
     assert (rig.source / "d/a").read_bytes() == b"new d/a"
 
 
+@pytest.mark.promise(79, 129)
+@pytest.mark.parametrize("is_recorded", [False, True])
+async def test_written_bytes_do_not_get_the_owner_of_a_file_that_another_user_has_put_there(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    is_recorded: bool,
+) -> None:
+    """The next mount has a new snapshot. ``is_recorded``: the journal has a content."""
+    rig = prepared(tmp_path, monkeypatch)
+    (rig.source / "d/a").chmod(0o600)
+    async with rig.mount(works=False) as session:
+        ino = await session.open(b"d/a")
+        await session.files.write(ino, 0, b"new")
+        if is_recorded:
+            session.files.release(ino)
+    (rig.source / "theirs").write_bytes(b"of another")
+    (rig.source / "theirs").chmod(0o666)
+    os.chown(rig.source / "theirs", 1234, 1234)
+    (rig.source / "theirs").replace(rig.source / "d/a")
+    rig.lose_state()
+    async with rig.mount() as session:
+        now = session.names.attributes(session.ino(b"d/a"))
+        assert (now.mode & 0o7777, now.uid, now.gid) == (0o600, os.geteuid(), os.getegid())
+        assert session.shown()[b"d/a"].content == b"new d/a"
+        await session.drained()
+        await session.end()
+    assert (rig.source / "d/a").read_bytes() == b"of another"
+    (kept,) = (rig.source / "d").glob("a.monarch-conflict-*")
+    status = kept.stat()
+    assert (status.st_mode & 0o7777, status.st_uid) == (0o600, os.geteuid())
+    assert kept.read_bytes() == b"new d/a"
+
+
 @pytest.mark.promise(31, 128)
 @pytest.mark.parametrize("kind", ["same", "never", "refresh"])
 async def test_attributes_are_not_those_of_the_file_that_has_the_first_name_now(
