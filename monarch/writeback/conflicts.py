@@ -21,21 +21,19 @@ class PathSet:
     """The paths of changes whose marks are not on the disk yet."""
 
     def __init__(self) -> None:
-        # Paths of changes that affect the entries beneath them; the directories above these paths;
-        # paths of changes that affect no entries beneath them.
+        # Paths of changes that affect the entries beneath them; paths of changes that affect no
+        # entries beneath them; the directories above all these paths.
         self._paths: set[bytes] = set()
-        self._above: set[bytes] = set()
         self._themselves: set[bytes] = set()
+        self._above: set[bytes] = set()
 
     def __bool__(self) -> bool:
         return bool(self._paths or self._themselves)
 
     def add(self, op: Op) -> None:
-        if op.kind in _OF_ITSELF:
-            self._themselves.add(op.path)
-            return
+        paths = self._themselves if op.kind in _OF_ITSELF else self._paths
         for path in op.names():
-            self._paths.add(path)
+            paths.add(path)
             self._above.update(above(path))
 
     def conflicts_with(self, op: Op) -> bool:
@@ -47,9 +45,7 @@ class PathSet:
                 return True
             if op.kind in _OF_ITSELF:
                 continue
-            if path in self._above or any(
-                name.startswith(path + b"/") for name in self._themselves
-            ):
+            if path in self._above:
                 return True
         return False
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from monarch.writeback.conflicts import PendingNames
+from monarch.writeback.conflicts import PathSet, PendingNames
 from monarch.writeback.op import Kind, Op, above
 
 _DIRECTORIES = [b"", b"a", b"a/b", b"a/b/c", b"ab"]
@@ -22,6 +22,43 @@ _KINDS: list[Kind] = [
     "unlink",
 ]
 _PATHS = [b"a", b"a/b", b"a/b/c", b"a/b/c/d", b"a/x", b"ab/y", b"z", b"a/b/e"]
+
+
+class _Searched(set[bytes]):
+    """A set whose elements are never read one after the other."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        pytest.fail("all paths are read")
+
+
+def _has_conflict(op: Op, others: Sequence[Op]) -> bool:
+    """As ``PathSet.conflicts_with``, by reading all paths."""
+    of_itself = ("mkdir", "attr", "xattr")
+    return any(
+        path == other
+        or (each.kind not in of_itself and path.startswith(other + b"/"))
+        or (op.kind not in of_itself and other.startswith(path + b"/"))
+        for each in others
+        for other in each.names()
+        for path in op.names()
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_conflict_is_found_without_reading_all_paths(seed: int) -> None:
+    rng = random.Random(seed)
+    paths, made = PathSet(), list[Op]()
+    for name, value in vars(paths).items():
+        assert value == set()
+        setattr(paths, name, _Searched())
+    for _ in range(12):
+        for _ in range(8):
+            op = _change(rng)
+            assert paths.conflicts_with(op) == _has_conflict(op, made)
+        made.append(op)
+        paths.add(op)
+    paths.clear()
+    assert not paths and not paths.conflicts_with(op)
 
 
 def _by_reading_all(directory: bytes, ops: Sequence[Op]) -> set[bytes] | None:
