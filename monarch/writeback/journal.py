@@ -51,12 +51,15 @@ _MARKS = 1 * KiB
 # The most room for marks: the first drained objects give room for those of the others.
 _MOST_FOR_MARKS = 4 * MiB
 # The journal is shortened when it is longer than this, in bytes, and than this many times its
-# length after it was shortened last.
+# length after it was shortened last, and the records of the changes that are not done, which stay.
 _LONG_BYTES = 1 * MiB
 _LONG_TIMES = 5
 # The same on a full disk.
 _LONG_BYTES_FULL = 64 * KiB
 _LONG_TIMES_FULL = 2
+
+
+def _nothing() -> None: ...
 
 
 class Journal:
@@ -79,6 +82,8 @@ class Journal:
         self._doubtful: set[int] = set()
         # The changes that are not done, in order: of which object each is a content, or 0.
         self._undone: dict[int, int] = {}
+        # About how long their records are, in bytes.
+        self._undone_bytes = 0
         # What was read at opening, and how many records there were then.
         self._found: Found | None = None
         self._found_records = 0
@@ -131,6 +136,8 @@ class Journal:
             self._doubt(op)
             if seq not in replay.done:
                 self._undone[seq] = op.object if op.kind == "content" else 0
+        changes = max(1, len(replay.ops))
+        self._undone_bytes = self.file.position * len(self._undone) // changes
         for op in replay.lost:
             if op in found.unrecorded:
                 continue
@@ -177,7 +184,7 @@ class Journal:
         """Record a change, which then outlives the daemon; returns its seq. Raises OSError."""
         seq = self._next_seq
         keep = self._for_marks() if op.kind == "content" else 0
-        self.file.append(change(seq, time.time_ns(), op), keep=keep)
+        self._undone_bytes += self.file.append(change(seq, time.time_ns(), op), keep=keep)
         failpoints.failpoint("journal-appended")
         self._next_seq += 1
         self._undone[seq] = content = op.object if op.kind == "content" else 0
@@ -223,7 +230,9 @@ class Journal:
         if self._done_beyond and is_further:
             self._done_beyond = {seq for seq in self._done_beyond if seq > upto}
         over = [*itertools.takewhile(lambda seq: seq <= upto, self._undone), *also]
+        before = len(self._undone)
         contents = {seq: self._undone.pop(seq, 0) for seq in over}
+        self._undone_bytes = self._undone_bytes * len(self._undone) // max(1, before)
         for seq, identity in done.items():
             if identity is not None and (number := contents.get(seq, 0)):
                 self._durable.add(number)
@@ -291,23 +300,23 @@ class Journal:
     @property
     def is_long(self) -> bool:
         """Whether most of it may be left out by ``shorten``, or enough on a full disk."""
-        least, times = _LONG_BYTES, _LONG_TIMES
-        if not self.has_room():
-            if not self.file.has_left(self._short_bytes):
-                return False
-            least, times = _LONG_BYTES_FULL, _LONG_TIMES_FULL
-        return self.file.position > max(least, times * self._short_bytes)
+        if self.has_room():
+            stays = max(self._short_bytes, self._undone_bytes)
+            return self.file.position > max(_LONG_BYTES, _LONG_TIMES * stays)
+        is_long = self.file.position > max(_LONG_BYTES_FULL, _LONG_TIMES_FULL * self._short_bytes)
+        return is_long and self.file.has_left(self._short_bytes)
 
-    def shorten(self) -> None:
-        """Rewrite the journal without what does not matter any more.
+    def shorten(self, pause: Callable[[], object] = _nothing) -> None:
+        """Rewrite the journal without what does not matter any more, unless nearly all matters.
 
         Appends continue meanwhile, and syncs wait for no more than a rename. The file is read
-        several times, and its records are not held. Raises OSError, and ValueError if a change
-        would be left out that is not done.
+        several times, and its records are not held. ``pause`` is called after each few records.
+        Raises OSError, and ValueError if a change would be left out that is not done.
         """
         position = self.file.position
-        shortening = Shortening(self.file, position)
-        self._rewrite(shortening.kept, partial(shortening.lines, self._boot), position)
+        shortening = Shortening(self.file, position, pause)
+        if not shortening.is_needless:
+            self._rewrite(shortening.kept, partial(shortening.lines, self._boot), position)
         self._short_bytes = self.file.position
 
     def _found_at(self, position: int) -> Found:

@@ -107,10 +107,10 @@ class JournalFile:
         """Removes the temporary file of an interrupted ``replace``. Raises OSError."""
         self.path.with_name(_STAGED).unlink(missing_ok=True)
 
-    def append(self, *records: Record, keep: int = 0) -> None:
-        """Appends records, which then survive a kill of the daemon. ``keep``: ENOSPC if less than
-        this number of bytes would be left on a full disk. Raises OSError, and then no part of them
-        is in the file."""
+    def append(self, *records: Record, keep: int = 0) -> int:
+        """Appends records, which then survive a kill of the daemon; returns their length in bytes.
+        ``keep``: ENOSPC if less than this number of bytes would be left on a full disk. Raises
+        OSError, and then no part of them is in the file."""
         with self._lock:
             if self.synced_bytes > self._said:
                 records[0]["upto"] = self.synced_bytes
@@ -126,6 +126,7 @@ class JournalFile:
             self.position += len(lines)
             self.written += len(records)
             self._said = self.synced_bytes
+        return len(lines)
 
     def _put(self, lines: bytes) -> None:
         written = os.pwrite(self.fd, lines, self.position)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ _JOURNAL_PAUSE_S = 600.0
 _JOURNAL_PAUSE_FULL_S = 30.0
 # The least pause as a multiple of the time that the try has taken.
 _PAUSE_TIMES = 20
+# A pause for the event loop after a few records while the journal is shortened, in seconds.
+_RECORDS_PAUSE_S = 0.0005
 # The interval of checks whether the journal has accepted all contents at the end, in seconds.
 _RECORD_STEP_S = 0.2
 # Time limit for the tier's disk at the end of the mount, in seconds.
@@ -121,7 +124,7 @@ class WriteBack:
             # reserve, and then gives back the room of the old one.
             is_full, begun_s = not journal.has_room(), trio.current_time()
             try:
-                await threads.run(journal.shorten)
+                await threads.run(journal.shorten, partial(time.sleep, _RECORDS_PAUSE_S))
             except OSError as error:
                 log.warning("the journal cannot be shortened: %s", error.strerror)
                 took_s = trio.current_time() - begun_s

@@ -7,10 +7,11 @@ import os
 import random
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -22,8 +23,10 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import Source
 from monarch.types import Identity
 from monarch.writeback import journal as journals
+from monarch.writeback import setup
 from monarch.writeback.history import Numbered, Summary, obsolete
 from monarch.writeback.journal import Journal, Op
+from monarch.writeback.journal_file import JournalFile
 from monarch.writeback.op import Kind
 from monarch.writeback.source_state import SourceState
 from tests.equipment.virtual_clock import until
@@ -442,11 +445,13 @@ async def test_a_mount_of_a_given_snapshot_keeps_its_journal_short(
     lengths: list[int] = []
     shorten = Journal.shorten
 
-    def noted(journal: Journal) -> None:
-        shorten(journal)
+    def noted(journal: Journal, pause: Callable[[], object]) -> None:
+        shorten(journal, pause)
         lengths.append(journal.file.position)
 
     monkeypatch.setattr(Journal, "shorten", noted)
+    pauses: list[float] = []
+    monkeypatch.setattr(setup, "time", SimpleNamespace(sleep=pauses.append))
     for _ in range(2):
         before = len(lengths)
         async with rig.mount(snapshot={"file": given, "jobs": 1}) as session:
@@ -461,6 +466,81 @@ async def test_a_mount_of_a_given_snapshot_keeps_its_journal_short(
             assert journal.file.position <= 1 << 13
             await session.end()
     assert max(lengths) < 1 << 12
+    # The event loop can run meanwhile.
+    assert pauses and min(pauses) > 0
+
+
+@pytest.mark.promise(139)
+def test_changes_that_wait_for_the_drain_do_not_make_the_journal_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "_LONG_BYTES", 1 << 13)
+    directory, files = tmp_path / "absorbed", 200
+    journal = Journal.open(directory, source=b"/source", boot="one")
+    for number in range(1, files + 1):
+        journal.append(Op(kind="create", path=b"%d" % number, object=number))
+        journal.append(content(b"%d" % number, number))
+        assert not journal.is_long
+    assert journal.file.position > 5 << 13
+    journal.close()
+    journal = Journal.open(directory, source=b"/source", boot="one")
+    undone = [seq for seq, _ in journal.replay().ops]
+    assert len(undone) == 2 * files and not journal.is_long
+    for made, written in zip(undone[::2], undone[1::2], strict=True):
+        journal.mark_done({made: None, written: ID})
+        # At half of them most of the journal may not be left out.
+        assert written > files or not journal.is_long
+    assert journal.is_long
+    journal.close()
+
+
+@pytest.mark.promise(139)
+def test_a_journal_of_which_nearly_all_matters_is_read_once_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal.open(tmp_path / "absorbed", source=b"/source", boot="one")
+    files, read, pauses = 200, [0], list[int]()
+    record = JournalFile.record
+
+    def counted(file: JournalFile, line: bytes) -> dict[str, object]:
+        read[0] += 1
+        return record(file, line)
+
+    def shorten() -> float:
+        """Shorten it; how often each record was read."""
+        lines, read[0] = journal.file.path.read_bytes().count(b"\n"), 0
+        pauses.clear()
+        journal.shorten(lambda: pauses.append(read[0]))
+        # The event loop gets the interpreter after a few records.
+        assert all(after - before < 64 for before, after in itertools.pairwise([*pauses, read[0]]))
+        return read[0] / lines
+
+    monkeypatch.setattr(JournalFile, "record", counted)
+    for number in range(1, files + 1):
+        made = journal.append(Op(kind="create", path=b"%d" % number, object=number))
+        journal.mark_done({made: None, journal.append(content(b"%d" % number, number)): ID})
+        # The object leaves the tier, and the file is read from the source.
+        journal.mark_done({journal.append(Op(kind="gone", object=number)): None})
+    before = journal.file.path.read_bytes()
+    assert shorten() == 1
+    assert journal.file.path.read_bytes() == before
+
+    # Marks of tries that have failed can be left out, also where all changes matter.
+    for _ in range(10):
+        journal.mark_staged(*((number, ID) for number in range(1, files + 1)))
+    assert shorten() > 2
+    assert journal.file.position < 1.1 * len(before)
+
+    journal.append(Op(kind="create", path=b"temporary", object=files + 1))
+    journal.mark_done({journal.append(content(b"temporary", files + 1)): ID})
+    journal.append(Op(kind="unlink", path=b"temporary", object=files + 1))
+    journal.mark_done({journal.append(Op(kind="gone", object=files + 1)): None})
+    assert shorten() > 2
+    assert b"temporary" not in journal.file.path.read_bytes()
+    for op in (content(b"8", 8), Op(kind="rmdir", path=b"d", ino=9), Op(kind="gone", object=999)):
+        journal.mark_done({journal.append(op): ID if op.kind == "content" else None})
+        assert shorten() > 2
+    journal.close()
 
 
 def peak_of_shortening(directory: Path, files: int) -> int:
@@ -473,6 +553,10 @@ def peak_of_shortening(directory: Path, files: int) -> int:
         journal.mark_staged((number, ID))
         journal.mark_done({made: None, journal.append(content(path, number)): ID})
         journal.mark_done({journal.append(Op(kind="gone", object=number)): None})
+    # Something may be left out, so the journal is rewritten.
+    journal.append(Op(kind="create", path=b"log", object=files + 1))
+    journal.mark_done({journal.append(content(b"log", files + 1)): ID})
+    journal.mark_done({journal.append(content(b"log", files + 1)): ID})
     before = journal.file.position
     tracemalloc.start()
     try:
@@ -484,12 +568,13 @@ def peak_of_shortening(directory: Path, files: int) -> int:
     journal.close()
     journal = Journal.open(directory, source=b"/source", boot="two")
     replay = journal.replay()
-    assert len(replay.ops) == len(replay.done) == 3 * files and not replay.lost
+    assert len(replay.ops) == len(replay.done) == 3 * files + 2 and not replay.lost
     journal.close()
     return peak
 
 
 @pytest.mark.promise(139)
 def test_the_rewriting_holds_no_records_of_the_files_that_stay(tmp_path: Path) -> None:
-    few, many = (peak_of_shortening(tmp_path / f"{files}", files) for files in (1000, 2000))
-    assert many - few < 1000 * 100
+    # What it takes for any number of files differs by some 100 KB, also between two plays.
+    few, many = (peak_of_shortening(tmp_path / f"{files}", files) for files in (500, 2500))
+    assert many - few < 2000 * 100
