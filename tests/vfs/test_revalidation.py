@@ -81,7 +81,7 @@ async def test_a_copy_that_the_datapath_has_open_is_kept_until_its_last_release(
     rig.write("small", b"new", in_place=True)
     await rig.read_side.revalidation.look_again(ino)
     assert rig.fast.outdated == [ino] and rig.residency.tier_of(ino) == 1
-    rig.fast.events.append((ino, 0xFF, None, 0, 0))
+    rig.fast.events.append((ino, 0xFF, None, 0, 0, 0))
     rig.filesystem.readers.catch_up()
     assert rig.residency.tier_of(ino) == 0
 
@@ -130,7 +130,7 @@ async def test_an_open_that_was_given_up_has_not_dropped_the_pages_of_a_changed_
     rig.filesystem.release(ino)
     rig.write("large", b"n" * 100_000)
     await rig.open("large")
-    rig.fast.events.append((ino, 0xFD, None, 0, 0))
+    rig.fast.events.append((ino, 0xFD, None, 0, 0, 0))
     rig.filesystem.readers.catch_up()
     assert not await rig.filesystem.open(ino, os.O_RDONLY, READER)
     rig.filesystem.release(ino)
