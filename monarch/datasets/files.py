@@ -109,7 +109,7 @@ class Dataset:
             return self._fill(wanted, memoryview(into).cast("B"))
         if not wanted:
             return []
-        buffer = self._buffer(int(len(wanted) * self._mean_bytes * _SPARE))
+        buffer = self._buffer(len(wanted) * self._mean_bytes)
         found, needed, unread = self._read(wanted, buffer.data, has_gaps=True)
         views = _views(buffer.data.toreadonly(), found)
         if unread:
@@ -131,9 +131,11 @@ class Dataset:
                 views[index] = view
             left = left[places[left, 0] == _NO_ROOM]
 
-    def _buffer(self, size: int) -> npt.NDArray[np.uint8]:
-        """A buffer of at least ``size`` bytes. Memory that was used before needs no new pages of
-        the kernel."""
+    def _buffer(self, expected: float) -> npt.NDArray[np.uint8]:
+        """A buffer for ``expected`` bytes, and some more. Memory that was used before needs no new
+        pages of the kernel. It has half of the spare room at least: the gaps between the files, and
+        so the expected bytes, differ a little from call to call."""
+        size, least = int(expected * _SPARE), expected * (1 + _SPARE) / 2
         used: list[npt.NDArray[np.uint8]] = []
         found = None
         while found is None:
@@ -147,7 +149,7 @@ class Dataset:
             # Two: the list, and the argument of the function.
             if sys.getrefcount(taken[0]) != 2:
                 used.append(taken[0])
-            elif len(taken[0]) >= size:
+            elif len(taken[0]) >= least:
                 found = taken[0]
         if found is None:
             found = _memory(size)

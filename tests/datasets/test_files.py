@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,29 @@ def test_views_of_earlier_calls_keep_their_bytes(
         kept = [dataset.get_many(names[n : n + 5]) for n in range(0, 40, 5)]
         dataset.get_many(reversed(names))
     assert [bytes(view) for views in kept for view in views] == list(tree.values())
+
+
+def test_gaps_that_differ_from_call_to_call_need_no_new_memory(
+    tmp_path: Path, tree: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    rooms = 0
+
+    def read(self: Dataset, *arguments: Any, **more: Any) -> Any:
+        nonlocal rooms
+        rooms += 1
+        found, needed, unread = as_it_is(self, *arguments, **more)
+        return found, needed * (100 + rooms % 5) // 100, unread
+
+    as_it_is = Dataset._read
+    monkeypatch.setattr(Dataset, "_read", read)
+    with Dataset(tmp_path) as dataset:
+        for _ in range(3):
+            views = dataset.get_many(tree)
+        monkeypatch.setattr(files.np, "empty", lambda size, kind: made.append(size))
+        for _ in range(10):
+            views = dataset.get_many(tree)
+        assert not made and views == list(tree.values())
 
 
 def test_a_loop_uses_the_memory_of_earlier_calls_again(
