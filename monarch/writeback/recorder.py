@@ -318,7 +318,9 @@ class Recorder:
         return [node for node in found if not node.names]
 
     def record_unrecorded(self, found: Replay) -> None:
-        """Record the files as they are that were open when their daemon was killed."""
+        """Record the files as they are that were open when their daemon was killed, and those for
+        which the journal had no room. While it has none they wait, and the mount drains the others,
+        which gives room. Raises Refused if the journal has failed."""
         nodes = {node.object: node for node in self._names.nodes() if node.object and node.names}
         recorded = found.versions()
         new = found.unpublished(nodes)
@@ -329,7 +331,11 @@ class Recorder:
             is_through = self._object_table.states.is_write_through(number)
             is_recorded = then[0] == node.size if is_through else then == now
             if number in new or not is_recorded:
-                self._record(node, size=node.size)
+                try:
+                    self._record(node, size=node.size)
+                except Refused as error:
+                    if error.errno not in FULL:
+                        raise
 
 
 def _remove(journal: Journal, objects: Objects, number: int) -> None:

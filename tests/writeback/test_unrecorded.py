@@ -19,6 +19,7 @@ from monarch.errors import Refused
 from monarch.telemetry.report import DrainReport
 from monarch.types import Ino
 from monarch.writeback.earlier import inspect
+from monarch.writeback.journal_file import JournalFile
 from tests.writeback.remounts import Rig, Session
 
 pytestmark = pytest.mark.promise(64, 70, 138)
@@ -46,6 +47,23 @@ def full_journal(session: Session) -> Iterator[None]:
         patched.setattr(file, "append", refusing)
         for question in ("has_room", "has_left"):
             patched.setattr(file, question, lambda count: False)
+        yield
+
+
+@contextmanager
+def marks_alone() -> Iterator[None]:
+    """All journals have the room that is left for marks, and no other."""
+    append = JournalFile.append
+
+    def refusing(file: JournalFile, *records: dict[str, Any], keep: int = 0) -> int:
+        if keep:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return append(file, *records)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(JournalFile, "append", refusing)
+        for question in ("has_room", "has_left"):
+            patched.setattr(JournalFile, question, lambda file, count: False)
         yield
 
 
@@ -167,3 +185,24 @@ async def test_the_next_mount_finds_bytes_without_a_record_after_a_clean_end(
     async with rig.mount() as session:
         await session.drained()
         assert (rig.source / "a").read_bytes() == SECOND
+
+
+async def test_a_mount_begins_although_the_journal_has_no_room_for_these_bytes(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    """Others have filled the disk. Without a mount nothing would give room again."""
+    async with rig.mount() as session:
+        ino = await drained_and_open(session)
+        await session.write(b"waits", FIRST)
+        await session.files.write(ino, len(FIRST), SECOND)
+    with marks_alone():
+        async with rig.mount() as session:
+            await session.drained()
+            assert (rig.source / "waits").read_bytes() == FIRST
+            assert not (await waited(session)).drained
+            session.front.drained.release_oldest(1 << 30)
+            assert session.shown()[b"a"].content == FIRST + SECOND
+            assert of_mount(session) == "none"
+    async with rig.mount() as session:
+        await session.drained()
+        assert (rig.source / "a").read_bytes() == FIRST + SECOND
