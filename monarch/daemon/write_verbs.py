@@ -106,7 +106,9 @@ class WrittenVerbs:
         backlog = write_back.drain.backlog()
         trouble = backlog.trouble or ""
         if refused and not trouble:
-            trouble = f"the journal in tier {write_back.place.tier.name} has no room for {refused}"
+            is_broken = write_back.front.recorder.is_broken
+            why = "has failed, and lacks the last bytes of" if is_broken else "has no room for"
+            trouble = f"the journal in tier {write_back.place.tier.name} {why} {refused}"
         self.loss_alarm.report(backlog.lost)
         return reports.DrainReport(
             drained=drained,

@@ -168,7 +168,8 @@ class WriteBack:
             )
         with self._patience:
             await self.drain.progress.settle()
-            while self.front.object_table.refused():
+            # A journal that has failed accepts nothing before the next mount.
+            while self.front.object_table.refused() and not self.front.recorder.is_broken:
                 await trio.sleep(_RECORD_STEP_S)
                 await self.drain.progress.settle()
         if self._patience.cancelled_caught:
@@ -182,7 +183,7 @@ class WriteBack:
             )
         if refused := self.front.object_table.refused():
             log.warning(
-                "%s stay in tier %s with bytes for which its journal had no room: the next mount"
+                "%s stay in tier %s with bytes that its journal has not accepted: the next mount"
                 " finds them",
                 counted(len(refused), "file", "files"),
                 self.place.tier.name,

@@ -206,3 +206,42 @@ async def test_a_mount_begins_although_the_journal_has_no_room_for_these_bytes(
     async with rig.mount() as session:
         await session.drained()
         assert (rig.source / "a").read_bytes() == FIRST + SECOND
+
+
+async def test_the_end_waits_until_the_journal_has_room(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    async with rig.mount(writeback={"end_timeout": "10h"}) as session:
+        ino = await drained_and_open(session)
+        async with trio.open_nursery() as nursery:
+            with full_journal(session):
+                await rewrite(session, ino)
+                nursery.start_soon(session.end)
+                await trio.sleep(1)
+                assert not session.is_closed
+    assert (rig.source / "a").read_bytes() == SECOND
+    assert not inspect(rig.directory).operations
+
+
+async def test_the_end_does_not_wait_for_a_journal_that_has_failed(
+    rig: Rig, clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It accepts nothing before the next mount, which finds the bytes."""
+    async with rig.mount() as session:
+        ino = await drained_and_open(session)
+        file = session.write_back.place.journal.file
+
+        def failing(*records: dict[str, Any], keep: int = 0) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(file, "append", failing)
+            await session.files.write(ino, len(FIRST), SECOND)
+            session.files.release(ino)
+            assert "the journal in tier fast has failed" in (await waited(session)).trouble
+            await session.end()
+    assert not any("were not drained" in message for message in caplog.messages)
+    assert any("has not accepted" in message for message in caplog.messages)
+    async with rig.mount() as session:
+        await session.drained()
+        assert (rig.source / "a").read_bytes() == FIRST + SECOND
