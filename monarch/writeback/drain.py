@@ -414,7 +414,7 @@ class Drain:
                 # Its bytes are not here.
                 return
             content = with_rights_to_read(replace(content, by=op.by))
-            seq = self._journal.append(content)
+            seq = self._journal.append(content, is_due=True)
             self.put(seq, content)
             self._contents.states.record(number, seq, synced=False)
         # A caller that waits for the change waits for the content.

@@ -180,10 +180,11 @@ class Journal:
         marks = min(_MARKS * (len(self._undone) + 1), _MOST_FOR_MARKS)
         return marks + _LONG_BYTES_FULL
 
-    def append(self, op: Op) -> int:
-        """Record a change, which then outlives the daemon; returns its seq. Raises OSError."""
+    def append(self, op: Op, *, is_due: bool = False) -> int:
+        """Record a change, which then outlives the daemon; returns its seq. ``is_due``: the drain
+        makes no other change before this one, so it may take the room for marks. Raises OSError."""
         seq = self._next_seq
-        keep = self._for_marks() if op.kind == "content" else 0
+        keep = self._for_marks() if op.kind == "content" and not is_due else 0
         self._undone_bytes += self.file.append(change(seq, time.time_ns(), op), keep=keep)
         failpoints.failpoint("journal-appended")
         self._next_seq += 1

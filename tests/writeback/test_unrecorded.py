@@ -245,3 +245,23 @@ async def test_the_end_does_not_wait_for_a_journal_that_has_failed(
     async with rig.mount() as session:
         await session.drained()
         assert (rig.source / "a").read_bytes() == FIRST + SECOND
+
+
+async def test_the_drain_goes_on_behind_a_file_that_the_source_has_lost(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    """The rename needs a content of the file, for which the room for marks is used."""
+    (rig.source / "other").touch()
+    async with rig.mount() as session:
+        await session.write(b"a", FIRST, synced=True)
+        await session.drained()
+    async with rig.mount(works=False) as session:
+        await session.rename(b"a", b"b")
+        await session.mkdir(b"later")
+    (rig.source / "a").unlink()
+    with marks_alone():
+        async with rig.mount() as session:
+            with trio.fail_after(3600):
+                await session.drained()
+    assert (rig.source / "b").read_bytes() == FIRST
+    assert (rig.source / "later").is_dir()
