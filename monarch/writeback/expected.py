@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 # The precision with which file systems keep times: NTFS 100 ns, many others microseconds or
 # seconds, FAT 2 s.
 _TIME_UNITS_NS = (1, 100, 1000, 10**6, 10**9, 2 * 10**9)
+# How much the clocks of a source's server and of its clients may differ.
+_CLOCKS_APART_NS = 10 * 10**9
 # The ctime in the identity of a directory of others, if a directory of that name was created on the
 # mount, too. No source has such a ctime, but some have 0 for all entries.
 _SHARED_NS = -1
@@ -157,11 +159,14 @@ def _is_version(found: stat_result, known: Identity) -> bool:
 
 def _is_before(ctime_ns: int, born_ns: int) -> bool:
     """Whether a time of change is before a time of creation, in the precision with which the source
-    keeps the former. A source that keeps none has 0."""
+    keeps the former. A source that keeps none has 0. The times of a source with whole seconds may
+    be of two clocks: Lustre has the time of change from the client that makes the change, and the
+    time of creation from its server."""
     if ctime_ns <= 0:
         return False
     unit_ns = max(unit_ns for unit_ns in _TIME_UNITS_NS if ctime_ns % unit_ns == 0)
-    return ctime_ns < born_ns - born_ns % unit_ns
+    apart_ns = _CLOCKS_APART_NS if unit_ns >= 10**9 else 0
+    return ctime_ns + apart_ns < born_ns - born_ns % unit_ns
 
 
 def is_time(found_ns: int, set_ns: int) -> bool:

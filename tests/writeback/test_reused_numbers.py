@@ -23,7 +23,7 @@ __all__ = ["rig"]
 pytestmark = pytest.mark.promise(79)
 
 _S = 10**9
-BORN_NS = 5_000_000_123
+BORN_NS = 500_000_000_123
 
 
 def earlier(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> Identity:
@@ -91,9 +91,12 @@ def test_another_file_with_the_number_of_a_removed_one_gets_no_second_name(
         (BORN_NS + 1, BORN_NS, False),
         (BORN_NS - 1, None, False),
         # Times in whole seconds, and a source that keeps none.
-        (5 * _S, BORN_NS, False),
-        (3 * _S, BORN_NS, True),
+        (500 * _S, BORN_NS, False),
+        (480 * _S, BORN_NS, True),
         (0, BORN_NS, False),
+        # The clock of the client is behind, or a second has begun on the way to the server.
+        (495 * _S, BORN_NS, False),
+        (499 * _S, 500 * _S, False),
     ],
 )
 def test_an_entry_is_another_one_if_it_was_created_after_the_last_change_of_the_known_one(
