@@ -11,7 +11,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from monarch.cli import umount
 from monarch.control.registry import MountRecord, Registry, alive, process_started
 from monarch.errors import NotMountedError, TierError
 from monarch.posix.mounts import is_dead
@@ -61,6 +63,20 @@ def test_a_daemon_that_ends_leaves_the_record_of_the_next_one(registry: Registry
     registry.remove_own(new)
     registry.remove_own(new)
     assert registry.all() == []
+
+
+def test_umount_leaves_the_record_of_a_daemon_that_begins_while_it_waits(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next daemon needs the lock of the one that ends, and no more."""
+    old = record(os.fspath(tmp_path / "mnt"), pid_started=1)
+    new = record(old.mountpoint)
+    registry.add(old)
+    monkeypatch.setenv("MONARCH_STATE_ROOT", os.fspath(tmp_path / "state" / "root"))
+    monkeypatch.setattr(umount, "_wait_for_end", lambda _: registry.add(new))
+    result = CliRunner().invoke(umount.umount, [old.mountpoint])
+    assert result.exit_code == 0, result.output
+    assert registry.all() == [new]
 
 
 def test_a_new_mount_takes_the_place_of_the_dead_one(registry: Registry) -> None:

@@ -108,7 +108,8 @@ def umount(
             _end_waits(record)
             _wait_for_end(record)
         if not alive(record):
-            registry.remove(record.mountpoint)
+            # Another daemon may have made a mount there since.
+            registry.remove_own(record)
     undrained = _undrained(record)
     if as_json:
         stays = None
