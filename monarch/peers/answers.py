@@ -49,6 +49,9 @@ _SPAN = re.compile(
     _SET + rb"(?:r|s/[0-9a-f]{2})/([0-9]{1,10})/([0-9]{1,9})-([0-9]{1,9}) HTTP/1\.[01]\r\n"
 )
 _PATH = re.compile(rb"GET (/\S*) HTTP/1\.[01]\r\n")
+_HEAD_END = b"\r\n\r\n"
+# What announces bytes behind the head.
+_BODY = re.compile(rb"\r\n(?:transfer-encoding|content-length)[ \t]*:(?![ \t]*0+[ \t]*\r)", re.I)
 # Errors of accept that end by themselves, and the pause after one, in seconds.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SCARCE_PAUSE_S = 0.1
@@ -335,16 +338,19 @@ def _listening(path: Path) -> Iterator[trio.SocketListener]:
 
 
 async def _requested(stream: trio.SocketStream) -> bytes:
-    """The head of the next request; empty at the end of the requests, and for a head that is too
-    long. Raises trio.BrokenResourceError."""
+    """The head of the next request; empty at the end of the requests, for a head that is too long,
+    and for a request with a body. Raises trio.BrokenResourceError."""
     head = b""
     with trio.move_on_after(_IDLE_S):
-        while not head.endswith(b"\r\n\r\n"):
+        while not head.endswith(_HEAD_END):
             part = await stream.receive_some(_MOST_HEAD)
             head += part
             if not part or len(head) > _MOST_HEAD:
                 return b""
-        return head
+        # A body may have the form of a request: its answer would go to another client of the
+        # engine, or to a client without the token.
+        has_body = _BODY.search(head) or head.index(_HEAD_END) + len(_HEAD_END) < len(head)
+        return b"" if has_body else head
     return b""
 
 

@@ -20,8 +20,11 @@ _COMMON = f"""\
   auto_https off
   persist_config off
   storage file_system storage
+  # An error of a request is logged with its headers, so with the token, and any client can cause
+  # one.
   log {{
     level ERROR
+    exclude http
   }}
   servers {{
     protocols h1
@@ -68,6 +71,18 @@ def configuration(site: Site, port: int) -> str:
 {_COMMON}:{port} {{
   bind {site.address}
   root * .
+  # Of a request with a body the daemon would get the body, too.
+  @body {{
+    header Content-Length *
+    not header Content-Length 0
+  }}
+  handle @body {{
+    respond 413
+  }}
+  @chunked header Transfer-Encoding *
+  handle @chunked {{
+    respond 413
+  }}
   @hello path_regexp hello ^/{HELLO}/({CHALLENGE})$
   handle @hello {{
     # The address and the port at which the connection arrived.

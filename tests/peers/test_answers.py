@@ -45,6 +45,32 @@ def to_daemon(name: str) -> bytes:
     return f"GET {name} HTTP/1.1\r\n\r\n".encode()
 
 
+@pytest.mark.promise(273)
+@pytest.mark.parametrize(
+    "field", ["Content-Length: %d", "content-length : 0%d", "Transfer-Encoding: chunked"]
+)
+def test_a_request_in_the_body_of_another_one_gets_no_answer(tmp_path: Path, field: str) -> None:
+    """An engine that passes on the body of a hello, which needs no token, must not get a file."""
+    hidden = to_daemon(f"/{SET}/d/{SMALL}")
+    hello = to_daemon(f"/hello/{'0' * 64}/127.0.0.1/20000")
+    fields = field.replace("%d", str(len(hidden))).encode()
+    outer = hello.replace(b"\r\n\r\n", b"\r\n" + fields + b"\r\n\r\n")
+
+    async def check(files: Files, path: Path) -> None:
+        files.may_arrive.set()
+        # Some reads end with the head, and others with the body.
+        async with await trio.open_unix_socket(path) as stream:
+            await stream.send_all(outer)
+            with suppress(trio.BrokenResourceError):
+                assert await stream.receive_some(4096) == b""
+        assert await ask_daemon(path, outer + hidden) == b""
+        assert not files.fetched
+        for right in (hello, hello.replace(b"\r\n\r\n", b"\r\nContent-Length: 0\r\n\r\n")):
+            assert (await ask_daemon(path, right)).startswith(b"HTTP/1.1 200 ")
+
+    with_answers(tmp_path, check)
+
+
 async def ask_daemon(path: Path, request: bytes) -> bytes:
     """The answer of the daemon; empty if it hangs up."""
     stream = await trio.open_unix_socket(path)

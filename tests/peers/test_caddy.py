@@ -14,9 +14,19 @@ import trio
 from monarch.config.settings import PeerSettings
 from monarch.errors import UsageError
 from monarch.peers import engine as engines
+from monarch.peers.hello import hello_request
 from monarch.peers.membership import membership
 from tests.peers import test_engine
-from tests.peers.test_engine import FIRST, KEY, TOKEN, Node, with_node
+from tests.peers.test_engine import (
+    FIRST,
+    KEY,
+    SET,
+    TOKEN,
+    Node,
+    request,
+    status_of,
+    with_node,
+)
 
 
 @pytest.fixture
@@ -48,6 +58,33 @@ def test_caddy_answers_as_nginx_does(
     tmp_path: Path, caddy: Path, check: Callable[[Path], None]
 ) -> None:
     check(tmp_path)
+
+
+@pytest.mark.promise(332)
+@pytest.mark.parametrize("field", ["Content-Length: 2", "Transfer-Encoding: chunked"])
+def test_the_daemon_gets_no_request_with_a_body(tmp_path: Path, caddy: Path, field: str) -> None:
+    async def check(node: Node) -> None:
+        fields = f"\r\nConnection: close\r\n{field}\r\n\r\n".encode()
+        hello = hello_request("0" * 64).replace(b"\r\n\r\n", fields)
+        answer = await trio.to_thread.run_sync(node.raw, hello + b"1\r\nx\r\n0\r\n\r\n")
+        assert status_of(answer) == 413
+
+    with_node(tmp_path, check)
+
+
+@pytest.mark.promise(272, 332)
+def test_errors_of_requests_are_not_logged_with_the_token(tmp_path: Path, caddy: Path) -> None:
+    """They would also fill the log up to its limit, which ends Caddy."""
+    # The daemon hangs up.
+    odd = request(f"/{SET}/d/{'9' * 3000}")
+
+    async def check(node: Node) -> None:
+        for _ in range(400):
+            assert status_of(await trio.to_thread.run_sync(node.raw, odd)) == 502
+        assert TOKEN not in (tmp_path / "peers" / "caddy.log").read_text()
+        assert node.engine.starts == 1
+
+    with_node(tmp_path, check)
 
 
 @pytest.mark.promise(332)
