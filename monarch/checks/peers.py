@@ -33,7 +33,16 @@ def check_peers(mount: MountSettings, environ: Mapping[str, str]) -> Iterator[Ch
         return
     members = counted(len(found.members), "member", "members")
     own = f"{members}, this one is {found.members[found.own]} at {found.address}"
-    free = [port for port in found.own_ports if is_free(found.address, port)]
+    try:
+        free = [port for port in found.own_ports if is_free(found.address, port)]
+    except OSError as error:
+        yield Check(
+            name,
+            "fail",
+            f"{own}: no program can listen at {error.filename}: {error.strerror}",
+            "set peers.address to an address of this node, and peers.port above 1023",
+        )
+        return
     if not free:
         yield Check(
             name,

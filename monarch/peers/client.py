@@ -8,6 +8,7 @@ each connection begins with a hello (``hello.py``), and has no other use before 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 import socket
 import ssl
@@ -23,7 +24,10 @@ from monarch.peers.hello import PROOFS_BYTES, MemberKey, hello_request, new_chal
 from monarch.peers.members import Endpoint
 from monarch.peers.network import addresses_of
 from monarch.peers.tls import TlsConnection
+from monarch.telemetry.log import Limiter
 from monarch.text import MiB
+
+log = logging.getLogger(__name__)
 
 # The header of the token in a request, and that of the digest in an answer.
 TOKEN_HEADER = "X-Monarch-Token"
@@ -32,6 +36,9 @@ DIGEST_HEADER = "X-Monarch-Digest"
 OK, COMING, NOT_KEPT, REFUSED, TOO_MANY = 200, 202, 404, 403, 429
 # As OK, with a part of a copy.
 _PART = 206
+# The answer of nginx with TLS to a request without it.
+_BAD = 400
+_TLS_REMEDY = "name peers.tls_cert on all nodes or on none"
 _STATUSES = frozenset({OK, COMING, NOT_KEPT})
 
 CONNECT_S = 0.2
@@ -50,11 +57,13 @@ _REASONS: tuple[Kind, ...] = ("unreachable", "broken", "wrong-secret", "other-se
 
 
 class PeerFailed(Exception):
-    """A member did not give the bytes; ``kind`` is the reason."""
+    """A member did not give the bytes; ``kind`` is the reason, and ``remedy`` is for a person, if
+    it is known."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, remedy: str = "") -> None:
         super().__init__(kind)
         self.kind = kind
+        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,7 @@ class PeerClient:
         # The last failure; None if the last call was answered, or there was none.
         self.trouble: Kind | None = None
         self.was_asked = False
+        self._limiter = Limiter(log)
 
     @property
     def request(self) -> tuple[bytes, bytes]:
@@ -154,6 +164,12 @@ class PeerClient:
     def _noted(self, error: PeerFailed) -> PeerFailed:
         """Records a failure."""
         self.was_asked, self.trouble = True, error.kind
+        if error.remedy:
+            self._limiter.warning(
+                error.remedy,
+                "node %s answers (%s), but not as this node expects: %s",
+                *(self.name, error.kind, error.remedy),
+            )
         now = time.monotonic()
         self.breaker.failed(now)
         if self.breaker.is_out(now):
@@ -242,7 +258,7 @@ class PeerClient:
     def _find(self) -> Connection:
         """A connection to the member at the port at which it answers for this set. Other programs,
         and other mounts of the job, may have some of the ports. Raises PeerFailed, OSError."""
-        kind: Kind = "unreachable"
+        failure = PeerFailed("unreachable")
         found = _resolved(self._host)
         for port in tuple(self._ports):
             try:
@@ -254,11 +270,11 @@ class PeerClient:
                     self._ports.append(port)
                     raise
                 if isinstance(error, PeerFailed):
-                    kind = max(kind, error.kind, key=_REASONS.index)
+                    failure = max(failure, error, key=_specific)
                 continue
             self._address = found, port
             return connection
-        raise PeerFailed(kind)
+        raise failure
 
     def _proven(self, address: tuple[str, int]) -> Connection:
         """A new connection to this address, at which the member has proved that it is one. Raises
@@ -273,6 +289,8 @@ class PeerClient:
             )
             if answer is not None and answer.status == TOO_MANY:
                 raise PeerFailed("slow")
+            if answer is not None and answer.status == _BAD and self._tls is None:
+                raise PeerFailed("broken", _TLS_REMEDY)
             if answer is None or answer.status != OK or not is_kept:
                 raise PeerFailed("broken")
             found = self._key.judge(answer.data, challenge, *address, connection.certificate())
@@ -293,10 +311,15 @@ class PeerClient:
             return TlsConnection(self._tls.wrap_socket(connected))
         except ssl.SSLError:
             connected.close()
-            raise PeerFailed("broken") from None
+            raise PeerFailed("broken", _TLS_REMEDY) from None
         except OSError:
             connected.close()
             raise
+
+
+def _specific(error: PeerFailed) -> int:
+    """A higher number for a failure that says more."""
+    return _REASONS.index(error.kind)
 
 
 def _takes_long(error: PeerFailed | OSError) -> bool:

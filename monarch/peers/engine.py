@@ -19,6 +19,7 @@ names get 404.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -137,6 +138,9 @@ class Engine:
         # Set when it answers for the first time, or could not be started.
         self.settled = trio.Event()
         self._process: subprocess.Popen[bytes] | None = None
+        self._end_of_process = ""
+        # Keeps other daemons from the port.
+        self._claim: socket.socket | None = None
         # What the processes before this one have sent, and what this one had at the last call of
         # ``sent_bytes``; None: the kernel does not say.
         self._sent_before = 0
@@ -153,14 +157,14 @@ class Engine:
         """Keeps the engine running until cancelled."""
         pause_s = _FIRST_PAUSE_S
         while True:
-            began_s = trio.current_time()
+            began_s, reason = trio.current_time(), ""
             try:
                 try:
                     await self._start()
-                except OSError:
-                    pass
+                except OSError as error:
+                    reason = f"{error.filename or self._directory}: {error.strerror}"
                 except UsageError as error:
-                    log.warning("%s", error)
+                    reason = str(error)
                 self.settled.set()
                 if self.port is not None and self._process is not None:
                     await _ended(self._process)
@@ -171,18 +175,23 @@ class Engine:
             log.warning(
                 "%s, which serves copies to the other nodes, ended or did not start: %s; they"
                 " read the source, and it is started again in %g s",
-                *(self._kind.name, self._last_words(), pause_s),
+                *(self._kind.name, reason or self._last_words(), pause_s),
             )
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _start(self) -> None:
-        """Starts the engine at the first port that is free; ``port`` is None if there is none.
-        Raises OSError, UsageError for a certificate."""
+        """Starts the engine at the first port that is free; ``port`` is None if it does not answer.
+        Raises OSError, and UsageError for a certificate, and if no port is free."""
         self._prepare()
+        was_tried = False
         for port in self._site.ports:
             if not is_free(self._site.address, port):
                 continue
+            self._claim = _claim(self._site.address, port)
+            if self._claim is None:
+                continue
+            was_tried = True
             text = self._kind.configuration(self._site, port)
             replace_private(self._directory / self._kind.config, text)
             self._process = self._spawn()
@@ -193,6 +202,8 @@ class Engine:
                 log.info("copies for other nodes at %s", self._site.shown(port))
                 return
             await self._end()
+        if not was_tried:
+            raise UsageError(f"no port of {self._site.ports} is free")
 
     def _prepare(self) -> None:
         """Makes the directory, with links to the tiers and the certificate. Raises OSError,
@@ -226,8 +237,10 @@ class Engine:
                 stdout=output,
                 stderr=output,
                 cwd=self._directory,
-                env={"PATH": os.defpath},
-                # Python ignores SIGXFSZ. So does the engine, which would be killed by it.
+                # Without a home Caddy would warn at each start.
+                env={"PATH": os.defpath, "HOME": os.fspath(self._directory)},
+                # Python ignores SIGXFSZ. So does nginx, which would be killed by it. Caddy does
+                # not, and logs nothing that clients cause.
                 restore_signals=False,
             )
         with suppress(OSError):
@@ -270,6 +283,8 @@ class Engine:
         """Ends the process, also in a task that is cancelled. A process that waits for the disk of
         a tier may outlive even SIGKILL, and is left."""
         process, self._process, self.port = self._process, None, None
+        if self._claim is not None:
+            self._claim.close()
         if process is None:
             return
         self._sent_before, self._sent = self._sent_before + (self._sent or 0), 0
@@ -277,7 +292,9 @@ class Engine:
             end()
             with trio.move_on_after(_END_S, shield=True):
                 await _ended(process)
-            if process.poll() is not None:
+            code = process.poll()
+            if code is not None:
+                self._end_of_process = f"signal {-code}" if code < 0 else f"exit status {code}"
                 return
         log.warning("%s does not end: process %d is left", self._kind.name, process.pid)
 
@@ -287,7 +304,7 @@ class Engine:
             text = (self._directory / self._kind.log).read_bytes()[-_MOST_WORDS:]
             if lines := text.decode(errors="replace").splitlines():
                 return escape_text(lines[-1])
-        return f"no port of {self._site.ports} is free"
+        return f"no word in its log, {self._end_of_process}"
 
 
 def _written_by(pid: int, before: int | None) -> int | None:
@@ -304,15 +321,32 @@ def _written_by(pid: int, before: int | None) -> int | None:
 
 
 def is_free(address: str, port: int) -> bool:
-    """Whether a program may listen at a port."""
+    """Whether no program listens at a port of this node. Raises OSError, with the address as its
+    file, if this process may not listen there: the address may be of another node."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise OSError(error.errno, error.strerror, f"{address} port {port}") from None
     return True
+
+
+def _claim(address: str, port: int) -> socket.socket | None:
+    """A socket that keeps this port for the engine of this daemon until it is closed; None if
+    another daemon has it. Two Caddys of a user can listen at one port (SO_REUSEPORT), and each
+    connection would go to either of them."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        # A name without a file, in the network of this process.
+        claim.bind(f"\0monarch {address} {port}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> None:

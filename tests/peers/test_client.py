@@ -101,6 +101,16 @@ def test_a_part_of_a_copy_is_requested_by_its_place(member: Callable[..., Member
             say(b"HTTP/1.1 2\xc2\xb2 OK\r\nContent-Length: 5\r\n\r\n"), "broken", id="digits"
         ),
         pytest.param(say(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), "broken", id="another program"),
+        pytest.param(say(b"hello"), "slow", id="HTTP/0.9"),
+        pytest.param(say(head(5).replace(b"/1.1", b"/1.0") + b"hello"), "broken", id="HTTP/1.0"),
+        pytest.param(
+            say(b"HTTP/1.1 100 Continue\r\n\r\n" + head(5) + b"hello"), "broken", id="continue"
+        ),
+        pytest.param(
+            say(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"),
+            "broken",
+            id="chunks",
+        ),
         pytest.param(without_end(b"x" * 1000), "broken", id="a head without an end"),
         pytest.param(say(head(9, status="500 Error"), b"sorry"), "broken", id="an error"),
         pytest.param(say(head(9, status="403 Forbidden")), "wrong-secret", id="refused"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -420,6 +421,50 @@ def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
         client.close()
 
     with_node(tmp_path, check)
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        ("no directory", "/gone/peers: No such file or directory"),
+        ("a full disk", "/peers: No space left on device"),
+        ("another address", "192.0.2.1 port [0-9]+: Cannot assign requested address"),
+        ("ports in use", r"no port of \[[0-9]+\] is free"),
+        ("no word", "no word in its log, exit status 0"),
+    ],
+)
+def test_the_log_says_why_the_engine_does_not_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cause: str,
+    reason: str,
+) -> None:
+    directory = tmp_path / ("gone/peers" if cause == "no directory" else "peers")
+    address = "192.0.2.1" if cause == "another address" else HOST
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o700)
+
+    def full(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if cause == "a full disk":
+        monkeypatch.setattr(engines, "replace_private", full)
+
+    async def main(port: int) -> None:
+        engine = Engine(program, directory, Site([], KEY, address, [port]))
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.run)
+                while not caplog.records:
+                    await trio.sleep(0.01)
+                nursery.cancel_scope.cancel()
+
+    with socket.create_server((HOST, 0)) as listener:
+        trio.run(main, listener.getsockname()[1] if cause == "ports in use" else free_port())
+    (said, *_) = (record.getMessage() for record in caplog.records)
+    assert re.search(rf"ended or did not start: \S*{reason}; they read the source", said), said
 
 
 @pytest.mark.promise(272)

@@ -179,6 +179,8 @@ def test_doctor_checks_the_members_the_secret_the_engine_and_the_port(
     assert status == "ok" and str(engine) in detail
     ((status, detail),) = statuses(members=f"127.0.77.1:{taken},127.0.77.2", port=taken)
     assert status == "warn" and "is free" in detail
+    ((status, detail),) = statuses(members="192.0.2.1,127.0.77.2", address="192.0.2.1")
+    assert status == "fail" and "192.0.2.1 port" in detail and "Cannot assign" in detail
     ((status, detail),) = statuses(members="elsewhere1,elsewhere2", address=None)
     assert status == "fail" and "none of the members" in detail
 

@@ -105,6 +105,25 @@ def test_members_read_copies_over_tls_and_strangers_get_nothing(
     with_node(tmp_path, check, certificate)
 
 
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_the_log_names_the_setting_if_only_one_of_two_nodes_has_a_certificate(
+    tmp_path: Path, authority: Path, caplog: pytest.LogCaptureFixture, has_tls: bool
+) -> None:
+    async def check(node: Node) -> None:
+        node.files.put(FIRST, CONTENT, 1)
+        client = node.client(tls=None if has_tls else client_context())
+        for _ in range(2):
+            with pytest.raises(PeerFailed) as failed:
+                await trio.to_thread.run_sync(client.get, f"d/{FIRST}", len(CONTENT))
+            assert failed.value.kind == "broken"
+        client.close()
+        (line,) = (each.getMessage() for each in caplog.records if HOST in each.getMessage())
+        assert "peers.tls_cert on all nodes or on none" in line
+
+    caplog.set_level("WARNING")
+    with_node(tmp_path, check, certificate_of(authority, "a") if has_tls else None)
+
+
 @pytest.mark.promise(330)
 def test_mounts_of_a_job_share_their_copies_over_tls(tmp_path: Path, authority: Path) -> None:
     require_fuse()
