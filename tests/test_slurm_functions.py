@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +25,7 @@ class Shells:
         )
         self._directory = directory
         self._stack = stack
-        self._environment = {**os.environ, "MONARCH_SLURM_CONF": str(directory / "conf")}
+        self.environment = {**os.environ, "MONARCH_SLURM_CONF": str(directory / "conf")}
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """A shell that takes the lock of job 7: ``NAME-opened`` exists when it has opened the file,
@@ -41,7 +42,7 @@ class Shells:
             rm -f "$MONARCH_RUN/job-7.lock"
         """
         process = subprocess.Popen(
-            ["bash", "-c", script], stdin=subprocess.PIPE, env=self._environment
+            ["bash", "-c", script], stdin=subprocess.PIPE, env=self.environment
         )
         self._stack.callback(process.wait)
         self._stack.callback(process.communicate)
@@ -58,7 +59,7 @@ class Shells:
     def answers(self, call: str) -> bool:
         """Whether a shell ends with 0 after the call of a function."""
         command = ["bash", "-c", f". {FUNCTIONS}; {call}"]
-        return subprocess.run(command, env=self._environment, timeout=60).returncode == 0
+        return subprocess.run(command, env=self.environment, timeout=60).returncode == 0
 
 
 def test_a_shell_that_has_waited_for_a_lock_is_the_only_one_with_it(tmp_path: Path) -> None:
@@ -137,3 +138,37 @@ def test_a_prolog_leaves_the_cache_of_a_job_that_was_requeued_meanwhile(
     command = ["bash", "-c", script_of_prolog, os.fspath(FUNCTIONS.with_name("prolog.sh"))]
     subprocess.run(command, env=environment | {"SLURM_JOB_ID": "9"}, timeout=60, check=False)
     assert cache.exists() == is_requeued
+
+
+@pytest.mark.promise(311)
+def test_the_lock_of_a_job_outlives_a_prolog_that_is_killed_while_it_mounts(tmp_path: Path) -> None:
+    """Otherwise the epilog would remove the cache before the mount has begun, which would stay."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "monarch").write_text(
+        f"#!/bin/sh\ncd {tmp_path}\n: >begun\nwhile [ ! -e go ]; do sleep 0.01; done\n: >mounted\n"
+    )
+    # It runs the command behind its options.
+    (programs / "systemd-run").write_text(
+        "#!/bin/sh\nwhile :; do case $1 in --unit) shift 2 ;; -*) shift ;; *) break ;; esac; done\n"
+        'exec "$@"\n'
+    )
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    with ExitStack() as stack:
+        shells = Shells(tmp_path, stack)
+        stack.callback((tmp_path / "go").touch)
+        with (tmp_path / "conf").open("a") as conf:
+            conf.write(f"MONARCH_PATH={programs} MONARCH_MOUNTS=data:{tmp_path}/mnt-%j\n")
+        prolog = subprocess.Popen(
+            [str(FUNCTIONS.with_name("prolog.sh"))],
+            env={**shells.environment, "SLURM_JOB_ID": "7"},
+            start_new_session=True,
+        )
+        wait_until((tmp_path / "begun").exists, "the mount begins")
+        os.killpg(prolog.pid, signal.SIGKILL)
+        prolog.wait(60)
+        assert not shells.can_lock()
+        (tmp_path / "go").touch()
+        wait_until(shells.can_lock, "the lock is free")
+        assert (tmp_path / "mounted").exists()

@@ -37,7 +37,7 @@
 . "$(dirname "$(readlink -f "$0")")/functions.sh"
 
 start() { # NAME UNIT: mounts it; returns when the mount answers
-    local run=() name
+    local run=(env) name
     if [ -d /run/systemd/system ] && [ "$1" = "$2" ] &&
         systemctl cat "monarch@$1.service" >/dev/null 2>&1; then
         systemctl start "monarch@$1.service" 9>&-
@@ -48,10 +48,10 @@ start() { # NAME UNIT: mounts it; returns when the mount answers
         for name in PATH MONARCH_JOB SLURM_JOB_ID SLURM_NODELIST SLURMD_NODENAME; do
             run+=("--setenv=$name=${!name:-}")
         done
-    else
-        run=(setsid)
     fi
-    "${run[@]}" monarch mount -c "$MONARCH_CONFIG" "$1" 8>&- 9>&- # the daemon must not inherit a lock
+    # The daemon must not inherit a lock. The shell keeps that of the job until the mount has begun or
+    # failed: if Slurm kills the prolog (PrologEpilogTimeout), the epilog waits for it.
+    setsid --wait sh -c '"$@" 8>&-; exit' sh "${run[@]}" monarch mount -c "$MONARCH_CONFIG" "$1" 9>&-
 }
 
 jobs_here() { # prints the jobs that may be on this node, between spaces; without an answer it fails
