@@ -423,6 +423,20 @@ def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
     with_node(tmp_path, check)
 
 
+def test_a_port_is_reserved_until_the_engine_has_ended(tmp_path: Path) -> None:
+    """Two Caddys of a user could listen at one port, and the kernel would choose between them."""
+    ports = []
+
+    async def check(node: Node) -> None:
+        assert engines._claim(HOST, node.port) is None
+        ports.append(node.port)
+
+    with_node(tmp_path, check)
+    claim = engines._claim(HOST, ports[0])
+    assert claim is not None
+    claim.close()
+
+
 @pytest.mark.parametrize(
     ("cause", "reason"),
     [
