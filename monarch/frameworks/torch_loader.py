@@ -106,6 +106,8 @@ class _Announcing:
         self._in_flight = in_flight
         self._coming = coming
         self._most = most
+        # The number of iterations that have begun: the last one has the announced order.
+        self._begun = 0
 
     def __getattr__(self, name: str) -> Any:
         if name == "_sampler":  # while this object is being copied
@@ -121,7 +123,8 @@ class _Announcing:
 
     def _announced(self, items: Iterator[Any]) -> Iterator[Any]:
         """Yields ``items``. Begins when the first one is wanted, as most samplers do."""
-        following = self._coming.items()
+        self._begun += 1
+        number, following = self._begun, self._coming.items()
         known, items = _known(self._sampler, items, self._most)
         progress = self._announce(known, following)
         del known, following
@@ -135,8 +138,10 @@ class _Announcing:
                         read += sizes.popleft()
                 yield item
         except GeneratorExit:
-            # The epoch ends early. At its usual end the last items are still to be read.
-            self._files.close()
+            # The epoch ends early. At its usual end the last items are still to be read. A program
+            # may begin the next epoch before it gives up this one.
+            if number == self._begun:
+                self._files.close()
             raise
 
     def _announce(

@@ -246,6 +246,38 @@ def test_a_sampler_without_an_end_is_not_asked_in_advance(
     assert fake_mount.orders == []
 
 
+@pytest.mark.parametrize("workers", ["no workers", "workers"])
+def test_an_iteration_that_is_given_up_late_leaves_the_order_of_the_next_one(
+    fake_mount: FakeMount, images: Images, workers: str
+) -> None:
+    """As in ``batches = iter(loader)``, in mid-epoch."""
+    options = {"batch_size": 8, "shuffle": True, **WORKERS[workers]}
+    loader = adapter.announce(data.DataLoader(images, **options))
+    batches = iter(loader)
+    next(batches)
+    following = iter(loader)
+    next(following)
+    del batches
+    gc.collect()
+    assert [order.is_ended for order in fake_mount.orders] == [True, False]
+    del following
+    gc.collect()
+    assert fake_mount.orders[-1].is_ended
+
+
+def test_an_order_ends_before_an_epoch_that_cannot_be_announced(
+    fake_mount: FakeMount, images: Images, tmp_path: Path
+) -> None:
+    sampler: list[Any] = [*range(COUNT)]
+    loader = adapter.announce(data.DataLoader(AnyNumber(tmp_path), sampler=sampler))
+    assert len(list(loader)) == COUNT and not fake_mount.orders[0].is_ended
+    sampler[:] = [(number, "flip") for number in range(COUNT)]
+    following = iter(loader)
+    next(following)
+    assert [order.is_ended for order in fake_mount.orders] == [True]
+    del following
+
+
 class Odd:
     """A sampler of a program that yields ``item`` of each number. It must not be asked for many."""
 
