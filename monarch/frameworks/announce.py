@@ -46,6 +46,8 @@ _LATER = frozenset((errno.ENOSPC, errno.EBUSY))
 # How often a message is sent while other processes send too many, and the interval in seconds.
 _TRIES, _RETRY_S = 5, 0.01
 _UNKNOWN = 0
+# The files whose numbers are compared at the begin of an order: at least so many, if there are.
+_COMPARED = 16
 
 
 class Inodes:
@@ -63,6 +65,14 @@ class Inodes:
     def of(self, path: AnyPath) -> int:
         directory, name = _split(os.fsencode(path))
         return self._in(directory).get(name, _UNKNOWN)
+
+    def now(self, path: AnyPath) -> int:
+        """As ``of``, by a stat of the file."""
+        try:
+            found = os.stat(path)
+        except OSError:
+            return _UNKNOWN
+        return found.st_ino if found.st_dev == self.device else _UNKNOWN
 
     def _in(self, directory: bytes) -> dict[bytes, int]:
         """The entries of a directory."""
@@ -257,7 +267,9 @@ class LatestAnnouncement:
 class AnnouncedFiles:
     """The files of the samples of a data set, by index, and the order that is announced now.
 
-    ``path_of`` returns the path of a sample. The first order asks it for all ``count`` samples.
+    ``path_of`` returns the path of a sample. The first order asks it for all ``count`` samples. So
+    does an order after the mount, or its snapshot, was replaced by another one: the numbers of
+    some files are compared.
     """
 
     def __init__(self, path_of: Callable[[int], AnyPath], count: int) -> None:
@@ -280,7 +292,8 @@ class AnnouncedFiles:
         Returns a function that is to be called with the number of ``indices`` that were read, as
         ``Announcement.progress``; None if nothing is announced.
         """
-        if self._inos is None:
+        if self._inos is None or not self._is_current(self._inos):
+            self._inodes = Inodes()
             self._inos = self._inodes.of_all(map(self._path_of, range(self._count)))
         known = self._inos
         inos, more = (array("Q", [known[index] for index in each]) for each in (indices, following))
@@ -297,6 +310,12 @@ class AnnouncedFiles:
         if announcement is None:
             return None
         return lambda entries: announcement.progress(first + entries)
+
+    def _is_current(self, inos: array[int]) -> bool:
+        """Whether some of the files have the numbers that are known; False if none is known."""
+        places = range(0, self._count, max(1, self._count // _COMPARED))
+        now = (self._inodes.now(self._path_of(place)) == inos[place] for place in places)
+        return any(inos) and all(now)
 
     def close(self) -> None:
         if self._now is not None:

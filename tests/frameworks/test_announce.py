@@ -233,9 +233,30 @@ def test_each_order_of_a_data_set_ends_the_last_one(
         assert known.announce(indices) is not None
         assert fake_mount.paths(number, tmp_path) == [f"{index:02}" for index in indices]
         assert [order.is_ended for order in fake_mount.orders] == [True] * number + [False]
-    assert asked == [*range(20)]
+    assert asked[:20] == [*range(20)] and len(asked) <= 20 + 2 * 31
     known.close()
     assert fake_mount.orders[-1].is_ended
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_numbers_are_found_again_when_another_mount_has_taken_the_place(
+    fake_mount: FakeMount, tmp_path: Path, is_there: bool
+) -> None:
+    """A training process lives longer than a mount, whose next snapshot has other numbers."""
+    place, paths = tmp_path / "mount", [f"{number:03}" for number in range(100)]
+    if is_there:
+        place.mkdir()
+        for name in paths:
+            (place / name).touch()
+    known = AnnouncedFiles(lambda index: place / paths[index], len(paths))
+    assert (known.announce([3, 1]) is not None) == is_there
+    if is_there:
+        place.rename(tmp_path / "old")
+    place.mkdir()
+    for name in ["0000", *paths]:
+        (place / name).touch()
+    assert known.announce([3, 1]) is not None
+    assert fake_mount.paths(-1, place) == ["003", "001"]
 
 
 def test_an_order_goes_on_with_the_samples_that_were_expected(
