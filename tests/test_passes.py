@@ -76,7 +76,14 @@ def test_a_pass_counts_many_opens_as_one_by_one(seed: int) -> None:
     keep = rng.choice([0, size, len(opens)])
     model = OneByOne(size, files)
     now = Pass(
-        first=FIRST, seen=bytearray(files), mark=3, window_size=size, opens=0, files=0, run=()
+        first=FIRST,
+        seen=bytearray(files),
+        mark=3,
+        window_size=size,
+        opens=0,
+        files=0,
+        run=(),
+        all_files=files,
     )
     at, windows, new = 0, 0, list[int]()
     while at < len(opens) and not passes.ends_pass(len(list(now.run)), now.files):

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from monarch.config.settings import ForesightSettings
+from monarch.errors import SnapshotError
 from monarch.foresight.announced import Announcements, Limits
 from monarch.foresight.job import Job
 from monarch.foresight.marks import FETCHED, GIVEN, READ, Marks
@@ -44,7 +45,8 @@ _MAJORITY = 0.9
 
 class Names(Protocol):
     """What is needed of the snapshot. ``level``: the entries that are ``depth`` levels beneath a
-    directory; their numbers are consecutive."""
+    directory; their numbers are consecutive. ``count_files``: the regular files among consecutive
+    entries, each at its first name only."""
 
     @property
     def entries(self) -> int: ...
@@ -52,6 +54,7 @@ class Names(Protocol):
     def path(self, ino: Ino) -> bytes: ...
     def attributes(self, ino: Ino) -> Attributes: ...
     def level(self, directory: Ino, depth: int) -> range: ...
+    def count_files(self, slots: range) -> int: ...
 
 
 class Foresight:
@@ -319,7 +322,7 @@ class Foresight:
         return StreamReport(
             directory=directory.decode(errors="surrogateescape"),
             pattern=stream.pattern,
-            files=len(stream.subtree.files),
+            files=stream.subtree.count,
             epoch=stream.epoch if has_epochs and not stream.is_mixed else None,
             share=stream.share if has_epochs and not stream.is_mixed else None,
             ahead=stream.reach if self._settings.ahead else 0,
@@ -382,11 +385,16 @@ class Foresight:
             files = self._names.level(directory, depth)
             job.streams.remove(joined)
             self._end_stream(joined)
-        if len(files) < LEAST_FILES:
+        subtree = self._subtrees.get((directory, depth))
+        if subtree is None:
+            count_files = partial(_count_files, self._names)
+            subtree = Subtree(directory, depth, files, self._marks, count_files)
+            subtree.look()
+        if subtree.count < LEAST_FILES:
             return
         while len(self._subtrees) >= _MOST_SUBTREES and len(self._jobs) > 1:
             self._end_job(next(iter(self._jobs)))
-        stream = self._new_stream(Subtree(directory, depth, files, self._marks))
+        stream = self._new_stream(subtree)
         job.streams.insert(0, stream)
         for stale in job.streams[_MOST_STREAMS:]:
             self._end_stream(stale)
@@ -396,11 +404,8 @@ class Foresight:
                 stream.opened(ino, process)
 
     def _new_stream(self, subtree: Subtree) -> Stream:
-        key = subtree.directory, subtree.depth
-        if key in self._subtrees:
-            subtree = self._subtrees[key]
-        else:
-            self._subtrees[key] = subtree
+        if not subtree.streams:
+            self._subtrees[subtree.directory, subtree.depth] = subtree
             self._marks.add(subtree)
         subtree.streams += 1
         kept = sum(len(other.files) for other in self._subtrees.values() if other.is_order_kept)
@@ -415,6 +420,14 @@ class Foresight:
         if not subtree.streams:
             del self._subtrees[subtree.directory, subtree.depth]
             self._marks.remove(subtree)
+
+
+def _count_files(names: Names, entries: range) -> int:
+    try:
+        return names.count_files(entries)
+    except SnapshotError:
+        # The open that is recorded now may be of a file whose record is sound.
+        return len(entries)
 
 
 def _subtree_of(names: Names, inos: Sequence[Ino]) -> tuple[Ino, int] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,8 +49,9 @@ _MIXED = 0.1
 # Windows after which a skewed stream must have shown repeats since the count began.
 _LEAST_SKEWED = 4
 
-# Places of an order that are found at once: less than a millisecond.
-_SLICE = 1 << 16
+# Places of an order that are found at once, and entries of a subtree whose kind is read at once: a
+# millisecond.
+_SLICE, _KINDS = 1 << 16, 1 << 15
 _LOCAL: frozenset[Pattern] = frozenset(("sequential", "strided", "same order"))
 
 
@@ -82,20 +83,37 @@ class Seen:
 class Subtree:
     """The files at one depth of a directory: consecutive inode numbers. Shared by its streams.
 
+    ``count`` is the number of regular files; entries that ``look`` has not passed count as such.
     ``read`` counts the files that were opened since the mount, and ``ahead`` those that were given
     out and not opened since; ``marks`` has them.
     """
 
-    def __init__(self, directory: Ino, depth: int, files: range, marks: Marks) -> None:
+    def __init__(
+        self,
+        directory: Ino,
+        depth: int,
+        files: range,
+        marks: Marks,
+        count_files: Callable[[range], int] = len,
+    ) -> None:
         self.directory = directory
         self.depth = depth
         self.files = files
+        # Subdirectories, links and further names of files are among the entries.
+        self.count, self._counted, self._count_files = len(files), 0, count_files
         self.read = self.ahead = 0
         self._marks = marks
         self._next_fill = 0
         # Whether a stream keeps the order of its epochs: 12 bytes for each file.
         self.is_order_kept = False
         self.streams = 0
+
+    def look(self) -> None:
+        """Counts the regular files among the next entries, for ``count``."""
+        entries = self.files[self._counted : self._counted + _KINDS]
+        if entries:
+            self.count -= len(entries) - self._count_files(entries)
+            self._counted += len(entries)
 
     def give(self, position: int, *, again: bool = False) -> Ino | None:
         """The file at a position, if it was not read or given out before. ``again``: if it is not
@@ -110,7 +128,7 @@ class Subtree:
     def fill(self, most: int) -> list[Ino]:
         """The next files in the order of the snapshot that were not read or given out."""
         allowed = len(self.files)
-        if self.read < _FILL_SHARE * len(self.files):
+        if self.read < _FILL_SHARE * self.count:
             allowed = int(_EARLY_FILL * self.read) - self.ahead
         given: list[Ino] = []
         while len(given) < min(most, allowed) and self._next_fill < len(self.files):
@@ -207,7 +225,12 @@ class Stream:
     @property
     def share(self) -> float:
         """The share of the subtree that this epoch has read."""
-        return self._seen.count / self._n
+        return self._seen.count / self.subtree.count
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this epoch has opened all files."""
+        return self._seen.count >= self.subtree.count
 
     @property
     def is_mixed(self) -> bool:
@@ -223,9 +246,11 @@ class Stream:
         if self.pattern not in _LOCAL or self._front < 0:
             return 0
         last = self._last if self.pattern == "same order" else None
-        files = self._n if last is None else len(last.positions)
-        left = (files - 1 - self._front) // (self.step if self.pattern == "strided" else 1)
-        return max(0, min(self.distance, left))
+        entries = self._n if last is None else len(last.positions)
+        left = (entries - 1 - self._front) // (self.step if self.pattern == "strided" else 1)
+        # The readers are where they were when the last window was complete.
+        unread = (self.subtree.count if last is None else entries) - self._seen.count
+        return max(0, min(self.distance, left, unread))
 
     @property
     def is_scan(self) -> bool:
@@ -238,7 +263,7 @@ class Stream:
         position, latest = ino - self._start, self._latest
         if position not in latest:
             latest[position] = process
-        elif self._seen.count < self._n or position in self._run:
+        elif not self._is_whole or position in self._run:
             # Some formats open a file twice for one sample. After all files, it is one of the next
             # epoch.
             return False
@@ -287,6 +312,7 @@ class Stream:
             run=self._run,
             repeats=self.repeats,
             window=self._latest,
+            all_files=self.subtree.count,
         )
         at = now.count(inos, at, keep=keep)
         if self.is_filling:
@@ -328,7 +354,7 @@ class Stream:
         if self.pattern == "skewed":
             # It has no epochs. After more opens most files have repeats in whatever order they are
             # read, so the test would say little.
-            is_over = self.opens >= self._n
+            is_over = self.opens >= self.subtree.count
         else:
             is_over = passes.ends_pass(len(self._run), self._seen.count)
         if is_over:
@@ -352,6 +378,7 @@ class Stream:
     # -- recognition -----------------------------------------------------------------------------
 
     def _judge(self) -> None:
+        self.subtree.look()
         self._count_inner_repeats()
         vote, found = self._look()
         if vote in _LOCAL:
@@ -390,7 +417,7 @@ class Stream:
         if found is not None and recognition.advances(window, self._before):
             self.step, self._remainder = step, remainder
             return "sequential" if step == 1 else "strided", found
-        if recognition.is_skewed(self.opens, self.repeats + len(self._run), self._n):
+        if recognition.is_skewed(self.opens, self.repeats + len(self._run), self.subtree.count):
             return "skewed", None
         if self.pattern == "skewed" and self.opens < _LEAST_SKEWED * self._window_size:
             # The count has just begun anew.
@@ -455,9 +482,7 @@ class Stream:
         position = ino - self._start
         if self.pattern == "skewed":
             return False
-        return position not in self._seen or (
-            self._seen.count == self._n and position not in self._run
-        )
+        return position not in self._seen or (self._is_whole and position not in self._run)
 
     def ahead(self, most: int) -> list[Ino]:
         """The next files of the order that was recognised, up to ``distance`` ahead of the

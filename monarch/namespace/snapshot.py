@@ -185,10 +185,13 @@ class Snapshot(Tables):
         """The regular files among consecutive entries, each at its first name only: their inode
         numbers, sizes, and inode numbers at the source."""
         records = self.columns(slots)
-        is_first = records["flags"] & ALIAS == 0
-        found = np.flatnonzero(is_first & (records["mode"] & KIND == stat.S_IFREG))
+        found = np.flatnonzero(_are_files(records))
         chosen = records[found]
         return found + slots.start, chosen["size"], chosen["source_ino"]
+
+    def count_files(self, slots: range) -> int:
+        """The number of regular files among consecutive entries, each at its first name only."""
+        return int(np.count_nonzero(_are_files(self.columns(slots))))
 
     def directories_in(self, slots: range) -> list[Ino]:
         """The directories among consecutive entries."""
@@ -303,6 +306,13 @@ def walk(
                 break
         else:
             pending.pop()
+
+
+def _are_files(records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Which of some records are of regular files, each at its first name only."""
+    is_first = records["flags"] & ALIAS == 0
+    are_files: npt.NDArray[np.bool_] = is_first & (records["mode"] & KIND == stat.S_IFREG)
+    return are_files
 
 
 def _index(slot: int) -> int:

@@ -43,7 +43,7 @@ class Pass:
     ``run`` has the files of the latest run, ``run_opens`` its opens; ``repeats`` is the number of
     files of earlier runs. With a ``window_size`` above 0, ``window`` has the files that were opened
     since the last complete window. An open of one of these is not counted before the pass has
-    opened all files, and not for a run that has it.
+    opened ``all_files``, and not for a run that has it.
     """
 
     first: int
@@ -56,6 +56,7 @@ class Pass:
     run_opens: int = 0
     repeats: int = 0
     window: Iterable[int] = ()
+    all_files: int = 0
     # Of the last call of ``count``: the number of windows before ``window``, the last of them, and
     # the files that were new in the pass, in the order of their opens.
     windows: int = 0
@@ -73,15 +74,15 @@ class Pass:
         count_opens, size = _extension(), self.window_size
         assert count_opens is not None
         run, window, new = array("I", self.run), array("I", self.window), array("I")
-        numbers = self.opens, self.files, self.repeats, self.run_opens, len(run), len(window), 0, 0
-        counts = array("Q", numbers)
+        numbers = self.opens, self.files, self.repeats, self.run_opens, len(run), len(window)
+        counts = array("Q", (*numbers, 0, 0, self.all_files))
         for numbers_of, room in ((run, MOST_RUN), (window, 2 * size), (new, len(opens))):
             numbers_of.frombytes(bytes(numbers_of.itemsize * (room - len(numbers_of))))
         at = count_opens(
             opens, at, keep, self.first, self.seen, self.mark, run, window, new, counts
         )
         self.opens, self.files, self.repeats, self.run_opens = counts[:4]
-        in_run, in_window, self.windows, in_new = counts[4:]
+        in_run, in_window, self.windows, in_new = counts[4:8]
         self.run, self.window, self.new = run[:in_run], window[:in_window], new[:in_new]
         self.last_window = window[size:].tolist()
         return at

@@ -28,6 +28,8 @@ class Tree:
         starts = list(accumulate((c * f for c, f in directories), initial=number))
         self.files = [range(a, b) for a, b in pairwise(starts)]
         self.entries = len(self._parents) - 1
+        # Entries that are directories without entries.
+        self.empty: frozenset[int] = frozenset()
 
     def parent(self, slot: Ino) -> Ino:
         return Ino(self._parents[slot])
@@ -38,6 +40,9 @@ class Tree:
     def level(self, directory: Ino, depth: int) -> range:
         found = [ino for ino in range(1, self.entries + 1) if self._above(ino, depth) == directory]
         return range(found[0], found[-1] + 1) if found else range(0)
+
+    def count_files(self, slots: range) -> int:
+        return len(slots) - len(self.empty.intersection(slots))
 
     def _above(self, ino: int, depth: int) -> int:
         for _ in range(depth):

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from monarch.config.settings import ForesightSettings
+from monarch.foresight import stream as module
 from monarch.foresight.announced import Announcer
 from monarch.foresight.foresight import Foresight
 from monarch.foresight.messages import Piece
+from monarch.foresight.recognition import LEAST_FILES
 from monarch.types import Ino
 from tests.foresight.streams import SIZE, Tree, with_noise, workers
 
@@ -305,6 +307,48 @@ def test_each_epoch_of_a_small_directory_is_counted_whole(files: int, together: 
                 job.open(order)
             (stream,) = job.foresight.report(counts_opens=True).streams
             assert (stream.epoch, stream.share) == (epoch, 1.0)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("files", "kinds"), [(300, 1 << 15), (300, 100), (1000, 1 << 15)])
+def test_each_epoch_is_counted_whole_beside_subdirectories(
+    monkeypatch: pytest.MonkeyPatch, files: int, kinds: int, together: bool
+) -> None:
+    """They are no files, and no epoch opens them. Their number is known before the epoch ends."""
+    monkeypatch.setattr(module, "_KINDS", kinds)
+    for seed in range(5):
+        tree = Tree((1, files))
+        tree.empty = frozenset(random.Random(seed).sample(tree.files[0], files // 20))
+        there = sorted(tree.empty.symmetric_difference(tree.files[0]))
+        job = Job(rate=0, tree=tree)
+        for epoch in range(1, 5):
+            order = random.Random(9 * seed + epoch).sample(there, len(there))
+            if together:
+                job.foresight.opened_all(array("I", order))
+            else:
+                job.open(order)
+            (stream,) = job.foresight.report(counts_opens=True).streams
+            assert (stream.epoch, stream.share, stream.files) == (epoch, 1.0, len(there))
+
+
+def test_few_files_beside_many_subdirectories_have_no_stream() -> None:
+    tree = Tree((1, 200))
+    tree.empty = frozenset(tree.files[0][LEAST_FILES - 1 :])
+    job = Job(rate=0, tree=tree)
+    for _ in range(3):
+        job.open([*tree.files[0][: LEAST_FILES - 1]])
+    assert job.foresight.report(counts_opens=True).streams == []
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_at_the_end_of_an_epoch_no_file_is_said_to_be_fetched_ahead(epochs: int) -> None:
+    """The last window of the epoch is not complete."""
+    job = Job(rate=0, tree=Tree((1, 190)))
+    for _ in range(epochs):
+        job.open([*job.files(0)])
+    (stream,) = job.foresight.report(counts_opens=True).streams
+    assert stream.pattern in ("sequential", "same order")
+    assert (stream.share, stream.ahead) == (1.0, 0)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])

@@ -201,6 +201,10 @@ def test_walk_gives_the_files_beneath(source: Path, taken: Taken) -> None:
     assert beneath(b"a/link") == []
 
 
+def is_file(snapshot: Snapshot, ino: Ino) -> bool:
+    return snapshot.attributes(ino).is_file
+
+
 def test_a_level_has_all_entries_at_one_depth_beneath_a_directory(
     source: Path, taken: Taken
 ) -> None:
@@ -211,6 +215,8 @@ def test_a_level_has_all_entries_at_one_depth_beneath_a_directory(
             (source / "a" / f"{number:02}" / name).touch()
     (source / "a" / "05x").touch()
     (source / "a" / "99").touch()
+    (source / "a" / "97").symlink_to("99")
+    (source / "a" / "98").hardlink_to(source / "a" / "99")
     (source / "b" / "other").mkdir(parents=True)
     snapshot = taken(source)
     for directory in (b"", b"a", b"a/05", b"b", b"b/other", b"a/99"):
@@ -220,6 +226,8 @@ def test_a_level_has_all_entries_at_one_depth_beneath_a_directory(
         for depth in range(5):
             level = snapshot.level(ino, depth)
             assert set(level) == inos, (directory, depth)
+            files = {snapshot.attributes(each).ino for each in inos if is_file(snapshot, each)}
+            assert snapshot.count_files(level) == len(files & inos)
             inos = {Ino(child) for parent in inos for child in snapshot.children(parent)}
 
 

@@ -6,7 +6,7 @@
 #include <string.h>
 
 /* The places of ``counts``, as in passes.py. */
-enum { OPENS, FILES, REPEATS, RUN_OPENS, RUN, IN_WINDOW, WINDOWS, NEW, COUNTS };
+enum { OPENS, FILES, REPEATS, RUN_OPENS, RUN, IN_WINDOW, WINDOWS, NEW, ALL_FILES, COUNTS };
 enum { LEAST_RUN = 2, MOST_RUN = 64 };
 
 struct pass {
@@ -60,7 +60,7 @@ static size_t count_all(struct pass *pass, size_t at) {
         if (pass->window_size) {
             if (!has(pass->window, counts[IN_WINDOW], number))
                 pass->window[counts[IN_WINDOW]++] = number;
-            else if (counts[FILES] < pass->files || has(pass->run, counts[RUN], number))
+            else if (counts[FILES] < counts[ALL_FILES] || has(pass->run, counts[RUN], number))
                 continue;
         }
         bool ends = count(pass, number) && is_over(counts);
