@@ -56,8 +56,6 @@ _IDLE_S = 600.0
 _LOG_KEYS = 64
 # After this time without an open of the order, its files in the window make room for others.
 _PAUSED_S = 60.0
-# Refusals without a line in the log: they are expected.
-_QUIET = frozenset((errno.EBUSY, errno.ESRCH))
 
 
 @dataclass(eq=False)
@@ -75,7 +73,8 @@ class _Watched:
 
 class Hints:
     """Belongs to the event loop. ``wake`` is called after each message that was accepted: there
-    may be further files to fetch."""
+    may be further files to fetch. ``catch_up`` is called before each message: opens that precede it
+    may not be counted yet."""
 
     def __init__(
         self,
@@ -83,11 +82,13 @@ class Hints:
         announcements: Announcements,
         measuring: Measuring,
         wake: Callable[[], None] = lambda: None,
+        catch_up: Callable[[], None] = lambda: None,
     ) -> None:
         self.measuring = measuring
         self._snapshot = snapshot
         self._announcements = announcements
         self._wake = wake
+        self._catch_up = catch_up
         self._watched: dict[OrderKey, _Watched] = {}
         # What the users of orders may read, one for all orders of a user: it keeps the answers for
         # many directories.
@@ -109,7 +110,8 @@ class Hints:
             return self._receive(message, caller)
         except MonarchError as error:
             self._announcements.refused()
-            if error.errno not in _QUIET:
+            # A process that was killed needs no line.
+            if error.errno != errno.ESRCH:
                 self._limiter.warning(
                     (caller.uid % _LOG_KEYS, error.errno),
                     "a hint of user %d, process %d, was refused: %s",
@@ -125,6 +127,7 @@ class Hints:
 
     def _receive(self, message: bytes, caller: Caller) -> int:
         said = decode(message)
+        self._catch_up()
         try:
             process = process_of(caller.pid)
         except ProcessLookupError:

@@ -123,7 +123,8 @@ def open_mount(parts: subsystems.Parts) -> Mount:
     upkeep = subsystems.build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=sends_opens
     )
-    hints = subsystems.build_hints(parts, tiers, measured, sends_opens=sends_opens)
+    catch_up = filesystem.readers.catch_up
+    hints = subsystems.build_hints(parts, tiers, measured, catch_up, sends_opens=sends_opens)
     status = Status(
         parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving, watch
     )

@@ -305,9 +305,16 @@ def build_quotas(parts: Parts, tiers: Tiers) -> JobQuotas | None:
     return JobQuotas(jobs, tiers.controller.quotas)
 
 
-def build_hints(parts: Parts, tiers: Tiers, measured: MeasuredJobs, *, sends_opens: bool) -> Hints:
-    measuring = Measuring(measured, sends_opens=sends_opens)
-    return Hints(parts.snapshot, tiers.foresight.announced, measuring, tiers.foresight.wake)
+def build_hints(
+    parts: Parts,
+    tiers: Tiers,
+    measured: MeasuredJobs,
+    catch_up: Callable[[], None],
+    *,
+    sends_opens: bool,
+) -> Hints:
+    measuring, foresight = Measuring(measured, sends_opens=sends_opens), tiers.foresight
+    return Hints(parts.snapshot, foresight.announced, measuring, foresight.wake, catch_up)
 
 
 def build_transfer(
