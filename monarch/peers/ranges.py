@@ -253,14 +253,17 @@ class Ranges:
     def _owners(self, span: Span, file: _Large) -> list[int]:
         """The owners of a block. Those of the blocks beside it are computed with them."""
         block = span.block
-        if not file.owners[block, 0]:
+        # Another thread may have written only some of them.
+        owners: list[int] = file.owners[block].tolist()
+        if 0 in owners:
             at_once = max(1, _AT_ONCE // len(self._ownership.members))
             first = block - block % at_once
             count = len(file.owners[first : first + at_once])
             items = _item(span.ino, first) + np.arange(count, dtype=np.uint64)
-            file.owners[first : first + count] = self._ownership.first(items, self._replicas) + 1
-        owners: list[int] = (file.owners[block] - 1).tolist()
-        return owners
+            computed = self._ownership.first(items, self._replicas) + 1
+            file.owners[first : first + count] = computed
+            owners = computed[block - first].tolist()
+        return [owner - 1 for owner in owners]
 
     def _others(self, span: Span) -> Iterator[int]:
         """The members behind the owners. Their scores are computed only if these do not answer."""

@@ -238,14 +238,17 @@ class Peers:
 
     def _order(self, ino: Ino) -> Iterator[int]:
         """The members in the order in which they own a file."""
-        if not self._owners[ino, 0]:
-            self._find_owners(ino)
-        yield from (self._owners[ino] - 1).tolist()
+        owners: list[int] = self._owners[ino].tolist()
+        # Another thread may have written only some of them.
+        if 0 in owners:
+            owners = self._find_owners(ino)
+        yield from (owner - 1 for owner in owners)
         # The scores of all members, only if the owners do not answer.
         yield from self._ownership.order(ino)[self._replicas :]
 
-    def _find_owners(self, ino: Ino) -> None:
-        """Computes the owners of a file and of those beside it, which the datapath then asks."""
+    def _find_owners(self, ino: Ino) -> list[int]:
+        """Computes the owners of a file and of those beside it, which the datapath then asks.
+        Returns the row of the file."""
         first = ino - ino % self._at_once
         inos = np.arange(first, min(first + self._at_once, len(self._owners)))
         owners = self._ownership.first(inos, self._replicas) + 1
@@ -254,6 +257,8 @@ class Peers:
         givers = owners[np.arange(len(inos)), turns]
         self._givers[inos] = np.where((owners == self._own + 1).any(axis=1), 0, givers)
         self._owners[inos] = owners
+        found: list[int] = owners[ino - first].tolist()
+        return found
 
     def _take_over(self, ino: Ino) -> None:
         if len(self._taken_over) >= _MOST_TAKEN_OVER:

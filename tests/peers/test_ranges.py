@@ -288,6 +288,15 @@ def test_the_owners_of_blocks_are_computed_where_they_are_needed(
         assert np.count_nonzero(file.owners) == (2 if block == 5 else 4)
 
 
+def test_owners_that_another_thread_has_written_in_part_are_computed() -> None:
+    ranges, _ = ranges_of(None, Owner(), Owner(), replicas=2)
+    file, span = ranges._known(INO), Span(INO, 0, 0)
+    expected = ranges._ownership.first(np.array([_item(INO, 0)], np.uint64), 2)[0].tolist()
+    # One column of the row.
+    file.owners[0, 0] = expected[0] + 1
+    assert ranges._owners(span, file) == expected
+
+
 def test_large_files_that_are_not_used_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     ranges, _ = ranges_of(None, Owner())
     monkeypatch.setattr(range_module, "_MOST_KNOWN", 3 * ranges._known(INO).nbytes)

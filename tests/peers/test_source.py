@@ -94,6 +94,13 @@ def first(peers: Peers, *order: int) -> Ino:
     )
 
 
+def test_owners_that_another_thread_has_written_in_part_are_computed() -> None:
+    peers = peers_of(None, FakeMember(RIGHT), FakeMember(RIGHT), replicas=2)
+    expected = peers._ownership.order(7)
+    peers._owners[7, 0] = expected[0] + 1
+    assert list(peers._order(Ino(7))) == expected
+
+
 def test_a_file_of_another_node_comes_from_there_and_its_digest_is_remembered() -> None:
     other = FakeMember(RIGHT, Answer(200, BYTES, None))
     peers = peers_of(None, other)
