@@ -107,7 +107,10 @@ class HeldFiles:
     def __init__(self, directory: Path, most: int) -> None:
         self._directory = directory
         self._most = most
+        # No call waits for the disk while it has this lock, since the event loop takes it.
         self._lock = threading.Lock()
+        # Is held while a directory of a mount is made or removed; before the other one.
+        self._directories = threading.RLock()
         # By token and number.
         self._records: dict[str, dict[int, Record]] = {}
         # The objects whose files on the disk are being changed, by one thread each; and up to which
@@ -198,7 +201,8 @@ class HeldFiles:
             self._bytes += more
         is_safe = False
         try:
-            (self._directory / record.token).mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._directories:
+                (self._directory / record.token).mkdir(mode=0o700, parents=True, exist_ok=True)
             if is_here or (self._has_room(record.size) and self._receive(record, fetch)):
                 self._write(record, before)
                 is_safe = True
@@ -314,8 +318,10 @@ class HeldFiles:
 
     def _leave(self, key: _Key) -> None:
         """Removes the directory of the mount of an object if it is empty, and no file arrives."""
-        with self._lock:
-            if not any(other[0] == key[0] and other != key for other in self._busy):
+        with self._directories:
+            with self._lock:
+                is_used = any(other[0] == key[0] and other != key for other in self._busy)
+            if not is_used:
                 with suppress(OSError):
                     (self._directory / key[0]).rmdir()
 

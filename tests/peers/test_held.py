@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -242,6 +243,35 @@ def test_a_record_that_cannot_be_read_now_stays_for_the_next_mount(
     assert "7.json, a file of another node, is not known: Too many open files" in caplog.text
     again = HeldFiles(tmp_path, 100_000)
     assert again.of(TOKEN) == [record] and read(again, record) == CONTENT
+
+
+def test_a_directory_whose_removal_hangs_delays_no_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldFiles(tmp_path, 100_000)
+    assert held.put(record_of(), giving())
+    begun, may_end, answers = threading.Event(), threading.Event(), list[object]()
+
+    def hanging(path: Path) -> None:
+        begun.set()
+        may_end.wait()
+
+    def ask() -> None:
+        answers.append((held.keeps(TOKEN), held.files, held.version(TOKEN, 7), held.of(TOKEN)))
+
+    monkeypatch.setattr(Path, "rmdir", hanging)
+    threads = [threading.Thread(target=held.forget, args=(TOKEN, 7, 0))]
+    threads[0].start()
+    try:
+        assert begun.wait(60)
+        threads.append(threading.Thread(target=ask))
+        threads[1].start()
+        threads[1].join(30)
+        assert answers == [(False, 0, None, [])]
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_the_directory_of_a_mount_stays_while_a_file_arrives(tmp_path: Path) -> None:
