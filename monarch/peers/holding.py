@@ -46,6 +46,8 @@ FORM = (
 REQUEST = re.compile(rf"GET /[0-9a-f]{{32}}/({FORM}) HTTP/1\.[01]\r\n".encode())
 # The digits of a version in an answer.
 _DIGITS = 19
+# No clock of a node has given a later version: this is a time of the year 2116, in nanoseconds.
+_LAST_VERSION = 1 << 62
 _THREADS = 4
 # The members that are asked to keep one file.
 _ASKED = 2
@@ -271,7 +273,7 @@ class Holding:
     def _has_other_version(self, client: PeerClient, record: Record) -> bool:
         """Whether a member that did not take a file keeps another version of it."""
         version = self._version_at(client, record)
-        if version is not None:
+        if version is not None and version <= _LAST_VERSION:
             # The clock of this node may have been set back since.
             with self._numbering:
                 self._last_offer = max(self._last_offer, version)
@@ -310,8 +312,12 @@ class Holding:
 
     async def is_first(self, member: str, record: Record) -> bool:
         """Whether a member, and not this one, is to recover an object: it keeps a later version.
-        Of the same version one of the two is the first, by their names."""
-        version = await self._requests.run(self._version_at, self._others[member], record)
+        Of the same version one of the two is the first, by their names. A member that is left out,
+        since it has not answered, is not asked."""
+        client = self._others[member]
+        if not client.breaker.admits(_now()):
+            return False
+        version = await self._requests.run(self._version_at, client, record)
         return version is not None and (version, self._own) > (record.version, member)
 
     def _version_at(self, client: PeerClient, record: Record) -> int | None:

@@ -139,6 +139,28 @@ def test_the_clock_of_a_node_was_set_back(tmp_path: Path) -> None:
     with_pair(tmp_path, check)
 
 
+def test_a_version_that_no_clock_has_given_changes_no_later_offer(tmp_path: Path) -> None:
+    class Other:
+        name, breaker = "two", Breaker(10.0)
+
+        def get(self, name: str, size: int) -> Answer:
+            is_asked = name.startswith("version/")
+            return Answer(OK, b"9" * size, None) if is_asked else Answer(NOT_KEPT, b"", None)
+
+    async def main() -> None:
+        other = cast(Any, Other())
+        holding = Holding(
+            *(HeldFiles(tmp_path, 1), {"2": other}, "1", 60.0),
+            *(lambda number: tmp_path, lambda record: True),
+        )
+        record = Record(TOKEN, 300, 0, "0" * 32, b"ckpt/a", 0o644, 0, 0, 5)
+        assert await holding.ask(record) == Placed(None, [other])
+        request = f"GET /{SET}/hold/{TOKEN}/{holding.newest()} HTTP/1.1\r\n"
+        assert holdings.REQUEST.match(request.encode()) is not None
+
+    trio.run(main)
+
+
 def test_nodes_agree_which_one_recovers_a_file(tmp_path: Path) -> None:
     async def check(pair: Pair) -> None:
         names = [member_id(name) for name in NAMES]
@@ -272,6 +294,32 @@ def test_a_member_that_is_left_out_gets_no_removals(tmp_path: Path) -> None:
         assert not client.was_asked
 
     with_pair(tmp_path, check)
+
+
+def test_a_member_that_has_stopped_does_not_delay_the_recovery_of_each_file(
+    tmp_path: Path,
+) -> None:
+    class Stopped:
+        name, breaker, asked = "two", Breaker(10.0), 0
+
+        def get(self, name: str, size: int) -> Answer:
+            self.asked += 1
+            self.breaker.failed(time.monotonic() + 1000)
+            raise PeerFailed("slow")
+
+    async def main() -> None:
+        stopped = Stopped()
+        holding = Holding(
+            *(HeldFiles(tmp_path, 1), {"2": cast(Any, stopped)}, "1", 60.0),
+            *(lambda number: tmp_path, lambda record: True),
+        )
+        record = Record(TOKEN, 300, 0, "0" * 32, b"ckpt/a", 0o644, 0, 0, 5, 7)
+        for _ in range(20):
+            assert not await holding.is_first("2", record)
+        # As many as leave a member out.
+        assert stopped.asked == 3
+
+    trio.run(main)
 
 
 def test_a_file_that_could_not_be_recovered_is_not_kept(tmp_path: Path) -> None:
