@@ -47,12 +47,15 @@ class NextEpoch:
     def _ahead(self) -> Any:
         """A sampler that yields the indices of the next epoch; None if there is none."""
         inner: Any = self._inner
-        if type(inner) is SequentialSampler:
-            return inner
-        if type(inner) is RandomSampler and inner.generator is not None:
-            return self._drawn(inner, inner.generator) if len(inner) <= self._most else None
-        if type(inner) not in (DistributedSampler, ResumableSampler, ChunkwiseSampler):
+        counts_epochs = type(inner) in (DistributedSampler, ResumableSampler, ChunkwiseSampler)
+        is_drawn = type(inner) is RandomSampler and inner.generator is not None
+        is_computed = counts_epochs or is_drawn or type(inner) is SequentialSampler
+        if not is_computed or len(inner) > self._most:
             return None
+        if is_drawn:
+            return self._drawn(inner, inner.generator)
+        if not counts_epochs:
+            return inner
         last, self._last_epoch = self._last_epoch, inner.epoch
         if last is None or inner.epoch != last + 1:
             # The program calls ``set_epoch`` with other numbers, or not at all, or it is not known.

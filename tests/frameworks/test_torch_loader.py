@@ -21,6 +21,7 @@ from tests.mount.command import needs_fuse
 torch = pytest.importorskip("torch")
 adapter = pytest.importorskip("monarch.frameworks.torch")
 torch_loader = pytest.importorskip("monarch.frameworks.torch_loader")
+next_epoch = pytest.importorskip("monarch.frameworks.next_epoch")
 data = pytest.importorskip("torch.utils.data")
 
 __all__ = ["fake_mount"]
@@ -354,6 +355,16 @@ def test_the_batches_of_an_odd_sampler_are_those_without_it(
         read = [f"{index:03}" for batch in expected for index in batch[0]]
         names = fake_mount.paths(0, tmp_path)
         assert names[: len(read)] == read and len(names) <= 260
+
+
+@pytest.mark.parametrize("most", [999, 1000])
+def test_a_next_epoch_that_is_much_longer_than_the_data_set_is_not_computed(most: int) -> None:
+    samplers = data.SequentialSampler(range(1000)), data.RandomSampler(range(1000), False)
+    samplers[1].generator = generator()
+    for sampler in samplers:
+        for made in (sampler, data.BatchSampler(sampler, 10, False)):
+            items = next_epoch.NextEpoch(made, None, most).items()
+            assert len(items) == (0 if most == 999 else 1000 if made is sampler else 100)
 
 
 def test_a_sampler_that_saves_its_position_is_not_asked_in_advance(
