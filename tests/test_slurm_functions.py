@@ -114,6 +114,18 @@ def test_a_cache_with_the_only_copy_of_a_written_file_stays(
     assert cache.exists() == stays
 
 
+def test_a_cache_that_cannot_be_searched_stays(tmp_path: Path) -> None:
+    cache = tmp_path / "jobs" / "7"
+    cache.mkdir(parents=True)
+    (cache / "mounts").touch()
+    with ExitStack() as stack:
+        shells = Shells(tmp_path, stack)
+        assert not shells.answers("find() { return 1; }; lock_job 7; end_job 7 1s")
+        assert cache.exists()
+        assert shells.answers("lock_job 7; end_job 7 1s")
+    assert not cache.exists()
+
+
 @pytest.mark.promise(311)
 @pytest.mark.parametrize("is_requeued", [False, True])
 def test_a_prolog_leaves_the_cache_of_a_job_that_was_requeued_meanwhile(

@@ -45,7 +45,7 @@ lock_job() { # ID [-n]: waits, unless -n; the lock ends with the shell that has 
 }
 
 end_job() { # ID TIME: unmounts the cache of a job, drains for TIME, and removes the cache
-    local directory=$MONARCH_JOBS/$1 mountpoint code
+    local directory=$MONARCH_JOBS/$1 mountpoint code left
     is_cache "$directory" || return 0
     while read -r mountpoint; do
         is_mounted "$mountpoint" || continue
@@ -63,9 +63,10 @@ end_job() { # ID TIME: unmounts the cache of a job, drains for TIME, and removes
     done < <(cat "$directory/mounts" 2>/dev/null)
     # A daemon notes that before it answers the first call that writes. In held it has files of
     # another node of the job (writeback.replicate), each with a record. The paths begin in the
-    # directory: one above it may have any name.
-    if [ -n "$(cd "$directory" && find . '(' -name undrained.json -o -path '*/held/*/*.json' ')' -print -quit)" ]; then
-        log "job $1: $directory stays: it has written files that are not at the source"
+    # directory: one above it may have any name. A directory that cannot be read may have some.
+    if ! left=$(cd "$directory" && find . '(' -name undrained.json -o -path '*/held/*/*.json' ')' -print -quit) ||
+        [ -n "$left" ]; then
+        log "job $1: $directory stays: it has, or may have, written files that are not at the source"
         return 1
     fi
     rm -rf --one-file-system "$directory"
