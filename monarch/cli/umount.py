@@ -26,6 +26,7 @@ from monarch.telemetry import figures
 from monarch.text import counted, escape_text, format_bytes
 
 if TYPE_CHECKING:
+    from monarch.telemetry.report import DrainReport
     from monarch.writeback.earlier import Inspection
 
 # Time limit for each step of the daemon's end. Its longest step gives up after ten seconds, but a
@@ -90,7 +91,13 @@ def umount(
     writer = record if record is not None and record.absorbs and alive(record) else None
     if writer is not None and not is_mounted and not lazy:
         # The daemon is ending, and drains what it has.
-        _last_look(writer, 0.0 if abandon else timeout_s, quiet=as_json)
+        report = _last_look(writer, 0.0 if abandon else timeout_s, quiet=as_json, ends=abandon)
+        if report is not None and not report.drained and not abandon:
+            raise errors.NotDrainedError(
+                f"{shown} is unmounted, and its daemon continues to drain:"
+                f" after {duration(timeout_s)}, {waiting(report)}",
+                hint=f"`monarch umount --abandon {shown}` ends it",
+            )
     if is_mounted:
         until = time.monotonic() + timeout_s
         if writer is not None and not abandon:
@@ -162,14 +169,18 @@ def _drain(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
         )
 
 
-def _last_look(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
+def _last_look(
+    record: MountRecord, timeout_s: float, *, quiet: bool, ends: bool = True
+) -> DrainReport | None:
     """Lets the daemon drain for up to ``timeout_s`` after unmounting: a process may have written
-    after the first draining."""
+    after the first draining. With ``ends`` it drains no longer. None if it has not answered."""
     # The daemon may have ended by now; if it hangs, the wait for its end reports that.
     with suppress(errors.MonarchError):
         report = drain(record, {}, timeout_s=timeout_s, quiet=quiet, silence_s=_ANSWER_S)
-        if not report.drained:
+        if ends and not report.drained:
             call(Path(record.socket), "stop", {"abandon": True}, timeout=_ANSWER_S)
+        return report
+    return None
 
 
 def _end_waits(record: MountRecord) -> None:

@@ -361,6 +361,9 @@ def test_a_daemon_that_waits_for_the_source_at_its_end_is_shown_and_can_be_ended
     assert status["state"] == "stopping" and status["writing"]["files"] == 1
     # Nothing is served any more: that is no fault of the tiers, the source or the mount.
     assert set(mount.alarm()) <= {"drain-refused"}
+    impatient = mount.run("umount", at, "--timeout", "100ms")
+    assert impatient.code == 13 and "its daemon continues to drain" in impatient.err
+    assert not ended(pid)
     left = mount.run("umount", at, "--abandon")
     assert left.code == 0 and "1 file, 2.93 KiB, not at the source yet, stays in" in left.err
     assert ended(pid)
