@@ -58,6 +58,7 @@ class Node:
     attributes that the source may lack, if the file had no object then; 0 if there is none. Until
     then ``xattrs`` of such a file are those that differ from the source's. ``undrained_mtimes`` are
     the modification times that such changes set, by their number in the journal, if there are any.
+    ``drained`` is the number of the last such change that has left the drain; 0 if there is none.
     """
 
     ino: Ino
@@ -85,6 +86,7 @@ class Node:
     is_separate: bool = False
     undrained: int = 0
     undrained_mtimes: dict[int, int] | None = None
+    drained: int = 0
     removed_xattrs: frozenset[bytes] = frozenset()
 
     @property

@@ -73,7 +73,12 @@ class Revalidation:
             # Its other names must not show the file that replaced this one.
             self._noticed(ino, "has lost one of its names to another file at the source")
             status = await self._source_calls.status_of(ino, known.source_ino)
-        if status is None and not await self._can_be_gone(known):
+        can_be_gone = status is not None or await self._can_be_gone(known)
+        if self._names.is_written(ino):
+            # It was changed through the mount meanwhile: the drain may have made the difference.
+            await self.look_again(ino)
+            return
+        if not can_be_gone:
             raise self._source_calls.failed(ino, errno.EIO)
         if status is None or not stat.S_ISREG(status.st_mode):
             self._lost(ino)
@@ -86,9 +91,9 @@ class Revalidation:
     async def _refresh(self, known: Attributes, status: os.stat_result, acls: Acls) -> None:
         """A file of the snapshot has changed; ``acls`` are its lists as known so far."""
         ino = known.ino
-        access, stored = (*self._shown_access(ino), acls), self._names.stored(ino).identity
+        access, recorded = (*self._shown_access(ino), acls), self._recorded(ino)
         acls = await self._source_calls.acls(ino)
-        if (*self._shown_access(ino), self._names.stored(ino).identity) != (*access[:3], stored):
+        if (self._shown_access(ino), self._recorded(ino)) != (access[:3], recorded):
             # Attributes were changed on the mount meanwhile, and ``status`` may be older.
             return
         mode = self._shown_mode(status, acls)
@@ -138,9 +143,9 @@ class Revalidation:
     async def _look_again_at_written(self, node: Node) -> None:
         """The same for a file that was written or changed here and is read from the source now."""
         ino, path = node.ino, self._names.visible_path(node.ino)
-        status = await self._settled_status(ino)
         if len(node.names) > 1:
             await self._drop_names_of_others(node)
+        status = await self._settled_status(ino)
         if status is None and not await self._can_be_gone(node.attributes):
             raise self._source_calls.failed(ino, errno.EIO)
         if status is None or not stat.S_ISREG(status.st_mode):
@@ -173,9 +178,9 @@ class Revalidation:
         yet is awaited, up to ``_RECORDED_S``. Raises SourceError."""
         until = trio.current_time() + _RECORDED_S
         while True:
-            stored = self._names.stored(ino).identity
+            stored, drained = self._recorded(ino)
             status = await self._source_calls.status_of(ino, stored.source_ino)
-            if self._names.stored(ino).identity != stored:
+            if self._recorded(ino) != (stored, drained):
                 # The status may be older than the change that the drain has made meanwhile.
                 until = trio.current_time() + _RECORDED_S
                 continue
@@ -184,6 +189,13 @@ class Revalidation:
             if is_settled or trio.current_time() >= until:
                 return status
             await trio.sleep(_RECORDED_STEP_S)
+
+    def _recorded(self, ino: Ino) -> tuple[Identity, int]:
+        """The identity that is known of a file at the source, and the last change of its attributes
+        that the drain has recorded. Such a record may have the same identity as before: after a
+        change that others may have made, it keeps the known time of change."""
+        node = self._names.node(ino)
+        return self._names.stored(ino).identity, 0 if node is None else node.drained
 
     def may_be_drained(self, ino: Ino, found: Identity | None) -> bool:
         """Whether a file that is ``found`` at the source is as known by now, or may differ only

@@ -60,6 +60,7 @@ class UndrainedAttributes:
         node = self._names.node(ino)
         if node is None or node.object:
             return
+        node.drained = seq
         if node.undrained_mtimes is not None:
             node.undrained_mtimes.pop(seq, None)
         there = self._names.at_source(ino)

@@ -1,0 +1,147 @@
+"""Comparisons of a file with the source while the drain changes the attributes of the file."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import trio
+
+from monarch.writeback.source_entries import SourceEntries
+from tests.writeback.remounts import Rig, Session
+
+pytestmark = pytest.mark.promise(172)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    rig = Rig(tmp_path, monkeypatch)
+    (rig.source / "a").write_bytes(b"of the source")
+    (rig.source / "a").chmod(0o644)
+    return rig
+
+
+async def drain(session: Session) -> None:
+    """Has the drain of a mount without one make all changes that wait."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(session.write_back.drain.run)
+        await session.drained()
+        nursery.cancel_scope.cancel()
+
+
+def overtake(session: Session, call: str, by: Callable[[], Awaitable[None]], number: int) -> None:
+    """Has ``by`` run between the answer of the source and its receipt, for one call."""
+    answer, calls = getattr(session.source_calls, call), 0
+
+    async def overtaken(*arguments: Any) -> Any:
+        nonlocal calls
+        found = await answer(*arguments)
+        calls += 1
+        if calls == number:
+            await by()
+        return found
+
+    session.rig.monkeypatch.setattr(session.source_calls, call, overtaken)
+
+
+def mode(session: Session) -> int:
+    return stat.S_IMODE(session.names.attributes(session.ino(b"a")).mode)
+
+
+async def look_twice(session: Session) -> None:
+    """The second look finds what the first one has wrongly recorded."""
+    for _ in range(2):
+        await session.revalidation.look_again(session.ino(b"a"))
+
+
+# A file with two names is compared under both, and then as a whole.
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("moment", ["before", "meanwhile"])
+async def test_a_look_that_the_drain_overtakes_shows_no_older_mode_of_a_file_that_lost_a_name(
+    rig: Rig, moment: str, number: int
+) -> None:
+    """The drain keeps the known time of change of a file from which it has removed a name: the
+    record of a later change then has the same identity as before."""
+    for name in ("b", "c"):
+        (rig.source / name).hardlink_to(rig.source / "a")
+    async with rig.mount(works=False) as session:
+        session.unlink(b"c")
+        await drain(session)
+
+        async def change() -> None:
+            await session.chmod(b"a", 0o600)
+
+        async def overtaking() -> None:
+            if moment == "meanwhile":
+                await change()
+            await drain(session)
+
+        if moment == "before":
+            await change()
+        overtake(session, "status", overtaking, number)
+        await look_twice(session)
+        assert stat.S_IMODE((rig.source / "a").stat().st_mode) == mode(session) == 0o600
+        assert session.revalidation._metrics.changes == 0
+
+
+async def test_an_attribute_drained_while_lists_are_read_is_no_change_by_others(rig: Rig) -> None:
+    (rig.source / "b").hardlink_to(rig.source / "a")
+    async with rig.mount(works=False) as session:
+        session.unlink(b"b")
+        await drain(session)
+
+        async def overtaking() -> None:
+            await session.setxattr(b"a", b"user.note", b"1")
+            await drain(session)
+
+        overtake(session, "acls", overtaking, 1)
+        await look_twice(session)
+        assert os.getxattr(rig.source / "a", "user.note") == b"1"
+        assert session.revalidation._metrics.changes == 0
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "made"])
+async def test_a_first_change_during_a_look_is_no_change_by_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
+    """Also if the source is read between the change there and its record."""
+    make, is_made, may_record = SourceEntries.change_attributes, Event(), Event()
+
+    def made(*arguments: Any, **more: Any) -> Any:
+        identity = make(*arguments, **more)
+        is_made.set()
+        assert may_record.wait(60)
+        return identity
+
+    async with rig.mount(works=False) as session:
+        status, was_changed = session.source_calls.status, False
+
+        async def late(*arguments: Any) -> Any:
+            """The answer of a source that has the change."""
+            nonlocal was_changed
+            if was_changed:
+                return await status(*arguments)
+            was_changed = True
+            await session.chmod(b"a", 0o600)
+            nursery.start_soon(session.write_back.drain.run)
+            if is_recorded:
+                may_record.set()
+                await session.drained()
+            await trio.to_thread.run_sync(is_made.wait, 60)
+            found = await status(*arguments)
+            may_record.set()
+            return found
+
+        monkeypatch.setattr(SourceEntries, "change_attributes", made)
+        monkeypatch.setattr(session.source_calls, "status", late)
+        async with trio.open_nursery() as nursery:
+            await look_twice(session)
+            await session.drained()
+            nursery.cancel_scope.cancel()
+        assert stat.S_IMODE((rig.source / "a").stat().st_mode) == mode(session) == 0o600
+        assert session.revalidation._metrics.changes == 0
