@@ -15,6 +15,7 @@ import pytest
 from monarch.cli import trace as command
 from monarch.errors import BusyError, MonarchError
 from monarch.telemetry.trace import (
+    MOST_LINE,
     VERSION,
     TracedOpen,
     TraceEnd,
@@ -92,7 +93,13 @@ def test_other_files_and_versions_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["[]\n", "{}\n", '{"t":1.0,"file":8}\n', '{"t":1.0,"file":7,"epoch":"x"}\n', '{"end":"x"}\n'],
+    [
+        *("[]\n", "{}\n", '{"t":1.0,"file":8}\n', '{"t":1.0,"file":7,"epoch":"x"}\n'),
+        '{"end":"x"}\n',
+        # It is not read until its end, which may be farther away than the memory is large.
+        '{"file":8,"path":"' + "a" * MOST_LINE,
+    ],
+    ids=["list", "empty", "file", "epoch", "end", "long"],
 )
 def test_a_line_that_is_damaged_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "file").write_text("".join(TEXT[:2]) + line)

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
@@ -22,6 +23,9 @@ from monarch.telemetry.report import Report
 VERSION = 1
 # No file system has larger files.
 MOST_FILE_BYTES = (1 << 63) - 1
+# The header has two paths of 4096 bytes each, and a line of a file one; escaped bytes take six
+# characters.
+MOST_LINE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,7 @@ class Trace:
             line = next(self._lines, "")
         except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError):
             line = ""
-        if not line.endswith("\n"):
+        if not line.endswith("\n") and len(line) < MOST_LINE:
             return None
         self._number += 1
         try:
@@ -170,7 +174,8 @@ def read_trace(path: Path) -> Iterator[Trace]:
     """Opens a trace; a name that ends with ``.gz`` is of a compressed one. Its memory is that of
     the names of its files. Raises OSError, and MonarchError as ``Trace``."""
     with open_text(path, "r") as file:
-        yield Trace(iter(file), str(path))
+        # A line without an end may be larger than the memory.
+        yield Trace(iter(partial(file.readline, MOST_LINE), ""), str(path))
 
 
 @contextmanager
