@@ -359,7 +359,7 @@ def _read_nodes(path: Path) -> tuple[float | None, list[Server]]:
     ConfigError."""
     path.stat()
     problems: list[tuple[int, str]] = []
-    top = read_document(path, problems)
+    top = read_document(path, problems, begin="nodes:")
     raw = {} if top is None else top.plain()
     if not problems:
         try:

@@ -74,9 +74,12 @@ class Node:
         return 1 + sum(int(child.count()) for child in children)
 
 
-def read_document(path: Path, problems: list[tuple[int, str]]) -> Node | None:
-    """The values of a file; None with the reason among ``problems``. Raises ConfigError."""
-    return _Reader(path, _read(path), problems).top()
+def read_document(
+    path: Path, problems: list[tuple[int, str]], *, begin: str = "mounts:"
+) -> Node | None:
+    """The values of a file, which begins with the key ``begin``; None with the reason among
+    ``problems``. Raises ConfigError."""
+    return _Reader(path, _read(path), problems).top(begin)
 
 
 def _read(path: Path) -> str:
@@ -143,15 +146,15 @@ class _Reader:
         self._values = 0
         self._open: set[int] = set()
 
-    def top(self) -> Node | None:
+    def top(self, begin: str) -> Node | None:
         if not self._text.strip():
-            self._problems.append((1, "the file is empty; begin it with 'mounts:'"))
+            self._problems.append((1, f"the file is empty; begin it with '{begin}'"))
             return None
         try:
             self._loader = _Composer(self._text)
             node = self._loader.get_single_node()
             if node is None:
-                self._problems.append((1, "the file has no content; begin it with 'mounts:'"))
+                self._problems.append((1, f"the file has no content; begin it with '{begin}'"))
                 return None
             return self._tree(node, 1, depth=0)
         except yaml.MarkedYAMLError as error:
