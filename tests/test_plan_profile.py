@@ -151,6 +151,7 @@ def test_runs_that_differ_and_tiers_that_do_not_hold_the_files_give_an_exit_code
         (("--cores", "3", "--gpus", "2"), "3 cores are not as many for each of 2 GPUs"),
         (("--gpus", "5"), "4 cores are not as many for each of 5 GPUs"),
         (("--source", "1KB"), "at least 1MiB/s"),
+        (("--source", "2TB/s"), "at most 1TiB/s"),
         (("-o", "/no/such/directory/job.json"), "No such file"),
     ],
 )

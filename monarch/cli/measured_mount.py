@@ -11,7 +11,7 @@ import click
 
 from monarch.analysis.plan import WINDOWS
 from monarch.errors import MountPointError, NotMountedError, UsageError
-from monarch.foresight.messages import LEAST_LIMIT
+from monarch.foresight.messages import LEAST_LIMIT, MOST_LIMIT
 from monarch.posix.mounts import MONARCH_TYPE, mount_table
 from monarch.text import escape_text
 
@@ -94,7 +94,7 @@ def _mountpoint(place: Path | None) -> str:
 
 
 def limit_of(rate: float | None) -> int:
-    """The limit of the source in bytes/s, 0 for none. Raises UsageError if it is too low."""
-    if rate is not None and rate < LEAST_LIMIT:
-        raise UsageError("--source is a rate of at least 1MiB/s")
+    """The limit of the source in bytes/s, 0 for none. Raises UsageError if it is out of range."""
+    if rate is not None and not LEAST_LIMIT <= rate <= MOST_LIMIT:
+        raise UsageError("--source is a rate of at least 1MiB/s and at most 1TiB/s")
     return int(rate or 0)

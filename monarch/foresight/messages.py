@@ -105,8 +105,9 @@ WHOLE: Final = 1_000_000
 # the source. A result of an ioctl has 31 bits.
 HITS, MISSES, SOURCE_KIB = 0, 1, 2
 MOST_COUNTED: Final = (1 << 31) - 1
-# The lowest limit of the source, in bytes/s.
+# The lowest and the highest limit of the source, in bytes/s.
 LEAST_LIMIT: Final = 1 << 20
+MOST_LIMIT: Final = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ def decode(message: bytes) -> Message:
 
 
 def _limit(share: int, zero: int, source_limit: int) -> Limit:
-    if zero or share > WHOLE or 0 < source_limit < LEAST_LIMIT or source_limit > MOST_ENTRIES:
+    if zero or share > WHOLE or 0 < source_limit < LEAST_LIMIT or source_limit > MOST_LIMIT:
         raise Refused(errno.EINVAL)
     return Limit(share, source_limit)
 
