@@ -8,7 +8,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -37,8 +36,8 @@ from monarch.types import Progress
 # How long the processes of a run may take to end.
 _GRACE_S = 5.0
 _LOOK_S = 0.02
-# Lines of the output of a command that has failed.
-_SHOWN = 15
+# Lines of the output of a command that has failed, of so many bytes at its end.
+_SHOWN, _READ = 15, 1 << 16
 # Characters of a command in a message.
 _LONGEST = 80
 
@@ -231,5 +230,7 @@ def _runs_in(group: bytes, pid: int) -> bool:
 
 
 def _last_lines(log: Path) -> list[str]:
-    with log.open(errors="replace") as file:
-        return [escape_text(line.rstrip()) for line in deque(file, _SHOWN)]
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _READ))
+        lines = file.read(_READ).decode(errors="replace").splitlines()
+    return [escape_text(line.rstrip()) for line in lines[-_SHOWN:]]
