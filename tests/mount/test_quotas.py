@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from monarch.cli.plan_file import GrantReport, PlanReport
+from monarch.control.client import call
+from monarch.errors import MonarchError
 from tests.conftest import MODES, MonarchCommand, Tree, contents
 from tests.equipment.waiting import wait_until
 from tests.mount.command import needs_fuse, needs_root, registered
 from tests.mount.observe import account, settled
 from tests.mount.test_hints import ALICE, Process
+from tests.mount.test_permissions import as_another_user
 
 pytestmark = [needs_fuse, needs_root]
 
@@ -23,7 +26,7 @@ FILES = {f"{number:03}": contents(str(number), SIZE) for number in range(60)}
 THEIRS = list(FILES)[:30]
 
 
-@pytest.mark.promise(298)
+@pytest.mark.promise(298, 321)
 @pytest.mark.modes("relay", "passthrough", "python")
 def test_users_stay_within_their_quotas_and_give_them_back(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
@@ -88,6 +91,18 @@ mounts:
     apply = ("plan", "apply", str(plan), "--mount", str(mounted.path), "--node", "n1")
     apply += ("--job", f"a=user:{ALICE}")
     before = quotas()
+    # The user itself cannot, not even where the socket of the daemon is open to all by mistake.
+    mounted.state.chmod(0o711)
+    (mounted.state / "control.sock").chmod(0o666)
+    monarch.expects_log(f"refused user {ALICE}")
+
+    def raise_its_own() -> None:
+        wanted = {"user": str(ALICE), "tier": "100%", "source_bandwidth": 0}
+        with pytest.raises(MonarchError, match="only the mount's user may ask"):
+            call(Path("state/control.sock"), "quotas", {"quotas": [wanted]})
+
+    assert as_another_user(tmp_path, {"raise": raise_its_own}, uid=ALICE) == {"raise": "done"}
+    assert quotas() == before
     assert "would set in" in monarch(*apply, "--dry-run").stdout and quotas() == before
     monarch(*apply)
     assert [(each["tier"], each["source_limit"]) for each in quotas()] == [
