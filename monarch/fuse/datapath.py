@@ -209,6 +209,11 @@ class Datapath:
         other session any more. At most 16; raises ValueError for more."""
         self._native.measure(sessions)
 
+    def throttled(self, change: int) -> None:
+        """So many more requests wait with Python for the limits of their jobs, or fewer if it is
+        negative: as many more may come that need the source."""
+        self._native.throttled(change)
+
     def move(self, tier: Tier) -> None:
         """Sets the new directory of a tier. In any thread: it may wait for the disk."""
         self._native.move_tier(tier.number, tier.directory, tier.seals)

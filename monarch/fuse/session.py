@@ -34,7 +34,7 @@ from monarch.types import Ino
 log = logging.getLogger(__name__)
 
 # Requests in progress at once. A reader that waits for the source occupies one.
-_MAX_TASKS = 10_000
+_MAX_TASKS = 20_000
 # Idle tasks that are kept; with fewer, each burst would start and end some.
 _IDLE_TASKS = 32
 # The readahead for sequential readers: the largest request of FUSE.

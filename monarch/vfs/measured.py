@@ -46,11 +46,6 @@ class MeasuredJob:
         else:
             self.misses += 1
 
-    async def read_from_source(self, count: int) -> None:
-        """Counts bytes that were read from the source, and waits as long as the limit demands."""
-        self.source.count(count)
-        await self.source.wait()
-
 
 class MeasuredJobs:
     """Belongs to the event loop. ``bucket`` is that of a file by its inode number at the source;

@@ -35,7 +35,7 @@ from monarch.vfs.measured import MeasuredJob, MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.quotas import JobQuotas
 from monarch.vfs.read_side import ReadSide
-from monarch.vfs.source_limit import SourceLimit
+from monarch.vfs.source_limit import LimitedCalls, SourceLimit
 from monarch.writeback.front import WriteFront
 
 # How often an open begins again when the source changes meanwhile. A file that changes faster than
@@ -83,6 +83,7 @@ class Readers:
         self._written = written
         self._watch = watch
         self._measured = measured
+        self._limited = LimitedCalls(None if read.fast is None else read.fast.throttled)
         self.tier_names = read.metrics.names
         # The quotas of jobs, None if there are none.
         self.quotas: JobQuotas | None = None
@@ -111,9 +112,10 @@ class Readers:
             if binding.content is not None:
                 # Not while the open is being bound: opens of other jobs may wait for that.
                 if job is not None:
-                    await job.read_from_source(len(binding.content))
+                    job.source.count(len(binding.content))
+                    await self._limited.wait(job.source)
                 if (limit := self._source_limit()) is not None:
-                    await limit.wait()
+                    await self._limited.wait(limit)
             if binding.users > 1 and binding.file is not None:
                 await self._source_files.notice_rewriting(ino, binding.file)
             if binding.job is None:
@@ -381,10 +383,11 @@ class Readers:
         data = await self._source_files.read(binding, offset, size)
         # Another job may have opened the file meanwhile, and reads from the same binding.
         if binding.job is not None and binding.job is self._measured_caller():
-            await binding.job.read_from_source(len(data))
+            binding.job.source.count(len(data))
+            await self._limited.wait(binding.job.source)
         if (limit := self._source_limit()) is not None:
             limit.count(len(data))
-            await limit.wait()
+            await self._limited.wait(limit)
         return data, SOURCE
 
     async def _visit(self, ino: Ino) -> Binding:

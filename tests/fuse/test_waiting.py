@@ -166,6 +166,33 @@ def test_only_so_many_that_need_the_source_are_with_python(made: Rig, slow: Slow
     eventually(lambda: made.datapath.open_files() == 0, "all are closed")
 
 
+@pytest.mark.promise(299)
+def test_requests_that_wait_for_the_limits_of_their_jobs_leave_their_places(made: Rig) -> None:
+    ino = made.ino("large")
+    waiting = [made.send_open(ino) for _ in range(300)]
+    passed = [made.passed() for _ in range(256)]
+    assert made.is_quiet()
+    made.datapath.throttled(30)
+    passed += [made.passed() for _ in range(30)]
+    assert made.is_quiet()
+    # They continue: all of them need places again.
+    made.datapath.throttled(-30)
+    for one in passed[:30]:
+        made.reply_open(one)
+    assert made.is_quiet()
+    for one in passed[30:44]:
+        made.reply_open(one)
+        passed.append(made.passed())
+    for one in passed[44:]:
+        made.reply_open(one)
+    assert {made.answer(unique).error for unique in waiting} == {0}
+    assert len(passed) == 300 and made.is_quiet()
+    for _ in waiting:
+        made.send_release(ino, ino)
+        made.passed()
+    eventually(lambda: made.datapath.open_files() == 0, "all are closed")
+
+
 @pytest.mark.finding("D3", "D11")
 @pytest.mark.promise(11)
 @pytest.mark.fault("M8")

@@ -285,6 +285,8 @@ class FakeFastPath:
         self.registered: list[int] = []
         self.unregistered: list[int] = []
         self.kept: list[Ino] = []
+        # The requests that wait for the limits of their jobs.
+        self.waiting = 0
         none = [0] * len(Histogram().counts)
         self.tally = [Tally(0, 0, 0, none, 0, none, 0)] * 2
         self.traffic = SourceTraffic(0, 0, 0, 0, 0, 0)
@@ -325,6 +327,9 @@ class FakeFastPath:
 
     def taken(self, ino: Ino) -> None:
         self.kept.append(ino)
+
+    def throttled(self, change: int) -> None:
+        self.waiting += change
 
     def was_given(self, ino: Ino) -> bool:
         return ino in self.given

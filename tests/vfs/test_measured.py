@@ -3,6 +3,7 @@ jobs notice."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +11,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from monarch.errors import Refused
 from monarch.transfer.source_calls import CALLER, Caller
+from monarch.vfs import source_limit
 from monarch.vfs.measured import MeasuredJob
 from tests.vfs.conftest import FILES
 from tests.vfs.rig import Rig
@@ -109,19 +112,35 @@ async def test_a_call_that_waits_for_a_limit_continues_when_the_limit_ends(
         assert trio.current_time() - began < 6
 
 
-async def test_the_calls_that_wait_for_a_limit_are_bounded(
-    rig: Rig, us: Caller, autojump_clock: MockClock
+@pytest.mark.promise(293, 299)
+async def test_the_calls_that_wait_for_limits_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    job = begin(rig, us, 1.0, 1)
+    for name, number in (("OWN", 2), ("MOST_SHARED", 3), ("MOST_WAITING", 4)):
+        monkeypatch.setattr(source_limit, name, number)
+    changes: list[int] = []
+    calls = source_limit.LimitedCalls(changes.append)
+    first, second = (source_limit.SourceLimit(1) for _ in range(2))
     async with trio.open_nursery() as nursery:
-        for _ in range(256):
-            nursery.start_soon(job.read_from_source, 1000)
+        for limit, count in ((first, 4), (second, 3)):
+            limit.count(1000)
+            for _ in range(count):
+                nursery.start_soon(calls.wait, limit)
         await trio.testing.wait_all_tasks_blocked()
+        assert changes == [1] * 7
         began = trio.current_time()
-        await job.read_from_source(1000)
+        # More calls of one job would not be limited, or take the tasks of others.
+        with pytest.raises(Refused) as refused:
+            await calls.wait(first)
+        assert refused.value.errno == errno.EAGAIN
+        # A job is not refused calls because of those of another one.
+        await calls.wait(second)
         assert trio.current_time() == began
-        rig.filesystem.measured.end(job.session)
-    assert job.source.nbytes == 257_000
+        for limit in (first, second):
+            limit.change(0)
+    assert trio.current_time() == began and sum(changes) == 0
+    await calls.wait(first)
+    assert trio.current_time() == began
 
 
 async def test_an_open_of_another_job_does_not_wait_for_a_limit(

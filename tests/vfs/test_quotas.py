@@ -13,7 +13,7 @@ from monarch.placement.quotas import Quotas
 from monarch.transfer.source_calls import Caller
 from monarch.vfs import quotas as module
 from monarch.vfs.quotas import JobQuotas, Quota
-from monarch.vfs.source_limit import SourceLimit
+from monarch.vfs.source_limit import LimitedCalls, SourceLimit
 from tests.vfs.conftest import FILES, Rigs
 from tests.vfs.rig import FakeFastPath, Rig
 from tests.vfs.test_measured import begin, calling
@@ -154,6 +154,40 @@ async def test_a_rate_of_20_mb_s_is_kept_for_a_job_and_delays_no_other(
     assert 0.9 * 60 * MB <= read <= 1.1 * 60 * MB
     assert [each.source_bytes for each in given.report()] == [read, 10 * MB]
     rig.filesystem.release(ino)
+
+
+@pytest.mark.promise(299)
+async def test_a_job_with_many_readers_keeps_its_rate(autojump_clock: MockClock) -> None:
+    calls, limit = LimitedCalls(), SourceLimit(MB // 5)
+
+    async def read_for_3_s() -> None:
+        # Calls that do not wait would stop the clock.
+        while trio.current_time() - began < 3 and limit.nbytes < MB:
+            limit.count(100)
+            await calls.wait(limit)
+
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        for _ in range(400):
+            nursery.start_soon(read_for_3_s)
+    assert 0.9 * 0.6 * MB <= limit.nbytes <= 1.1 * 0.6 * MB
+
+
+@pytest.mark.promise(299)
+async def test_a_call_that_waits_for_its_limit_does_not_count_as_one_that_needs_the_source(
+    rigs: Rigs, autojump_clock: MockClock
+) -> None:
+    fast = FakeFastPath()
+    rig = rigs(fast=fast)
+    limit = SourceLimit(1)
+    give(rig, Quota("alice", ALICE.uid, source=limit))
+    with calling(ALICE):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.content, "small")
+            await trio.sleep(1)
+            assert fast.waiting == 1
+            limit.change(0)
+    assert fast.waiting == 0
 
 
 @pytest.mark.promise(299)

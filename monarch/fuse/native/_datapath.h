@@ -264,7 +264,8 @@ struct datapath {
     /* Running calls of the source; requests and descriptors that wait for such a call; requests
      * that a thread may continue. All are atomic, so they can be read without the lock. */
     int at_source, for_source_count, settled_count;
-    int python_limited; /* requests with Python that count for PYTHON_MAX */
+    int python_limited;   /* requests with Python that count for PYTHON_MAX */
+    int python_throttled; /* requests with Python that wait for the limits of their jobs */
     /* The last interrupts that arrived before their request began to wait. */
     uint64_t early[EARLY];
     unsigned early_next;

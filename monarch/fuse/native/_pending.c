@@ -235,11 +235,17 @@ static void address(const struct pending *place, struct in_header *request) {
     }
 }
 
+/* Whether a request that may need the source must wait here; the lock must be held. Those that wait
+ * for the limits of their jobs do not need it now, and must not delay other jobs. */
+static bool python_is_full(const struct datapath *dp) {
+    return dp->python_limited >= PYTHON_MAX + dp->python_throttled;
+}
+
 /* Passes queued requests to Python. */
 void pass_queued(struct datapath *dp) {
     pthread_mutex_lock(&dp->pending_lock);
     struct pending *place;
-    while (dp->python_limited < PYTHON_MAX && (place = dp->for_python.first)) {
+    while (!python_is_full(dp) && (place = dp->for_python.first)) {
         union {
             struct in_header header;
             uint8_t bytes[sizeof place->request];
@@ -269,7 +275,7 @@ static void pass(struct thread *thread, struct in_header *request, struct pendin
     what.waits = AT_PYTHON;
     pthread_mutex_lock(&dp->pending_lock);
     struct pending *place = pend(dp, &what);
-    bool later = place && what.limited && dp->python_limited >= PYTHON_MAX;
+    bool later = place && what.limited && python_is_full(dp);
     if (later) {
         place->waits = FOR_PYTHON;
         place->queued = true;

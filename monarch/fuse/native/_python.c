@@ -268,6 +268,19 @@ static PyObject *datapath_measure(Datapath *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* So many more requests wait with Python for the limits of their jobs, or fewer. */
+static PyObject *datapath_throttled(Datapath *self, PyObject *args) {
+    int change;
+    if (!PyArg_ParseTuple(args, "i", &change))
+        return NULL;
+    pthread_mutex_lock(&self->dp->pending_lock);
+    self->dp->python_throttled += change;
+    pthread_mutex_unlock(&self->dp->pending_lock);
+    if (change > 0)
+        pass_queued(self->dp);
+    Py_RETURN_NONE;
+}
+
 static PyObject *datapath_set_source(Datapath *self, PyObject *args) {
     struct datapath *dp = self->dp;
     int directory;
@@ -509,6 +522,7 @@ static PyMethodDef methods[] = {
     METHOD(move_tier, METH_VARARGS),
     METHOD(shun, METH_VARARGS),
     METHOD(measure, METH_VARARGS),
+    METHOD(throttled, METH_VARARGS),
     METHOD(set_source, METH_VARARGS),
     METHOD(publish, METH_VARARGS),
     METHOD(register, METH_VARARGS),
