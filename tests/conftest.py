@@ -86,6 +86,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="COUNT",
         help="the number of histories of remounts to play",
     )
+    parser.addoption(
+        "--first-history",
+        type=int,
+        default=0,
+        metavar="NUMBER",
+        help="the number of the first of these histories",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

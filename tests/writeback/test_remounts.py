@@ -84,8 +84,9 @@ async def test_a_history_with_remounts_of_every_kind_is_shown_and_drained_whole(
 def numbers(part: int, pytestconfig: pytest.Config) -> Iterator[int]:
     """A part of the histories that are asked for, and with --soak others for so long."""
     end = time.monotonic() + pytestconfig.getoption("--soak")
-    number, most = part, pytestconfig.getoption("--histories")
-    while number < most or time.monotonic() < end:
+    first = pytestconfig.getoption("--first-history")
+    number, beyond = first + part, first + pytestconfig.getoption("--histories")
+    while number < beyond or time.monotonic() < end:
         yield number
         number += _PARTS
 
