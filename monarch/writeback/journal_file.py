@@ -180,6 +180,13 @@ class JournalFile:
         # Not every file system supports it.
         return ctypes.get_errno() not in _FULL
 
+    def free_ahead(self) -> None:
+        """Frees the room that is allocated ahead, for a file that replaces this one. Raises
+        OSError."""
+        with self._lock:
+            os.ftruncate(self.fd, self.position)
+            self._room = 0
+
     def sync(self) -> None:
         """Waits until everything appended so far is on the disk; callers share the wait.
 

@@ -37,6 +37,7 @@ from monarch.writeback.refusals import Refusals
 from monarch.writeback.replay import replay
 from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.store import WriteStore, know_snapshot, snapshot_known
+from monarch.writeback.tier_objects import FULL
 from monarch.writeback.write_gate import WriteReserve
 
 log = logging.getLogger(__name__)
@@ -322,17 +323,26 @@ def _rewritten(place: WriteStore, found: Replay, drain: Drain, snapshot_id: str)
     """The changes from a new snapshot to the tree; the journal then has only these. The snapshot
     has all changes that the source has. Raises TierError."""
     ops = [*unfinished(found, place.objects)]
-    if ops or found.done:
-        known = drain.known_of(ops)
-        try:
-            # A crash between the two steps leaves a journal that belongs to no earlier snapshot.
+    try:
+        if ops or found.done:
+            known = drain.known_of(ops)
+            # A crash before the last step leaves a journal that belongs to no earlier snapshot.
             know_snapshot(place.directory, "")
-            place.journal.compact(ops, position=place.journal.file.position, known=known)
-        except OSError as error:
-            raise TierError(
-                f"tier {os.fspath(place.tier.path)!r}: the journal of written data cannot be"
-                f" rewritten: {error.strerror}",
-                hint="make room there: no written data is lost",
-            ) from error
-    know_snapshot(place.directory, snapshot_id)
+            file = place.journal.file
+            rewrites = partial(place.journal.compact, ops, position=file.position, known=known)
+            try:
+                rewrites()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                # The new journal has room of its own when it has replaced this one.
+                file.free_ahead()
+                rewrites()
+        know_snapshot(place.directory, snapshot_id)
+    except OSError as error:
+        raise TierError(
+            f"tier {os.fspath(place.tier.path)!r}: the journal of written data cannot be"
+            f" rewritten: {error.strerror}",
+            hint="make room there: no written data is lost",
+        ) from error
     return ops

@@ -26,13 +26,14 @@ import xxhash
 from monarch.config.settings import MountSettings
 from monarch.errors import TierError
 from monarch.posix.files import closing_fd
-from monarch.posix.private_directory import Lock, read_private, replace_private
+from monarch.posix.private_directory import Lock, open_private, read_private, replace_private
 from monarch.tiers.ownership import PRIVATE
 from monarch.tiers.tier import Space, Tier
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.journal import Journal, Replay, read_replay
 from monarch.writeback.journal_file import Reserve
 from monarch.writeback.objects import Objects
+from monarch.writeback.tier_objects import FULL
 
 log = logging.getLogger(__name__)
 
@@ -169,5 +170,19 @@ def snapshot_known(directory: Path) -> str:
 
 
 def know_snapshot(directory: Path, snapshot_id: str) -> None:
-    """Raises OSError."""
-    replace_private(directory / _SNAPSHOT, snapshot_id)
+    """Notes the id of the snapshot that the journal changes; empty for none. Raises OSError.
+
+    On a full disk it is written over the earlier id, whose block it uses. What a power cut leaves
+    of the two is the id of no snapshot.
+    """
+    path, content = directory / _SNAPSHOT, snapshot_id.encode("ascii")
+    try:
+        replace_private(path, snapshot_id)
+    except OSError as error:
+        if error.errno not in FULL or not path.exists():
+            raise
+        with closing_fd(open_private(path, os.O_WRONLY)) as fd:
+            if os.pwrite(fd, content, 0) < len(content):
+                raise
+            os.ftruncate(fd, len(content))
+            os.fsync(fd)

@@ -15,6 +15,7 @@ from monarch.types import Identity
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.journal_file import Reserve
 from monarch.writeback.source_writer import SourceWriter
+from monarch.writeback.store import snapshot_known
 from tests.conftest import require_root
 from tests.equipment import disks
 from tests.equipment.disks import Disk
@@ -156,11 +157,7 @@ async def test_a_journal_without_room_gets_that_of_drained_objects(
                 session.front.objects.close_pending()
                 await _fill_block(session, slack)
                 shown = session.kill()
-        # The room that was allocated ahead goes as well.
-        journal = rig.directory / "journal"
-        os.truncate(journal, journal.stat().st_size)
-        (rig.directory / "reserve").unlink(missing_ok=True)
-        rig.fill(is_full=True)
+        _without_room(rig)
         async with rig.mount() as session:
             journal_file = session.write_back.place.journal.file
             assert -journal_file.position % BLOCK == slack
@@ -170,6 +167,44 @@ async def test_a_journal_without_room_gets_that_of_drained_objects(
                 await session.end()
         assert {os.fsdecode(name) for name in shown} <= set(os.listdir(rig.source))
         assert (rig.source / "7").read_bytes() == b"undrained 7"
+
+
+@pytest.mark.promise(138)
+@pytest.mark.parametrize("undrained", ["nothing", "one file", "a long journal"])
+async def test_a_full_tier_is_mounted_with_a_new_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, undrained: str
+) -> None:
+    """Without changes no journal is rewritten, which would give back the room of the old one. A
+    long one is rewritten in the room that it has allocated ahead."""
+    require_root()
+    with disks.in_memory(tmp_path / "disk", 16) as disk:
+        rig = Rig(tmp_path / "rig", monkeypatch, disk=disk)
+        (rig.source / "a").write_bytes(b"of the source")
+        async with rig.mount(works=False) as session:
+            if undrained != "nothing":
+                await session.write(b"undrained", b"bytes", synced=True)
+            for number in range(60 if undrained == "a long journal" else 0):
+                await session.mkdir(b"%0200d" % number)
+            # The descriptors of a killed daemon hold no room.
+            session.front.objects.close_pending()
+        _without_room(rig, keeps_ahead=undrained == "a long journal")
+        rig.lose_state()
+        async with rig.mount() as session:
+            assert snapshot_known(rig.directory) == session.names.snapshot.id
+            with trio.fail_after(60):
+                await session.drained()
+                await session.end()
+        assert undrained == "nothing" or (rig.source / "undrained").read_bytes() == b"bytes"
+
+
+def _without_room(rig: Rig, *, keeps_ahead: bool = False) -> None:
+    """Have others fill the tier's disk, also the room of the reserve and, without ``keeps_ahead``,
+    that which the journal has allocated ahead."""
+    journal = rig.directory / "journal"
+    if not keeps_ahead:
+        os.truncate(journal, journal.stat().st_size)
+    (rig.directory / "reserve").unlink(missing_ok=True)
+    rig.fill(is_full=True)
 
 
 async def _fill_block(session: Session, slack: int) -> None:
