@@ -465,16 +465,19 @@ class Session:
                     node.object
                 ):
                     return published.read_bytes()
-        # At the source, where it is shown or, before the source knows of a rename, was.
+        # At the source, where it is shown or, before the source knows of its renames, was.
         shown = path if node is None else self.names.visible_path(ino)
         known, found = self.names.at_source(ino), b"ENOENT"
-        for at in (self.names.path(ino), shown):
+        places = (self.names.path(ino), shown)
+        for at in (*places, *self.names.source_paths(ino)):
             with suppress(OSError):
                 there = self.rig.source / os.fsdecode(at)
                 if not stat.S_ISREG(there.lstat().st_mode):
                     continue
-                found = there.read_bytes()
-                if known is None or there.stat().st_ino == known.source_ino:
+                is_it = known is None or there.stat().st_ino == known.source_ino
+                if is_it or at in places:
+                    found = there.read_bytes()
+                if is_it:
                     break
         return found
 
