@@ -16,7 +16,7 @@ from typing import Literal
 
 from monarch.errors import SourceChanged
 from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
-from monarch.posix.files import closing_fd, status_at
+from monarch.posix.files import born_ns, closing_fd, status_at
 from monarch.tiers.source import Source, SourceFile, identity_of
 from monarch.types import Identity
 from monarch.writeback.expected import Expected
@@ -279,7 +279,9 @@ def kind_of_place(
     target = status_at(directory_fd, name)
     if target is None:
         return "new", None
-    if stat.S_ISDIR(target.st_mode) or not expected.is_it(target, strict=op.strict, version=True):
+    if stat.S_ISDIR(target.st_mode) or not may_replace(
+        directory_fd, name, target, expected, strict=op.strict
+    ):
         return "conflict", target
     # The drain may have removed the known version. An entry that is to be replaced may have its
     # number by now.
@@ -287,6 +289,22 @@ def kind_of_place(
     # A staged file that was to replace no version may lack some of its attributes.
     has_version = expected.known is not None or not expected.is_made
     return ("over" if is_own or (has_version and expected.is_staged(target)) else "replace"), target
+
+
+def may_replace(
+    directory_fd: int, name: bytes, found: os.stat_result, expected: Expected, *, strict: bool
+) -> bool:
+    """Whether the entry ``found``, at ``name`` in an open directory, may be replaced: with
+    ``strict`` only if it is an expected one in its known version.
+
+    The size and time of modification show that of a file or a symbolic link. Any other entry may
+    have the number of a removed one, and only its time of creation shows that. Raises OSError.
+    """
+    if not expected.is_it(found, strict=strict, version=True):
+        return False
+    if not strict or stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode):
+        return True
+    return not expected.is_reused(found, born_ns(directory_fd, name))
 
 
 def require_writable(directory_fd: int, name: bytes, op: Op) -> None:

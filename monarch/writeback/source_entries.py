@@ -20,7 +20,7 @@ from monarch.types import Identity, kept_ns
 from monarch.writeback.expected import Expected, SourceLog, is_shared, shared
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, NOT_SUPPORTED, SourceAttributes, sync_entry
-from monarch.writeback.source_contents import Place
+from monarch.writeback.source_contents import Place, may_replace
 from monarch.writeback.source_directories import (
     OpenDirectories,
     Temporaries,
@@ -150,7 +150,7 @@ class SourceEntries:
             there = status_at(fd, name)
             if there is None:
                 return
-            if op.strict and not expected.is_same(there, version=True):
+            if op.strict and _is_of_others(expected, there, fd, name, version=True):
                 self._log.note_conflict(op.path, "was changed there by others, and stays")
                 return
             with acting_as(by):
@@ -228,7 +228,9 @@ class SourceEntries:
             self._log.note_conflict(op.path, "was changed there by others: it is not renamed")
             return None
         if op.strict and not (
-            now is None or now.st_ino == there.st_ino or over.is_it(now, strict=True, version=True)
+            now is None
+            or now.st_ino == there.st_ino
+            or may_replace(to_fd, to_name, now, over, strict=True)
         ):
             to_name, now = self._log.conflict_name(to_name, expected.seq), None
             self._log.note_conflict(op.to, "was changed there by others", kept=to_name)

@@ -29,6 +29,7 @@ from monarch.writeback.source_contents import (
     Place,
     due_bits,
     kind_of_place,
+    may_replace,
     require_writable,
 )
 from monarch.writeback.source_directories import (
@@ -151,7 +152,7 @@ class Publishing:
             now = status_at(to_fd, to_name)
             if now is None or now.st_ino != os.stat(name, dir_fd=fd).st_ino:
                 if now is not None and not (
-                    expected.is_it(now, strict=op.strict, version=True)
+                    may_replace(to_fd, to_name, now, expected, strict=op.strict)
                     or _is_copy(now, expected.known)
                 ):
                     # The bytes must get this name as well, in case the first one is removed.

@@ -12,10 +12,10 @@ import pytest
 from monarch.posix.credentials import ROOT
 from monarch.posix.files import born_ns
 from monarch.types import Identity
-from monarch.writeback import source_entries
+from monarch.writeback import source_contents, source_entries
 from monarch.writeback.expected import Expected
 from monarch.writeback.op import Op
-from monarch.writeback.source_contents import Place
+from monarch.writeback.source_contents import Place, kind_of_place
 from tests.writeback.test_source_writer import Rig, rig
 
 __all__ = ["rig"]
@@ -30,7 +30,8 @@ def earlier(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> Identity:
     """A removed entry with the number of ``name``; it was changed for the last time before ``name``
     was created."""
     now = rig.identity(name)
-    monkeypatch.setattr(source_entries, "born_ns", lambda fd, name=b"": now.ctime_ns)
+    for module in (source_contents, source_entries):
+        monkeypatch.setattr(module, "born_ns", lambda fd, name=b"": now.ctime_ns)
     return replace(now, ctime_ns=now.ctime_ns - 1)
 
 
@@ -81,6 +82,32 @@ def test_another_file_with_the_number_of_a_removed_one_gets_no_second_name(
         assert rig.entries.link(directories, link, expected) is None
     assert os.listdir(rig.root) == ["a"]
     assert rig.conflict().path == b"a"
+
+
+@pytest.mark.parametrize("is_reused", [True, False])
+def test_another_fifo_with_the_number_of_an_expected_entry_is_neither_replaced_nor_removed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_reused: bool
+) -> None:
+    """Its size is that of an empty file, and its time of modification tells nothing."""
+    os.mkfifo(rig.root / "a")
+    (rig.root / "b").write_bytes(b"b")
+    known = earlier(rig, "a", monkeypatch)
+    if not is_reused:
+        known = replace(known, ctime_ns=known.ctime_ns + 1)
+    replaced = Expected(over=(known,))
+    content = Op(kind="content", path=b"a", object=1, strict=True, by=ROOT)
+    rename = Op(kind="rename", path=b"b", to=b"a", ino=7, strict=True, by=ROOT)
+    unlink = Op(kind="unlink", path=b"a", ino=8, strict=True, by=ROOT)
+    with rig.directories() as directories:
+        fd, name = directories.of(b"a", None)
+        kind, _ = kind_of_place(fd, name, content, replaced)
+        assert kind == ("conflict" if is_reused else "replace")
+        b = Expected(known=rig.identity("b"))
+        rig.entries.rename(directories, rename, b, replaced, Place())
+        assert stat.S_ISFIFO((rig.root / "a").stat().st_mode) is is_reused
+        if is_reused:
+            rig.entries.unlink(directories, unlink, Expected(known=known), Place())
+            assert stat.S_ISFIFO((rig.root / "a").stat().st_mode)
 
 
 @pytest.mark.parametrize(
