@@ -302,6 +302,7 @@ class Mount:
             table = written.front.object_table
             self._undrained = UndrainedNotes(self.parts.state, written.place, written.drain, table)
             written.front.recorder.begins = self._undrained.begin
+            self.status.know_notes(self._undrained)
         self._timed_out = 0
         readers, epochs = self.filesystem.readers, self.tiers.epochs
         self._traces = Traces(self.filesystem.names, readers, epochs, self.status.report)

@@ -26,6 +26,7 @@ from monarch.telemetry.placement_report import AdmissionReport, PackReport, Rule
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.open_watch import OpenWatch
 from monarch.writeback.setup import WriteBack
+from monarch.writeback.undrained import UndrainedNotes
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,10 @@ class Status:
         self.warming: Callable[[], list[reports.WarmProgress]] = list
         # The report on the other nodes; it returns None without them.
         self.peers: Callable[[], PeersReport | None] = _no_peers
+
+    def know_notes(self, notes: UndrainedNotes) -> None:
+        """Registers the notes of undrained changes, whose failures are reported."""
+        self._writing.notes = notes
 
     def close(self) -> None:
         """No report is possible afterwards."""

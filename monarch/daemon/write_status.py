@@ -19,6 +19,7 @@ from monarch.writeback.drain import Drain
 from monarch.writeback.front import WriteFront
 from monarch.writeback.lease import Lease
 from monarch.writeback.setup import WriteBack
+from monarch.writeback.undrained import UndrainedNotes
 from monarch.writeback.wakeups import Cause
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,8 @@ class WriteStatus:
         self._write_back = write_back
         self._loss_alarm = loss_alarm
         self._refused = Spell(_REFUSED_S)
+        # The note of undrained changes in the state directory; None without written data.
+        self.notes: UndrainedNotes | None = None
 
     def report(self) -> WritingReport | None:
         write_back = self._write_back
@@ -145,6 +148,8 @@ class WriteStatus:
         yield from self._of_names(write_back.front)
         if write_back.lease is not None:
             yield from self._of_other_writers(write_back.lease)
+        if self.notes is not None and self.notes.failure:
+            yield self._of_notes(self.notes)
         yield from self._of_source(write_back.drain)
         yield from self._of_refusals(write_back)
 
@@ -192,6 +197,16 @@ class WriteStatus:
                 " anew from memory, or read from the source. `dmesg` shows what is wrong with the"
                 " disk",
             )
+
+    def _of_notes(self, notes: UndrainedNotes) -> Problem:
+        return Problem(
+            "undrained-unnoted",
+            "the state directory cannot note which changes the source lacks:"
+            f" {notes.failure}; the next mount may not notice that the tier is missing",
+            remedy=f"check the disk of that directory: `df {notes.state}`, `dmesg`; the note is"
+            " written as soon as there is room. Until then mount the tier's disk before the next"
+            " mount",
+        )
 
     def _of_names(self, front: WriteFront) -> Iterator[Problem]:
         if not front.gate.names_free:

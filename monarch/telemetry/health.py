@@ -28,7 +28,7 @@ _FAILING = (
 )
 _DEGRADED = (
     *("fsync-failed", "written-lost", "written-hidden", "drain-refused", "written-set-aside"),
-    *("drain-conflict", "attributes-dropped", "other-writer"),
+    *("drain-conflict", "attributes-dropped", "other-writer", "undrained-unnoted"),
     *("lease-lost", "no-lease", "internal-error", "copies-damaged", "tier-out", "tier-full"),
     *("pins-too-large", "peers-out", "peers-engine"),
     *("detached", "tier-slow", "log-unwritable", "memory-scarce", "descriptors-scarce"),

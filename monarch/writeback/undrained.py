@@ -50,11 +50,13 @@ _MOST_NAME_BYTES = 100 * KiB
 
 class UndrainedNotes:
     """Writes the note when the source begins to lack changes or a file is opened for writing, and
-    removes it when the source has all. ``state`` is the state directory. Belongs to the event loop.
-    Raises OSError if the start of the machine cannot be read."""
+    removes it when the source has all. ``state`` is the state directory. ``failure`` says why the
+    note could not be written or removed at the last try; empty if it could. Belongs to the event
+    loop. Raises OSError if the start of the machine cannot be read."""
 
     def __init__(self, state: Path, place: WriteStore, drain: Drain, table: ObjectTable) -> None:
-        self._state = state
+        self.state = state
+        self.failure = ""
         self._place = place
         self._drain = drain
         self._table = table
@@ -89,9 +91,9 @@ class UndrainedNotes:
         is_prepared, self._is_prepared = self._is_prepared, False
         if is_prepared:
             with suppress(FileNotFoundError):
-                put_undrained(self._state)
+                put_undrained(self.state)
                 return
-        write_undrained(self._state, self._note(1, []))
+        write_undrained(self.state, self._note(1, []))
 
     async def run(self) -> None:
         """Keeps the note up to date, until cancelled."""
@@ -107,7 +109,7 @@ class UndrainedNotes:
         with trio.move_on_after(_LAST_S, shield=True):
             await self._update(is_last=True)
             with suppress(OSError):
-                await self._threads.run(prepare_undrained, self._state, None)
+                await self._threads.run(prepare_undrained, self.state, None)
 
     async def _update(self, *, is_last: bool = False) -> None:
         """``is_last``: no other change comes, so no other note is prepared."""
@@ -117,30 +119,32 @@ class UndrainedNotes:
         try:
             if note is not None:
                 self._is_there = True
-                await self._threads.run(write_undrained, self._state, note)
+                await self._threads.run(write_undrained, self.state, note)
             else:
                 # Without room for a prepared note the next first one is tried all the same.
                 with suppress(OSError):
                     first = None if is_last else self._note(1, [])
-                    await self._threads.run(prepare_undrained, self._state, first)
+                    await self._threads.run(prepare_undrained, self.state, first)
                     self._is_prepared = first is not None
                 if self._now() is not None:
                     return
                 self._is_there, self._begins = False, trio.Event()
-                self._calls.call(write_undrained, self._state, None)
+                self._calls.call(write_undrained, self.state, None)
         except (OSError, Unanswered) as error:
             self._is_known = False
             self._warn(error)
         else:
             # A call that was given up may still be made.
             self._is_known, self._noted = not self._calls.is_stuck, note
+            self.failure = ""
 
     def _warn(self, error: OSError | Unanswered) -> None:
+        self.failure = errno_words(error.errno) if isinstance(error, OSError) else "no answer"
         self._limiter.warning(
             "undrained",
             "the state directory cannot note what the source lacks: %s; the next mount may not"
             " notice that the tier is missing",
-            errno_words(error.errno) if isinstance(error, OSError) else "no answer",
+            self.failure,
         )
 
     def _now(self) -> UndrainedNote | None:

@@ -13,8 +13,10 @@ import trio.testing
 
 from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.telemetry.health import Problem
+from monarch.writeback import undrained
 from monarch.writeback.objects import Objects, object_path
 from monarch.writeback.source_contents import StagedContents
+from monarch.writeback.undrained import UndrainedNotes
 from tests.writeback.remounts import Rig, Session
 
 OLD, NEW = b"what the source had", b"what was written"
@@ -149,3 +151,28 @@ async def test_a_refused_change_is_reported_with_its_directory_and_what_to_do(
         await session.drained()
         assert problems(session) == []
         await session.end()
+
+
+@pytest.mark.promise(179)
+async def test_health_reports_that_undrained_changes_cannot_be_noted(
+    rig: Rig, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with rig.mount(works=False) as session:
+        written = session.write_back
+        notes = UndrainedNotes(rig.state, written.place, written.drain, written.front.object_table)
+        status = WriteStatus(rig.settings(), written, LossAlarm(rig.state))
+        status.notes = notes
+        await notes.finish()
+        with monkeypatch.context() as patched:
+            patched.setattr(undrained, "write_undrained", full)
+            await session.write(b"f", NEW)
+            notes.begin()
+            [problem] = status.problems()
+            assert problem.kind == "undrained-unnoted" and "No space left" in problem.what
+            await notes.finish()
+            assert [it.kind for it in status.problems()] == ["undrained-unnoted"]
+        await notes.finish()
+        assert not [*status.problems()]

@@ -401,7 +401,9 @@ def test_a_state_directory_that_cannot_be_written_is_reported_and_tried_again(
         with caplog.at_level(logging.WARNING):
             await waiting.notes.finish()
         assert "cannot note what the source lacks" in caplog.text
+        assert waiting.notes.failure == "Is a directory (EISDIR)"
         undrained_file(tmp_path).rmdir()
         assert await waiting.named() == ["a"]
+        assert not waiting.notes.failure
 
     trio.run(run)
