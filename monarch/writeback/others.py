@@ -252,11 +252,15 @@ class Others:
             self._kernel.invalidate_attributes(directory)
 
     def _known(self, directory: Ino) -> tuple[int, int, int] | None:
-        """The source's inode number and times of a directory whose names are known; else None."""
+        """The source's inode number and times of a directory whose names are known; else None.
+
+        A directory that had just changed when the snapshot was made may have changed once more
+        within the same tick of the source's clock, after it was listed."""
         seen = self._seen.get(directory)
         if seen is None and not self._names.is_written(directory):
             there = self._names.at_source(directory)
-            if there is not None:
+            old_ns = self._names.snapshot.created_ns - _YOUNG_S * 1e9
+            if there is not None and max(there.mtime_ns, there.ctime_ns) < old_ns:
                 return there.source_ino, there.mtime_ns, there.ctime_ns
         return seen
 

@@ -113,6 +113,24 @@ async def test_names_that_others_make_and_remove_are_shown(rig: Rig, clock: Cloc
         assert session.write_back.drain.backlog().conflicts == 0
 
 
+@pytest.mark.parametrize("is_young", [True, False])
+async def test_a_name_that_came_in_the_tick_of_the_snapshot_is_shown(
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch, is_young: bool
+) -> None:
+    """The directory has the times of the snapshot. If they are older, it is not listed."""
+    async with rig.mount() as session:
+        there = session.names.at_source(session.ino(b"d"))
+        assert there is not None
+        times = there.source_ino, there.mtime_ns, there.ctime_ns
+        monkeypatch.setattr(others, "_seen", lambda status: times)
+        created_ns = there.ctime_ns + (0 if is_young else 3 * 10**9)
+        monkeypatch.setattr(session.names.snapshot, "created_ns", created_ns)
+        (rig.source / "d/new").write_bytes(b"new")
+        use(session, b"d")
+        await looked(session)
+        assert (b"d/new" in session.shown()) is is_young
+
+
 async def test_names_that_the_source_does_not_have_yet_stay(rig: Rig, clock: Clock) -> None:
     async with rig.mount(works=False) as session:
         use(session, b"d")
