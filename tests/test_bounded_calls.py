@@ -86,3 +86,42 @@ main.main()
         env={**os.environ, "OPENBLAS_NUM_THREADS": "2"},
     )
     assert done.stdout == "True 1\n2\n"
+
+
+def test_a_mount_says_that_it_waits_for_its_source(tmp_path: Path) -> None:
+    """The thread that waited for that has ended before the daemon is forked."""
+    work = """
+import os, sys, threading
+from monarch.cli import main, mount, output
+from monarch.daemon import run
+
+said, remark = threading.Event(), output.remark
+def remarked(line):
+    remark(line)
+    said.set()
+def hanging(path):
+    assert said.wait(60)
+    return False
+def counted():
+    print(len(os.listdir("/proc/self/task")), flush=True)
+    os._exit(0)
+
+output.remark, run.is_pack, os.fork = remarked, hanging, counted
+mount._SLOW_SOURCE_S = 0.01
+sys.argv[:1] = ["monarch", "mount"]
+main.main()
+"""
+    source, mountpoint = tmp_path / "source", tmp_path / "mnt"
+    source.mkdir()
+    mountpoint.mkdir()
+    options = "--tier", f"{tmp_path}/tier:1MiB", "--state", str(tmp_path / "state")
+    done = subprocess.run(
+        [sys.executable, "-c", work, str(source), str(mountpoint), *options],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert f"monarch: source {source} does not answer yet" in done.stderr
+    assert done.stdout == "1\n"

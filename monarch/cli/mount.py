@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from monarch.cli import complete
-from monarch.cli.output import Scanning, progress_bar, remark
+from monarch.cli.output import Scanning, progress_bar, remark, remark_if_slow
 from monarch.config import load
 from monarch.config.defaults import state_directory
 from monarch.config.settings import MountSettings
@@ -29,6 +29,8 @@ from monarch.types import Progress
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 # Threads of calls that ended are gone within milliseconds; one whose call hangs is not awaited.
 _THREADS_END_S = 1.0
+# After this time without an answer of the source, the command says that it waits, in seconds.
+_SLOW_SOURCE_S = 5.0
 
 
 @click.command(
@@ -143,10 +145,12 @@ def mount(
         from monarch.daemon import run as daemon
 
     was_to_absorb = bool(settings.absorbs)
-    settings = daemon.prepare(settings)
+    source_text = escape_text(os.fspath(settings.source))
+    waits = f"monarch: source {source_text} does not answer yet: the mount waits for it"
+    settings = daemon.prepare(settings, asking=remark_if_slow(waits, after_s=_SLOW_SOURCE_S))
     if was_to_absorb and not settings.absorbs:
         remark(
-            f"monarch: {escape_text(os.fspath(settings.source))} is a pack, which is read-only:"
+            f"monarch: {source_text} is a pack, which is read-only:"
             " `write` and `absorb` have no effect, and writing fails with EROFS"
         )
     if settings.snapshot.file is not None:
