@@ -210,8 +210,8 @@ class Datapath:
         self._native.measure(sessions)
 
     def throttled(self, change: int) -> None:
-        """So many more requests wait with Python for the limits of their jobs, or fewer if it is
-        negative: as many more may come that need the source."""
+        """``change`` more requests wait with Python for the limits of their jobs, or fewer if it is
+        negative. As many more requests that need the source may come to Python."""
         self._native.throttled(change)
 
     def move(self, tier: Tier) -> None:
