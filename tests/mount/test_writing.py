@@ -646,6 +646,8 @@ def test_a_file_that_is_read_from_a_copy_is_opened_again_to_read_after_a_change_
                 assert second.read() == content
         assert reader.read() == content[1:]
         os.fsync(reader.fileno())
+    # The kernel sends a release after the close, and until then a process reads the file.
+    wait_until(lambda: not account(mounted)["handles"]["open_files"], "the releases arrived")
     with path.open("r+b", buffering=0) as writer:
         writer.write(b"new")
     assert path.read_bytes() == b"new" + content[3:]
