@@ -227,7 +227,10 @@ class HistoryRunner:
             expected = actor("view", history.name, call)
             self._tell(f"{step}: done, without the mount {expected}")
             played.made.append((call, meant))
-            if expected.error in ("EACCES", "EPERM"):
+            # Where the source has another file by now, the mount may have taken that file. The
+            # outcome of the call is compared at the source.
+            is_other = any(len(inodes - {None}) > 1 for inodes in meant)
+            if expected.error in ("EACCES", "EPERM") and not is_other:
                 played.problems.append(f"{step}: done, though without the mount {expected.error}")
             if call.name == "read" and outcome not in (
                 expected,
