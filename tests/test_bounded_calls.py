@@ -73,18 +73,7 @@ os.fork = counted
 sys.argv[:1] = ["monarch", "mount"]
 main.main()
 """
-    source, mountpoint = tmp_path / "source", tmp_path / "mnt"
-    source.mkdir()
-    mountpoint.mkdir()
-    options = "--tier", f"{tmp_path}/tier:1MiB", "--state", str(tmp_path / "state")
-    done = subprocess.run(
-        [sys.executable, "-c", work, str(source), str(mountpoint), *options],
-        check=True,
-        timeout=60,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "2"},
-    )
+    done = _ran(work, tmp_path, threads=2)
     assert done.stdout == "True 1\n2\n"
 
 
@@ -111,17 +100,22 @@ mount._SLOW_SOURCE_S = 0.01
 sys.argv[:1] = ["monarch", "mount"]
 main.main()
 """
+    done = _ran(work, tmp_path, threads=1)
+    assert f"monarch: source {tmp_path / 'source'} does not answer yet" in done.stderr
+    assert done.stdout == "1\n"
+
+
+def _ran(work: str, tmp_path: Path, *, threads: int) -> subprocess.CompletedProcess[str]:
+    """Runs the program ``work`` with the arguments of a mount, and so many threads of numpy."""
     source, mountpoint = tmp_path / "source", tmp_path / "mnt"
     source.mkdir()
     mountpoint.mkdir()
     options = "--tier", f"{tmp_path}/tier:1MiB", "--state", str(tmp_path / "state")
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", work, str(source), str(mountpoint), *options],
         check=True,
         timeout=120,
         capture_output=True,
         text=True,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        env={**os.environ, "OPENBLAS_NUM_THREADS": str(threads)},
     )
-    assert f"monarch: source {source} does not answer yet" in done.stderr
-    assert done.stdout == "1\n"
