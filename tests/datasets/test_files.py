@@ -8,9 +8,11 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -326,3 +328,35 @@ def test_an_exception_of_a_signal_handler_ends_the_call(reader: str, slow: SlowS
         sender.join()
         signal.signal(signal.SIGUSR1, earlier)
     assert slow.counters()["open"] - before < 2000
+
+
+@pytest.mark.promise(250)
+def test_an_exception_in_any_line_ends_the_call_without_the_extension(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A signal handler may raise between any two lines of the thread that waits."""
+    monkeypatch.setattr(files, "_read_many", None)
+    (tmp_path / "file").write_bytes(b"x")
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        lines -= 1
+        if lines < 0:
+            raise _Signalled
+        return trace
+
+    with Dataset(tmp_path, threads=2) as dataset:
+        for number in range(1, 10_000):
+            lines = number
+            earlier = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                views = dataset.get_many(["file"] * 5)
+            except _Signalled:
+                continue
+            finally:
+                sys.settrace(earlier)
+            break
+    assert views == [b"x"] * 5
+    assert number > 50
