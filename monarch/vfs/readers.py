@@ -35,7 +35,7 @@ from monarch.vfs.measured import MeasuredJob, MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.quotas import JobQuotas
 from monarch.vfs.read_side import ReadSide
-from monarch.vfs.source_limit import LimitedCalls, SourceLimit
+from monarch.vfs.source_limit import LimitedCalls, Payment, SourceLimit, Unpaid
 from monarch.writeback.front import WriteFront
 
 # How often an open begins again when the source changes meanwhile. A file that changes faster than
@@ -109,13 +109,6 @@ class Readers:
         job = self._measured_caller()
         binding = await self._enter(ino, renew=True, store=True, job=job)
         try:
-            if binding.content is not None:
-                # Not while the open is being bound: opens of other jobs may wait for that.
-                if job is not None:
-                    job.source.count(len(binding.content))
-                    await self._limited.wait(job.source)
-                if (limit := self._source_limit()) is not None:
-                    await self._limited.wait(limit)
             if binding.users > 1 and binding.file is not None:
                 await self._source_files.notice_rewriting(ino, binding.file)
             if binding.job is None:
@@ -149,18 +142,25 @@ class Readers:
         read that waits has locked these pages, and storing would wait for the read for ever.
         Raises SourceError; ESTALE if the file changes all the time.
         """
-        while (binding := self._bindings.get(ino)) is None:
-            begun = self._bindings.begin(ino)
-            if begun is not None:
-                await begun.wait()
-                continue
-            try:
-                binding = await self._bind(ino, job, renew=renew, store=store)
-            finally:
-                self._bindings.settle(ino, binding)
-            break
-        binding.users += 1
-        return binding
+        with self._limited.payment(self._limits_of_caller(job)) as payment:
+            while (binding := self._bindings.get(ino)) is None:
+                begun = self._bindings.begin(ino)
+                if begun is not None:
+                    await begun.wait()
+                    continue
+                due = 0
+                try:
+                    binding = await self._bind(ino, job, payment, renew=renew, store=store)
+                except Unpaid as unpaid:
+                    due = unpaid.nbytes
+                finally:
+                    self._bindings.settle(ino, binding)
+                if binding is not None:
+                    break
+                # Not while the file is being bound: opens of other jobs may wait for that.
+                await payment.pay(due)
+            binding.users += 1
+            return binding
 
     @asynccontextmanager
     async def bound(self, ino: Ino, *, stays: bool) -> AsyncIterator[Binding]:
@@ -204,7 +204,7 @@ class Readers:
             self._kernel.drop_pages(ino)
 
     async def _bind(
-        self, ino: Ino, job: MeasuredJob | None, *, renew: bool, store: bool
+        self, ino: Ino, job: MeasuredJob | None, payment: Payment, *, renew: bool, store: bool
     ) -> Binding:
         if self._names.is_gone(ino):
             await self._revalidation.find_again(ino)
@@ -220,7 +220,7 @@ class Readers:
                 binding = (
                     await self._parts.bind(attributes)
                     or await self._copies.bind(attributes)
-                    or await self._bind_flight(attributes)
+                    or await self._bind_flight(attributes, payment)
                 )
             if binding is not None:
                 return binding
@@ -228,9 +228,9 @@ class Readers:
                 continue
             try:
                 if is_hidden:
-                    binding = await self._bind_hidden(attributes, store=store)
+                    binding = await self._bind_hidden(attributes, payment, store=store)
                 else:
-                    binding = await self._bind_source(attributes, store=store)
+                    binding = await self._bind_source(attributes, payment, store=store)
                 binding.job = job
                 return binding
             except SourceChanged:
@@ -246,9 +246,9 @@ class Readers:
         is_ours = node is not None and node.has_source_bytes and not self._residency.is_changed(ino)
         return is_ours and self._names.stored(ino).identity != known.identity
 
-    async def _bind_flight(self, attributes: Attributes) -> Binding | None:
+    async def _bind_flight(self, attributes: Attributes, payment: Payment) -> Binding | None:
         """Binds to a copy that is being made, so that the source is not asked twice. Waits for one
-        that is fetched ahead, or comes with its chunk. Raises SourceError."""
+        that is fetched ahead, or comes with its chunk. Raises SourceError, Unpaid."""
         ino, size = attributes.ino, attributes.size
         flight = self._promotions.flight(ino) or self._promotions.chunks.open(ino)
         if flight is None or flight.identity != attributes.identity:
@@ -261,6 +261,8 @@ class Readers:
             content = flight.arrival.content
         if content is not None:
             if flight.arrival is not None:
+                payment.require(size)
+                payment.read(size)
                 # Not a part of the bytes of other files, which would stay in memory with it.
                 content = bytes(content)
             self._promotions.read_from_window(attributes, content, self._job(), quota=self._quota())
@@ -277,12 +279,15 @@ class Readers:
         binding.close()
         return None
 
-    async def _bind_source(self, attributes: Attributes, *, store: bool) -> Binding:
-        """Opens a file at the source, or fetches a small one. Raises SourceChanged, SourceError."""
+    async def _bind_source(
+        self, attributes: Attributes, payment: Payment, *, store: bool
+    ) -> Binding:
+        """Opens a file at the source, or fetches a small one. Raises SourceChanged, SourceError,
+        Unpaid."""
         ino, size = attributes.ino, attributes.size
         if self._fits(size):
             store = store and self._kernel.keeps_pages(ino)
-            content = await self._fetched(attributes, store=store)
+            content = await self._fetched(attributes, payment, store=store)
             self._promotions.keep(attributes, content, self._job(), quota=self._quota())
             return Binding(ino, size, content=content)
         is_wanted = self._residency.is_wanted(ino)
@@ -304,7 +309,9 @@ class Readers:
             self._promotions.submit(promote, attributes.identity, file=file)
         return Binding(ino, size, file=file, is_watched=is_watched)
 
-    async def _bind_hidden(self, attributes: Attributes, *, store: bool) -> Binding:
+    async def _bind_hidden(
+        self, attributes: Attributes, payment: Payment, *, store: bool
+    ) -> Binding:
         """Binds a file to the source for a measured job, as if no tier had it: no page cache of
         this node is used, and no copy is made. Raises as ``_bind_source``."""
         ino, size = attributes.ino, attributes.size
@@ -312,17 +319,17 @@ class Readers:
             file = await self._source_files.open(attributes, from_storage=True)
             return Binding(ino, size, file=file, has_old_pages=True)
         store = store and self._kernel.keeps_pages(ino)
-        content = await self._fetched(attributes, store=store, from_storage=True)
+        content = await self._fetched(attributes, payment, store=store, from_storage=True)
         return Binding(ino, size, content=content)
 
     async def _fetched(
-        self, attributes: Attributes, *, store: bool, from_storage: bool = False
+        self, attributes: Attributes, payment: Payment, *, store: bool, from_storage: bool = False
     ) -> bytes:
-        """A small file from the source, counted for its reader. Raises as ``_bind_source``."""
+        """A small file from the source, for which its reader pays. Raises as ``_bind_source``."""
+        payment.require(attributes.size)
         fetch = self._source_files.fetch
         content = await fetch(attributes, store=store, from_storage=from_storage)
-        if (limit := self._source_limit()) is not None:
-            limit.count(len(content))
+        payment.read(len(content))
         return content
 
     def _fits(self, size: int) -> bool:
@@ -380,14 +387,14 @@ class Readers:
                     file.release()
                 else:
                     binding.fall_back(file)
-        data = await self._source_files.read(binding, offset, size)
-        # Another job may have opened the file meanwhile, and reads from the same binding.
-        if binding.job is not None and binding.job is self._measured_caller():
-            binding.job.source.count(len(data))
-            await self._limited.wait(binding.job.source)
-        if (limit := self._source_limit()) is not None:
-            limit.count(len(data))
-            await self._limited.wait(limit)
+        job = binding.job
+        if job is not None and job is not self._measured_caller():
+            # Another job has opened the file meanwhile, and reads from the same binding.
+            job = None
+        with self._limited.payment(self._limits_of_caller(job)) as payment:
+            await payment.pay(max(0, min(size, binding.size - offset)))
+            data = await self._source_files.read(binding, offset, size)
+            payment.read(len(data))
         return data, SOURCE
 
     async def _visit(self, ino: Ino) -> Binding:
@@ -467,9 +474,11 @@ class Readers:
         """The number of the quota of the process whose call is answered; None without one."""
         return None if self.quotas is None else self.quotas.job_of(CALLER.get())
 
-    def _source_limit(self) -> SourceLimit | None:
-        """What limits the reads of that process from the source."""
-        return None if self.quotas is None else self.quotas.source_of(CALLER.get())
+    def _limits_of_caller(self, job: MeasuredJob | None) -> list[SourceLimit]:
+        """What limits the reads of that process from the source; ``job`` if it is measured."""
+        limits = [] if job is None else [job.source]
+        quota = None if self.quotas is None else self.quotas.source_of(CALLER.get())
+        return limits if quota is None else [*limits, quota]
 
     def _count_open(
         self,

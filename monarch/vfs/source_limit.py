@@ -1,9 +1,14 @@
-"""The bytes that a job reads from the source, and the limit of their rate."""
+"""The bytes that a job reads from the source, and the limit of their rate.
+
+A call pays for its bytes before it reads them: the calls of a job that come at once could otherwise
+read all their bytes at once.
+"""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import trio
 
@@ -39,14 +44,9 @@ class SourceLimit:
         self.rate = rate
         self._bucket = TokenBucket(rate, int(rate * _BURST_S))
 
-    def count(self, nbytes: int) -> None:
-        """Counts bytes that were read from the source."""
-        self.nbytes += nbytes
-        self._bucket.take(nbytes, trio.current_time())
-
-    def delay_s(self) -> float:
-        """How long a call must wait for the bytes that were counted."""
-        return self._bucket.take(0, trio.current_time())
+    def take(self, nbytes: int) -> float:
+        """Takes bytes from what may be read; returns how long a call must wait for them."""
+        return self._bucket.take(nbytes, trio.current_time())
 
     async def wait(self, delay_s: float) -> None:
         """Waits so long, or until the limit changes."""
@@ -58,6 +58,14 @@ class SourceLimit:
             self.waiting -= 1
 
 
+class Unpaid(Exception):
+    """A call is about to read ``nbytes`` for which it has not paid yet."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
 class LimitedCalls:
     """The calls that wait for the limits of all jobs of a mount. ``notify`` is called with 1 when a
     call begins to wait, and with -1 when it ends: it does not need the source meanwhile."""
@@ -66,11 +74,21 @@ class LimitedCalls:
         self._notify = notify or (lambda change: None)
         self._shared = 0
 
-    async def wait(self, limit: SourceLimit) -> None:
-        """Waits as long as the limit demands; not at all if too many calls of other jobs wait.
-        Raises Refused (EAGAIN) if too many calls of this job wait: it would not be limited."""
-        delay_s = limit.delay_s()
-        if not delay_s:
+    @contextmanager
+    def payment(self, limits: Sequence[SourceLimit]) -> Iterator[Payment]:
+        """What one call pays. It gets back what it has not read at the end of the block."""
+        payment = Payment(self, limits)
+        try:
+            yield payment
+        finally:
+            payment.give_back()
+
+    async def wait(self, limit: SourceLimit, until_s: float) -> None:
+        """Waits until a time, or until the limit changes; not at all if too many calls of other
+        jobs wait. Raises Refused (EAGAIN) if too many calls of this job wait: it would not be
+        limited."""
+        delay_s = until_s - trio.current_time()
+        if delay_s <= 0:
             return
         if limit.waiting >= MOST_WAITING:
             raise Refused(errno.EAGAIN)
@@ -84,3 +102,41 @@ class LimitedCalls:
         finally:
             self._notify(-1)
             self._shared -= is_shared
+
+
+class Payment:
+    """What one call takes from the limits of its jobs, and reads."""
+
+    def __init__(self, calls: LimitedCalls, limits: Sequence[SourceLimit]) -> None:
+        self._calls = calls
+        self._limits = limits
+        self._has_paid = False
+        # The bytes that were paid for and not read yet.
+        self._left = 0
+
+    def require(self, nbytes: int) -> None:
+        """Raises Unpaid if the call must pay for bytes before it reads them. A file that grows
+        after that is read nevertheless."""
+        if not self._has_paid and any(limit.rate for limit in self._limits):
+            raise Unpaid(nbytes)
+
+    async def pay(self, nbytes: int) -> None:
+        """Takes bytes, and waits as long as the limits demand. Raises Refused as ``wait``."""
+        self._has_paid = True
+        self._left += nbytes
+        now = trio.current_time()
+        ends = [(limit, now + limit.take(nbytes)) for limit in self._limits]
+        for limit, until_s in ends:
+            await self._calls.wait(limit, until_s)
+
+    def read(self, nbytes: int) -> None:
+        """Counts bytes that were read from the source."""
+        for limit in self._limits:
+            limit.nbytes += nbytes
+        self._left -= nbytes
+
+    def give_back(self) -> None:
+        """Gives back what was not read; takes what was read beyond that."""
+        for limit in self._limits:
+            limit.take(-self._left)
+        self._left = 0

@@ -121,26 +121,42 @@ async def test_the_calls_that_wait_for_limits_are_bounded(
     changes: list[int] = []
     calls = source_limit.LimitedCalls(changes.append)
     first, second = (source_limit.SourceLimit(1) for _ in range(2))
+
+    async def call(limit: source_limit.SourceLimit) -> None:
+        with calls.payment([limit]) as payment:
+            await payment.pay(1000)
+
     async with trio.open_nursery() as nursery:
         for limit, count in ((first, 4), (second, 3)):
-            limit.count(1000)
             for _ in range(count):
-                nursery.start_soon(calls.wait, limit)
+                nursery.start_soon(call, limit)
         await trio.testing.wait_all_tasks_blocked()
         assert changes == [1] * 7
         began = trio.current_time()
         # More calls of one job would not be limited, or take the tasks of others.
         with pytest.raises(Refused) as refused:
-            await calls.wait(first)
+            await call(first)
         assert refused.value.errno == errno.EAGAIN
         # A job is not refused calls because of those of another one.
-        await calls.wait(second)
+        await call(second)
         assert trio.current_time() == began
         for limit in (first, second):
             limit.change(0)
     assert trio.current_time() == began and sum(changes) == 0
-    await calls.wait(first)
+    await call(first)
     assert trio.current_time() == began
+
+
+@pytest.mark.promise(292)
+async def test_a_file_that_is_fetched_for_several_opens_counts_once(rig: Rig, us: Caller) -> None:
+    job = begin(rig, us, 0.0)
+    with calling(us):
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(rig.open, "small")
+    assert (job.misses, job.source.nbytes) == (3, len(FILES["small"]))
+    for _ in range(3):
+        rig.filesystem.release(rig.ino("small"))
 
 
 async def test_an_open_of_another_job_does_not_wait_for_a_limit(

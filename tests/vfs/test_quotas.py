@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 
 import pytest
 import trio
+import trio.testing
 from trio.testing import MockClock
 
 from monarch.placement.quotas import Quotas
@@ -157,14 +158,64 @@ async def test_a_rate_of_20_mb_s_is_kept_for_a_job_and_delays_no_other(
 
 
 @pytest.mark.promise(299)
+async def test_calls_that_come_at_once_keep_the_rate_of_their_job(
+    rig: Rig, autojump_clock: MockClock
+) -> None:
+    given = give(rig, Quota("alice", ALICE.uid, source=SourceLimit(MB)))
+    with calling(ALICE):
+        ino = await rig.open("large")
+        async with trio.open_nursery() as nursery:
+            for _ in range(30):
+                nursery.start_soon(rig.filesystem.read, ino, 0, 100_000)
+            for second in (1, 2, 3):
+                await trio.sleep(1)
+                read = given.report()[0].source_bytes
+                assert 0.9 * second * MB <= read <= (second + 0.05) * MB
+    assert given.report()[0].source_bytes == 3 * MB
+    rig.filesystem.release(ino)
+
+
+@pytest.mark.promise(299)
+async def test_opens_that_come_at_once_keep_the_rate_of_their_job(
+    rig: Rig, autojump_clock: MockClock
+) -> None:
+    give(rig, Quota("alice", ALICE.uid, source=SourceLimit(100)))
+    with calling(ALICE):
+        async with trio.open_nursery() as nursery:
+            for name in ("d/other", "small"):
+                nursery.start_soon(rig.content, name)
+                await trio.testing.wait_all_tasks_blocked()
+            # 500 bytes and 1000, of which 5 pass at once.
+            for second, fetched in ((4.9, 0), (5, 500), (14.9, 500), (15, 1500)):
+                await trio.sleep_until(second)
+                assert rig.metrics.source_bytes[0] == fetched, second
+
+
+@pytest.mark.promise(299)
+async def test_a_call_that_is_cancelled_gives_back_what_it_has_not_read(
+    rig: Rig, autojump_clock: MockClock
+) -> None:
+    limit = SourceLimit(100)
+    give(rig, Quota("alice", ALICE.uid, source=limit))
+    with calling(ALICE):
+        with trio.move_on_after(1):
+            await rig.content("small")
+        assert limit.nbytes == 0
+        began = trio.current_time()
+        await rig.content("d/other")
+        assert trio.current_time() - began == pytest.approx(4.95, abs=0.01)
+
+
+@pytest.mark.promise(299)
 async def test_a_job_with_many_readers_keeps_its_rate(autojump_clock: MockClock) -> None:
     calls, limit = LimitedCalls(), SourceLimit(MB // 5)
 
     async def read_for_3_s() -> None:
         # Calls that do not wait would stop the clock.
         while trio.current_time() - began < 3 and limit.nbytes < MB:
-            limit.count(100)
-            await calls.wait(limit)
+            with calls.payment([limit]) as payment:
+                await payment.pay(100)
+                payment.read(100)
 
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
