@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,47 @@ def test_a_signal_ends_the_command_and_leaves_no_files(tmp_path: Path, number: s
     assert (done.returncode, done.stderr) == (130, "")
     assert list((tmp_path / "tmp").iterdir()) == []
     assert process_started(int((tmp_path / "number").read_text())) is None
+
+
+def test_the_next_command_removes_what_a_killed_one_has_left_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = "echo $$; kill -KILL $PPID"
+
+    def begin() -> None:
+        with suppress(MonarchError), JobRuns(["true"], "/mnt/data", 10, 1, 0).begun():
+            pass
+
+    killed = subprocess.run(
+        [sys.executable, "-c", _ANALYSIS, script],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    with job_runs._own_directory() as directory:
+        assert list(tmp_path.iterdir()) == [directory] != [left]
+        begin()
+        assert list(tmp_path.iterdir()) == [directory]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_another_command_removes_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mkdtemp, made = tempfile.mkdtemp, []
+
+    def removed(prefix: str) -> str:
+        made.append(Path(mkdtemp(prefix=prefix)))
+        if len(made) == 1:
+            job_runs._remove_if_left(made[0])
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", removed)
+    with job_runs._own_directory() as directory:
+        assert [directory] == list(tmp_path.iterdir()) == made[1:]
 
 
 def test_a_signal_that_comes_while_the_command_is_started_ends_it(

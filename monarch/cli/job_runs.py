@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -28,6 +32,7 @@ from monarch.analysis.stalls import Run
 from monarch.cli.output import remark
 from monarch.control.registry import process_started, process_stat
 from monarch.errors import MonarchError, UsageError
+from monarch.posix.files import closing_fd
 from monarch.posix.processes import process_space
 from monarch.posix.signals import Interruption, interruptible_where_heeded
 from monarch.text import escape_text
@@ -38,6 +43,8 @@ _GRACE_S = 5.0
 _LOOK_S = 0.02
 # Lines of the output of a command that has failed, of so many bytes at its end.
 _SHOWN, _READ = 15, 1 << 16
+# How a directory is opened.
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Characters of a command in a message.
 _LONGEST = 80
 
@@ -91,9 +98,9 @@ class JobRuns:
         one run of it."""
         with (
             interruptible_where_heeded() as interruption,
-            tempfile.TemporaryDirectory(prefix="monarch-analyze-") as directory,
+            _own_directory() as directory,
         ):
-            measure = partial(self._measure, interruption, Path(directory))
+            measure = partial(self._measure, interruption, directory)
             measure("fill", 1.0, None)
             yield measure
 
@@ -164,6 +171,47 @@ class JobRuns:
                 return process.wait()
         finally:
             _end(process)
+
+
+@contextmanager
+def _own_directory() -> Iterator[Path]:
+    """A directory for the reports and the output of the command, which is removed at the end. Those
+    of commands that were killed on this node are removed before."""
+    prefix = f"monarch-analyze-{socket.gethostname()}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
+        _remove_if_left(left)
+    lock = None
+    while lock is None:
+        directory = Path(tempfile.mkdtemp(prefix=prefix))
+        lock = _locked(directory)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked(directory: Path) -> int | None:
+    """A descriptor with a lock on a new directory, which the kernel releases when this process
+    dies. None if another command has removed it before, as that of a killed one."""
+    with suppress(FileNotFoundError):
+        fd = os.open(directory, _OPEN)
+        # Some file systems have no locks: there the directory stays if this process is killed.
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), os.stat(directory)):
+                return fd
+        os.close(fd)
+    return None
+
+
+def _remove_if_left(directory: Path) -> None:
+    """Removes a directory of this user if the process that has made it was killed."""
+    with suppress(OSError), closing_fd(os.open(directory, _OPEN)) as fd:
+        if os.fstat(fd).st_uid == os.geteuid():
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory)
 
 
 @contextmanager
