@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from monarch.analysis.loader_model import JobModel
 from monarch.analysis.plan import Phase, RunReport
 from monarch.analysis.sensitivity import Sensitivity, job_of
-from monarch.cli import plan_profile
+from monarch.cli import output, plan_profile
 from monarch.cli.main import cli
 from monarch.cli.measured_mount import MeasuredMount
 from monarch.errors import MonarchError, UsageError
@@ -105,6 +105,21 @@ def test_few_rates_are_measured_and_the_others_are_those_of_the_model(
     assert found.measured == [ends, [False, False, True], ends] and found.verified == []
     assert job_of(found).name == "resnet"
     assert "job.json: batches a second by cores" in done.output
+
+
+def test_the_rates_are_written_although_nothing_reads_the_table_and_shown_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(line: str) -> None:
+        raise BrokenPipeError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(output, "say", closed)
+        assert isinstance(run(tmp_path).exception, BrokenPipeError)
+    assert written(tmp_path).cores == [1, 2, 4]
+    done = run(tmp_path, "-o", "/dev/full")
+    assert isinstance(done.exception, OSError)
+    assert "batches a second by cores" in done.output
 
 
 def test_rates_are_verified_and_a_wrong_one_is_named(

@@ -138,8 +138,11 @@ def run(
         warmup=warmup,
         runs=runs,
     )
-    code = _show(profile, as_json)
-    replace_whole(out, profiles.encode(profile))
+    try:
+        code = _show(profile, as_json)
+    finally:
+        # Also if nothing reads the output any more: the runs took long.
+        replace_whole(out, profiles.encode(profile))
     if not as_json:
         to_stderr(f"the profile is in {escape_text(os.fspath(out))}")
     return code

@@ -35,7 +35,6 @@ from monarch.cli.sensitivity_file import (
     OUTPUT,
     TIERS,
     rate_text,
-    show_matrix,
     write_matrix,
 )
 from monarch.cli.written_files import replace_whole
@@ -168,8 +167,7 @@ def sensitivity(
         job_of(found)
     except ValueError as error:
         raise UsageError(f"{escape_text(job)}: {error}") from error
-    write_matrix(found, output)
-    show_matrix(found, output, unit, as_json)
+    write_matrix(found, output, unit, as_json)
 
 
 def _from_profile(

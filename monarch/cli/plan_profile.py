@@ -42,7 +42,7 @@ from monarch.cli.measured_mount import (
 )
 from monarch.cli.options import Capacity, bandwidth, counts_of
 from monarch.cli.output import progress_bar, remark
-from monarch.cli.sensitivity_file import GPUS, OUTPUT, TIERS, show_matrix, write_matrix
+from monarch.cli.sensitivity_file import GPUS, OUTPUT, TIERS, write_matrix
 from monarch.cli.written_files import require_writable
 from monarch.errors import MonarchError, UsageError
 from monarch.text import counted, escape_text, format_bytes
@@ -167,8 +167,7 @@ def profile(
         job_of(found)
     except ValueError as error:
         raise MonarchError(f"{escape_text(job)}: {error}") from error
-    write_matrix(found, output)
-    show_matrix(found, output, "batches", as_json, *_checked(found))
+    write_matrix(found, output, "batches", as_json, *_checked(found))
     troubles = [*measured.troubles(), *_errors(found)]
     for trouble in troubles:
         remark(f"monarch: {trouble}")

@@ -45,19 +45,18 @@ OUTPUT = click.option(
 )
 
 
-def write_matrix(found: Sensitivity, output: Path) -> None:
-    """Raises OSError; a file that exists is then unchanged."""
-    replace_whole(output, json.dumps(found.to_dict(), indent=2) + "\n")
-
-
-def show_matrix(found: Sensitivity, output: Path, unit: str, as_json: bool, *remarks: str) -> None:
-    """Prints the rates, as a table in ``unit`` a second, and then ``remarks``."""
+def write_matrix(found: Sensitivity, output: Path, unit: str, as_json: bool, *remarks: str) -> None:
+    """Prints the rates, as a table in ``unit`` a second, and then ``remarks``; and writes the file,
+    also if nothing reads what is printed. Raises OSError; a file that exists is then unchanged."""
     rows = [["cores", *map(format_bytes, found.tier_bytes)]]
     for number, row in zip(found.cores, found.rates, strict=True):
         rows.append([str(number), *map(rate_text, row)])
     where = escape_text(os.fspath(output))
     head = f"{where}: {unit} a second by cores and size of the tier"
-    show(found, as_json, head, *aligned(rows), *remarks)
+    try:
+        show(found, as_json, head, *aligned(rows), *remarks)
+    finally:
+        replace_whole(output, json.dumps(found.to_dict(), indent=2) + "\n")
 
 
 def rate_text(rate: float) -> str:

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from monarch.analysis.profile import decode
 from monarch.analysis.stalls import Run
-from monarch.cli import analyze, written_files
+from monarch.cli import analyze, output, written_files
 from monarch.cli.measured_mount import MeasuredMount
 from tests.analysis.test_stalls import NOISY, STEADY, runs
 
@@ -40,6 +40,18 @@ def test_the_result_is_shown_although_the_disk_is_full() -> None:
     assert isinstance(done.exception, OSError)
     assert done.exception.errno == errno.ENOSPC
     assert "fetch-bound" in done.output
+
+
+def test_the_profile_is_written_although_nothing_reads_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(line: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(output, "say", closed)
+    done = run(tmp_path / "profile.json")
+    assert isinstance(done.exception, BrokenPipeError)
+    assert len(decode((tmp_path / "profile.json").read_text()).runs) == 4
 
 
 def test_a_profile_that_cannot_be_written_as_a_whole_leaves_the_one_before(
