@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 
@@ -25,7 +26,7 @@ def differences(reader: LmdbReader, sample: int, progress: Progress | None = Non
 
 
 def _compared(reader: LmdbReader, chosen: list[int], progress: Progress | None) -> Iterator[str]:
-    environment = lmdb.open(str(reader.path), subdir=False, readonly=True, lock=False)
+    environment = lmdb.open(os.fsencode(reader.path), subdir=False, readonly=True, lock=False)
     try:
         with environment.begin(buffers=True) as transaction:
             entries = transaction.stat()["entries"]

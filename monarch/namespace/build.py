@@ -215,7 +215,7 @@ class _Writer:
     def __init__(self, part: Path, buckets: Buckets) -> None:
         self._map_bytes = _FIRST_MAP_BYTES
         self._environment = lmdb.open(
-            str(part),
+            os.fsencode(part),
             subdir=False,
             lock=False,
             sync=False,

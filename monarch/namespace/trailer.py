@@ -361,7 +361,7 @@ def _read_into_memory(path: Path, most: int) -> int | None:
 def _map(path: Path) -> lmdb.Environment:
     try:
         return lmdb.open(
-            str(path),
+            os.fsencode(path),
             subdir=False,
             readonly=True,
             create=False,

@@ -48,6 +48,8 @@ def test_an_index_is_made_of_a_directory_and_verified(
     assert run("index", directory / "data.mdb", "-o", output, "--json", "--verify", "999") == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["records"], report["verified"]) == (300, 300)
+    named = directory.rename(tmp_path / os.fsdecode(b"not UTF-8 \xff"))
+    assert run("index", named, "-o", output, "--verify", "10", "-q") == 0
     assert report["index_bytes"] == output.stat().st_size == 80 + 300 * 24
 
 

@@ -62,6 +62,14 @@ def test_verify_and_diff_answer_with_their_exit_code(
     assert run("diff", later, later).stdout == "no difference\n"
 
 
+def test_a_snapshot_may_have_a_name_that_is_not_utf_8(source: Path, tmp_path: Path) -> None:
+    named = tmp_path / os.fsdecode(b"a\xff")
+    run("build", source, "-o", named)
+    run("refresh", source, named)
+    assert run("verify", source, named).stdout == "no difference\n"
+    assert json.loads(run("info", named, "--json").stdout)["source"] == str(source)
+
+
 def test_refresh(source: Path, built: Path) -> None:
     (source / "new").touch()
     report = json.loads(run("refresh", source, built, "--quick", "--json").stdout)
