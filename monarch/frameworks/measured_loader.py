@@ -73,7 +73,7 @@ class MeasuredLoader:
         limits = self._limit()
         skipped, before, taken = self._skipped(), None, 0
         batches = self._replayed() if plan.phase == "synthetic" else self._passes(skipped)
-        clock = _Clock(plan.iterations)
+        clock = self._clock()
         for place, batch in batches:
             if clock.tick(counts=place >= skipped):
                 break
@@ -112,6 +112,9 @@ class MeasuredLoader:
                 threading.Thread(target=_end_with, args=args, daemon=True).start()
         return self._limits
 
+    def _clock(self) -> _Clock:
+        return _Clock(self._plan.iterations, _workers(self._loader) or 1)
+
     def _skipped(self) -> int:
         """The batches of a pass that are not measured: the queue of ready ones fills meanwhile."""
         length, in_flight = _length(self._loader), _in_flight(self._loader)
@@ -149,19 +152,23 @@ class MeasuredLoader:
 
     def _drained(self, batches: Iterable[_Batch], skipped: int) -> list[float]:
         """The durations of windows of batches that are taken without the training."""
-        clock = _Clock(self._plan.iterations)
+        clock = self._clock()
+        # All workers begin a pass together, and have their first batches ready together.
+        begun = min(skipped, max(1, _workers(self._loader) or 0))
         # The first ones were prepared while the last step of the training ran.
         for taken, batch in enumerate(batches):
-            if clock.tick(counts=taken > skipped and batch.place > 0):
+            if clock.tick(counts=taken > skipped and batch.place >= begun):
                 break
         return clock.windows()
 
 
 class _Clock:
-    """The intervals between ``count`` batches, in ``WINDOWS`` windows."""
+    """The intervals between ``count`` batches, in ``WINDOWS`` windows. Workers that began together
+    have their batches ready together, so a window has whole rounds of them if it is long enough."""
 
-    def __init__(self, iterations: int) -> None:
-        self.window = iterations // WINDOWS
+    def __init__(self, iterations: int, workers: int) -> None:
+        window = iterations // WINDOWS
+        self.window = window - window % workers if workers < window else window
         self.count = self.window * WINDOWS
         self._intervals: list[float] = []
         self._last_s = 0.0

@@ -199,6 +199,29 @@ def test_a_loader_that_ends_is_begun_again_and_its_begin_is_not_measured(
     assert report.train_s == report.load_s == pytest.approx([0.5] * WINDOWS)
 
 
+class Together(Timed):
+    """The batches of four workers come together, every second."""
+
+    num_workers = 4
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches):
+            self.clock.passes(number % 4 == 0)
+            yield batch
+
+
+def test_windows_have_whole_rounds_of_workers_whose_batches_come_together(
+    tmp_path: Path, limits: type[FakeLimits], clock: Clock
+) -> None:
+    loader = Together([*range(40)], clock)
+    _, report = measure(loader, plan(tmp_path, "cached", iterations=35))
+    assert report.window == 4
+    # Those without the training go on in a second pass.
+    assert report.train_s == report.load_s == pytest.approx([1.0] * WINDOWS)
+    _, report = measure(loader, plan(tmp_path, "cached", iterations=15))
+    assert report.window == 3
+
+
 @pytest.mark.parametrize("batches", [[], BATCHES[:3]])
 def test_a_loader_with_too_few_batches_is_an_error(
     tmp_path: Path, limits: type[FakeLimits], batches: list[Any]
