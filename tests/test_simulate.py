@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -264,6 +265,24 @@ def test_a_figure_that_cannot_be_written_is_refused_before_the_simulation(
     monkeypatch.setattr("monarch.cli.simulate.read", lambda *_: pytest.fail("it is simulated"))
     with pytest.raises(FileNotFoundError):
         run(snapshot, "--capacity", "30%", "-o", tmp_path / "missing/it.png")
+
+
+@pytest.mark.parametrize("kind", ["policies", "nodes"])
+def test_the_numbers_are_shown_although_the_disk_of_the_figure_is_full(
+    snapshot: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    def full(*_: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(f"monarch.cli.simulate{'_nodes' * (kind == 'nodes')}.draw", full)
+    words = ["simulate", kind, str(snapshot), "--capacity", "30%", "-o", str(tmp_path / "it.png")]
+    with pytest.raises(OSError, match="No space"):
+        cli.main(words, standalone_mode=False)
+    assert "400 files" in capsys.readouterr().out
 
 
 def test_without_matplotlib_the_command_says_what_to_install(

@@ -224,9 +224,11 @@ def policies(
     )
     if found.lost or found.is_cut_off:
         remark(f"monarch: {escape_text(os.fspath(file))}: {_missing(found)}")
-    if plot is not None:
-        _plot(outcome, plot)
-    show(outcome, as_json, *_lines(outcome))
+    try:
+        show(outcome, as_json, *_lines(outcome))
+    finally:
+        if plot is not None:
+            _plot(outcome, plot)
 
 
 simulate.add_command(nodes)

@@ -253,9 +253,12 @@ def nodes(
     outcome = Outcome(
         len(files), files.bytes, seed, source, network, tier, job, ahead, lost, outcomes
     )
-    if plot is not None:
-        _plot(outcome, plot)
-    show(outcome, as_json, *_head(outcome), *(_by_epoch(outcome) if lost else _by_nodes(outcome)))
+    try:
+        lines = _by_epoch(outcome) if lost else _by_nodes(outcome)
+        show(outcome, as_json, *_head(outcome), *lines)
+    finally:
+        if plot is not None:
+            _plot(outcome, plot)
 
 
 def _require_sense(
