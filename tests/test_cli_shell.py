@@ -353,6 +353,17 @@ def test_progress_without_a_terminal_is_a_line_now_and_then_and_the_last() -> No
     ]
 
 
+def test_progress_of_slow_steps_has_no_rate_of_none() -> None:
+    now = 0.0
+    stream = io.StringIO()
+    lines = output.ProgressLines(stream, clock=lambda: now)
+    for done in range(3):
+        now = 4.0 * done
+        lines(done, 2, "runs")
+    lines.finish()
+    assert stream.getvalue().splitlines() == ["runs: 2 of 2"]
+
+
 def test_progress_tells_its_end_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

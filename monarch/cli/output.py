@@ -171,8 +171,9 @@ class ProgressLines:
             self._began = (now, done)
         rate = ""
         seconds, more = now - self._began[0], done - self._began[1]
-        if seconds >= _LEAST_RATE_S and more > 0:
-            rate = f", {self._amount(round(more / seconds))}/s"
+        # Less than one in two seconds would be none.
+        if seconds >= _LEAST_RATE_S and (per_s := round(more / seconds)) > 0:
+            rate = f", {self._amount(per_s)}/s"
         self._waiting = f"{escape_text(words)}: {amount}{rate}\n"
         if now >= self._next_line_at:
             self.finish()
