@@ -41,8 +41,8 @@ _STEP_S = 1.0
 # Listings that are kept, and paths that are taken together: each directory is listed once for them.
 _KEPT_LISTINGS = 8
 _TOGETHER = 1 << 18
-# The mount has no room now, and may have later.
-_LATER = frozenset((errno.ENOSPC, errno.EBUSY))
+# The mount has no room now, or the process no free descriptor, and may have later.
+_LATER = frozenset((errno.ENOSPC, errno.EBUSY, errno.EMFILE, errno.ENFILE))
 # How often a message is sent while other processes send too many, and the interval in seconds.
 _TRIES, _RETRY_S = 5, 0.01
 _UNKNOWN = 0
@@ -123,6 +123,23 @@ class Inodes:
         return target.st_ino if target.st_dev == device else _UNKNOWN
 
 
+def _send(directory: bytes, message: bytes) -> None:
+    """Sends a message to the mount that has ``directory``. The directory is open during the call
+    only: while a process has a directory of a mount open, the mount cannot be unmounted. Raises
+    OSError."""
+    assert len(message) <= MOST_BYTES
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(fd, request_number(len(message)), bytearray(message), True)
+    finally:
+        os.close(fd)
+
+
+def _absolute(path: bytes) -> bytes:
+    """A path that stays right when the process changes its directory. Raises OSError."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwdb(), path)
+
+
 def _split(path: bytes) -> tuple[bytes, bytes]:
     """As ``os.path.split``, and faster for a usual path."""
     at = path.rfind(b"/")
@@ -146,11 +163,14 @@ class Announcement:
         self._first = self._sent = self._read = 0
         self._reported_s = time.monotonic()
         self._process = os.getpid()
-        self._fd = -1  # closed
+        # The order ends when this descriptor, of a pipe, is closed. -1: closed.
+        self._fd = -1
         try:
-            self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._directory = _absolute(os.fsencode(directory))
+            self._fd, other = os.pipe()
         except OSError:
             return
+        os.close(other)
         if not self._send(encode_begin(Begin(self._order, self._fd, unit, len(inos)))):
             self._abandon()
         self._extend(-(-_FIRST_ENTRIES // _PIECE))
@@ -205,10 +225,9 @@ class Announcement:
     def _send(self, message: bytes) -> bool:
         if self._fd < 0 or os.getpid() != self._process:
             return False
-        assert len(message) <= MOST_BYTES
         for _ in range(_TRIES):
             try:
-                fcntl.ioctl(self._fd, request_number(len(message)), bytearray(message), True)
+                _send(self._directory, message)
             except OSError as error:
                 if error.errno not in _LATER:
                     self._abandon()

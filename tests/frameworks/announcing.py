@@ -26,17 +26,18 @@ class Received:
 
 @dataclass
 class FakeMount:
-    """``orders`` in the order of their begin. ``refuses`` returns an errno for a message, or 0."""
+    """``orders`` in the order of their begin. ``refuses`` returns an errno for a message, or 0.
+    ``directories`` has the paths of the directories that the messages were sent to."""
 
     orders: list[Received] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     refuses: Callable[[Message], int] = lambda message: 0
-    descriptors: set[int] = field(default_factory=set)
+    directories: list[str] = field(default_factory=list)
 
     def ioctl(self, fd: int, number: int, message: bytearray, mutates: bool) -> int:
         assert (number & 0xFFFF, number >> 16 & 0x3FFF, number >> 30) == (0xE901, len(message), 1)
-        assert mutates and os.fstat(fd)
-        self.descriptors.add(fd)
+        assert mutates
+        self.directories.append(os.readlink(f"/proc/self/fd/{fd}"))
         try:
             said = decode(bytes(message))
         except Refused as refusal:
@@ -45,7 +46,9 @@ class FakeMount:
             raise OSError(error, os.strerror(error))
         self.messages.append(said)
         if isinstance(said, Begin):
-            assert said.descriptor == fd
+            # It lives as long as the order, and is none of the mount.
+            os.fstat(said.descriptor)
+            assert said.descriptor != fd
             self.orders.append(Received(said))
             return 0
         order = next(each for each in self.orders if each.begin.order == said.order)

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,73 @@ def test_a_list_of_files_is_sent_in_its_order(
     announcement.close()
     assert order.is_ended
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(*fake_mount.descriptors)
+        os.fstat(order.begin.descriptor)
+
+
+def open_paths() -> set[str]:
+    """The paths of the files that this process has open."""
+    paths = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            paths.add(os.readlink(f"/proc/self/fd/{name}"))
+    return paths
+
+
+@pytest.mark.promise(342)
+def test_no_file_of_the_mount_stays_open_while_an_order_lives(
+    fake_mount: FakeMount, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a file would keep the mount from being unmounted. The directory of the process may
+    change."""
+    monkeypatch.setattr(module, "_STEP_ENTRIES", 1)
+    monkeypatch.chdir(tmp_path)
+    announcement = announce([path.name for path in files])
+    assert announcement is not None
+    monkeypatch.chdir("/")
+    announcement.progress(3)
+    assert not {path for path in open_paths() if path.startswith(str(tmp_path))}
+    announcement.close()
+    assert set(fake_mount.directories) == {str(tmp_path)}
+    [order] = fake_mount.orders
+    assert order.progress == [3] and order.is_ended
+
+
+@pytest.mark.parametrize("kind", [Piece, Progress, End])
+def test_a_mount_that_is_unmounted_ends_the_announcement(
+    fake_mount: FakeMount,
+    files: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Message],
+) -> None:
+    """The directory beneath it has another file system, or is gone."""
+    monkeypatch.setattr(module, "_STEP_ENTRIES", 1)
+    announcement = announce(files)
+    assert announcement is not None
+    tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-gone"))
+    sent, [order] = len(fake_mount.messages), fake_mount.orders
+    if kind is Piece:
+        announcement.append([1])
+    elif kind is Progress:
+        announcement.progress(5)
+    announcement.close()
+    assert len(fake_mount.messages) == sent and not announcement.is_sent
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(order.begin.descriptor)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_process_without_a_free_descriptor_sends_the_rest_later(
+    fake_mount: FakeMount, files: list[Path], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(module, "_STEP_ENTRIES", 1)
+    announcement = announce(files)
+    assert announcement is not None
+    fake_mount.refuses = lambda message: number
+    announcement.progress(5)
+    fake_mount.refuses = lambda message: 0
+    announcement.progress(6)
+    assert announcement.is_sent and fake_mount.orders[0].progress == [6]
 
 
 def test_an_order_ends_when_it_is_not_used_any_more(

@@ -264,6 +264,20 @@ def test_the_library_announces_paths_until_it_is_closed(mounted: Mounted) -> Non
     assert (report(mounted)["orders"], report(mounted)["ended"]) == (0, 1)
 
 
+@pytest.mark.promise(342)
+@pytest.mark.modes(*NATIVE)
+def test_an_idle_order_does_not_keep_a_mount_from_being_unmounted(
+    monarch: MonarchCommand, mounted: Mounted
+) -> None:
+    """As of a training process that is between two epochs, or waits at a prompt."""
+    announcement = announce([mounted.path / name for name in ("a", "b")])
+    assert announcement is not None and report(mounted)["orders"] == 1
+    mounted.umount()
+    announcement.append([2])
+    announcement.close()
+    assert not announcement.is_sent
+
+
 @pytest.mark.modes("auto")
 def test_elsewhere_nothing_is_announced(tree: Tree, tmp_path: Path) -> None:
     source = tree({"a": 10})
