@@ -35,7 +35,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.posix.credentials import Credentials, credentials_of
 from monarch.posix.processes import link_of, process_of
 from monarch.telemetry.log import Limiter
-from monarch.text import errno_words
+from monarch.text import counted, errno_words
 from monarch.transfer.source_calls import Caller
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ _IDLE_S = 600.0
 # The users whose refusals have lines of their own in the log: one person may have 65,536 in a user
 # namespace.
 _LOG_KEYS = 64
+# The key of the line about messages that were refused by the datapath.
+_WAITED = "waited"
 # After this time without an open of the order, its files in the window make room for others.
 _PAUSED_S = 60.0
 
@@ -74,7 +76,7 @@ class _Watched:
 class Hints:
     """Belongs to the event loop. ``wake`` is called after each message that was accepted: there
     may be further files to fetch. ``catch_up`` is called before each message: opens that precede it
-    may not be counted yet."""
+    may not be counted yet. ``refused`` as ``Datapath.refused_hints``."""
 
     def __init__(
         self,
@@ -83,12 +85,14 @@ class Hints:
         measuring: Measuring,
         wake: Callable[[], None] = lambda: None,
         catch_up: Callable[[], None] = lambda: None,
+        refused: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
     ) -> None:
         self.measuring = measuring
         self._snapshot = snapshot
         self._announcements = announcements
         self._wake = wake
         self._catch_up = catch_up
+        self._refused = refused
         self._watched: dict[OrderKey, _Watched] = {}
         # What the users of orders may read, one for all orders of a user: it keeps the answers for
         # many directories.
@@ -109,7 +113,7 @@ class Hints:
                 raise Refused(errno.EBUSY)
             return self._receive(message, caller)
         except MonarchError as error:
-            self._announcements.refused()
+            self._announcements.refused(1)
             # A process that was killed needs no line.
             if error.errno != errno.ESRCH:
                 self._limiter.warning(
@@ -188,11 +192,21 @@ class Hints:
             self._pieces.clear()
             self._spent_s.clear()
             self._all_spent_s = 0.0
+            self._note_refused()
             for key, watched in list(self._watched.items()):
                 if key not in self._announcements or self._is_over(key, watched):
                     self._end(key)
                 else:
                     self._mark(key, watched)
+
+    def _note_refused(self) -> None:
+        """Counts the messages that have not come here, since too many waited."""
+        count, uid, pid = self._refused()
+        if count:
+            self._announcements.refused(count)
+            words = "a hint of user %d, process %d, was refused, as %s: too many waited"
+            others = counted(count - 1, "other was", "others were")
+            self._limiter.warning(_WAITED, words, uid, pid, others)
 
     def _mark(self, key: OrderKey, watched: _Watched) -> None:
         reads, now = self._announcements.reads(key), trio.current_time()

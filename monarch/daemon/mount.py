@@ -124,7 +124,9 @@ def open_mount(parts: subsystems.Parts) -> Mount:
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=sends_opens
     )
     catch_up = filesystem.readers.catch_up
-    hints = subsystems.build_hints(parts, tiers, measured, catch_up, sends_opens=sends_opens)
+    hints = subsystems.build_hints(
+        parts, tiers, measured, catch_up, datapath, sends_opens=sends_opens
+    )
     status = Status(
         parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving, watch
     )

@@ -314,7 +314,9 @@ def build_hints(
     sends_opens: bool,
 ) -> Hints:
     measuring, foresight = Measuring(measured, sends_opens=sends_opens), tiers.foresight
-    return Hints(parts.snapshot, foresight.announced, measuring, foresight.wake, catch_up)
+    datapath: Datapath | None,
+    refused = datapath.refused_hints if datapath is not None else lambda: (0, 0, 0)
+    return Hints(parts.snapshot, foresight.announced, measuring, foresight.wake, catch_up, refused)
 
 
 def build_transfer(

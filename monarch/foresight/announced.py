@@ -351,9 +351,9 @@ class Announcements:
             self._ended += 1
             self._remove(key)
 
-    def refused(self) -> None:
-        """Counts a message that was refused."""
-        self._refused += 1
+    def refused(self, messages: int) -> None:
+        """Counts messages that were refused."""
+        self._refused += messages
 
     # -- what is foreseen ------------------------------------------------------------------------
 

@@ -390,6 +390,12 @@ class Datapath:
         """How many requests there were for ``requests`` until now."""
         return int(self._native.requests_so_far())
 
+    def refused_hints(self) -> tuple[int, int, int]:
+        """How many hints were refused since the last call, as too many waited; and the user and the
+        process that have sent the last of them."""
+        refused: tuple[int, int, int] = self._native.refused_hints()
+        return refused
+
     def answer_error(self, unique: int, number: int) -> None:
         """Answers a request with an errno; 0 if it succeeded and has no other answer."""
         self._native.answer_error(unique, number)

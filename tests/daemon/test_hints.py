@@ -57,7 +57,12 @@ class Rig:
         self.measuring = Measuring(self.measured, sends_opens=True)
         # Opens that the datapath has answered, and that are not counted yet.
         self.answered: list[Ino] = []
-        self.hints = Hints(snapshot, self.announcements, self.measuring, self._wake, self._catch_up)
+        # Hints that the datapath has refused since it was asked: their number, and of the last one
+        # the user and the process.
+        self.full = (0, 0, 0)
+        self.hints = Hints(
+            snapshot, self.announcements, self.measuring, self._wake, self._catch_up, self._refused
+        )
         self.inos = [snapshot.lookup(Ino(1), name.encode()) or 0 for name in NAMES]
 
     def _catch_up(self) -> None:
@@ -67,6 +72,10 @@ class Rig:
 
     def _wake(self) -> None:
         self.woken += 1
+
+    def _refused(self) -> tuple[int, int, int]:
+        full, self.full = self.full, (0, 0, 0)
+        return full
 
     def send(self, message: bytes, *, uid: int = ALICE, pid: int | None = None) -> int:
         pid = os.getpid() if pid is None else pid
@@ -184,6 +193,22 @@ async def test_the_refusals_of_many_users_do_not_fill_the_log(
             assert rig.refused(encode_end(1), uid=uid) == errno.EINVAL
     assert len(caplog.records) <= 64
     assert rig.announcements.report().refused == 1000
+
+
+@pytest.mark.fault("I10")
+async def test_hints_that_the_datapath_has_refused_are_counted_and_logged(
+    rig: Rig, caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with running(rig):
+        with caplog.at_level(logging.WARNING):
+            await trio.sleep(2.5)
+            assert caplog.messages == []
+            for count in (7, 1):
+                rig.full = (count, ALICE, 55)
+                await trio.sleep(1.1)
+    (line,) = caplog.messages
+    assert line.startswith(f"a hint of user {ALICE}, process 55, was refused, as 6 others were")
+    assert rig.announcements.report().refused == 8
 
 
 async def test_the_opens_before_a_report_of_progress_count_for_the_order(rig: Rig) -> None:

@@ -215,7 +215,7 @@ async def test_the_hints_that_wait_are_limited(made: Rig) -> None:
     async with serving(made, fakes):
         await trio.testing.wait_all_tasks_blocked()
         # None is taken out of the queue until the event loop runs.
-        sent = [made.send(Op.IOCTL, 1, ioctl(bytes(MOST_BYTES))) for _ in range(200)]
+        sent = [made.send(Op.IOCTL, 1, ioctl(bytes(MOST_BYTES)), pid=77) for _ in range(200)]
         early = Counter(made.any_answer(20.0).error for _ in range(len(sent) - 2 * 32))
         assert early == {errno.EBUSY: len(sent) - 2 * 32}
         late = Counter[int]()
@@ -223,7 +223,10 @@ async def test_the_hints_that_wait_are_limited(made: Rig) -> None:
             found = await trio.to_thread.run_sync(made.any_answer, 20.0)
             late[found.error] += 1
         assert late.keys() <= {0, errno.EBUSY} and late[0] >= 32
+        refused = early[errno.EBUSY] + late[errno.EBUSY]
+        assert made.datapath.refused_hints() == (refused, BY.uid, 77)
         assert (await ask(made, Op.IOCTL, 1, ioctl(b"abc"))).error == 0
+        assert made.datapath.refused_hints()[0] == 0
 
 
 async def test_a_missing_name_is_an_entry_without_a_number(made: Rig) -> None:

@@ -87,11 +87,24 @@ static bool is_taken(const struct in_header *request) {
     return true;
 }
 
-bool direct_takes_hint(struct direct *direct) {
+bool direct_takes_hint(struct direct *direct, const struct in_header *request) {
     pthread_mutex_lock(&direct->lock);
     bool has_room = direct->hints < MOST_HINTS;
+    if (!has_room) {
+        direct->refused.count++;
+        direct->refused.uid = request->uid;
+        direct->refused.pid = request->pid;
+    }
     pthread_mutex_unlock(&direct->lock);
     return has_room;
+}
+
+struct refused_hints direct_refused(struct direct *direct) {
+    pthread_mutex_lock(&direct->lock);
+    struct refused_hints refused = direct->refused;
+    direct->refused.count = 0;
+    pthread_mutex_unlock(&direct->lock);
+    return refused;
 }
 
 bool direct_put(struct direct *direct, const struct in_header *request) {

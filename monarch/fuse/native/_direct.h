@@ -19,19 +19,29 @@ struct direct_request {
     } message;
 };
 
+/* Hints for which the queue had no room, and who has sent the last of them. */
+struct refused_hints {
+    uint64_t count;
+    uint32_t uid, pid;
+};
+
 struct direct {
     pthread_mutex_t lock;
     struct direct_request *first, **end;
     uint64_t count; /* of the requests so far; atomic */
     int hints;      /* those in the queue */
+    struct refused_hints refused;
     int wake; /* an eventfd, readable while requests are in the queue; -1: not in use; atomic */
 };
 
 bool direct_prepare(struct direct *direct);
 /* Begins to take requests; returns the eventfd, which belongs to ``direct``, or -1 and errno. */
 int direct_begin(struct direct *direct);
-/* Whether the queue has room for one more hint: each is much larger than any other request. */
-bool direct_takes_hint(struct direct *direct);
+/* Whether the queue has room for one more hint: each is much larger than any other request. One for
+ * which it has none is counted as refused. */
+bool direct_takes_hint(struct direct *direct, const struct in_header *request);
+/* Those that were refused since the last call. */
+struct refused_hints direct_refused(struct direct *direct);
 /* Puts a copy of a request into the queue; false if pyfuse3 must answer it. */
 bool direct_put(struct direct *direct, const struct in_header *request);
 /* Takes all requests out of the queue, in their order; the caller frees each. */

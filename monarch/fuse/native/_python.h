@@ -46,13 +46,13 @@ void *array_of(Datapath *self, PyObject *given, Py_ssize_t size, bool writable, 
         X(lowest, METH_VARARGS), X(is_open, METH_O), X(is_passed, METH_O), X(outdate, METH_O),     \
         X(answer, METH_VARARGS), X(store, METH_VARARGS), X(taken, METH_O), X(reached, METH_O),     \
         X(was_given, METH_O), X(take_over, METH_NOARGS), X(requests, METH_NOARGS),                 \
-        X(requests_so_far, METH_NOARGS), X(answer_error, METH_VARARGS),                            \
-        X(answer_ioctl, METH_VARARGS), X(answer_missing, METH_VARARGS),                            \
-        X(answer_attributes, METH_VARARGS), X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS), \
-        X(set_pack, METH_VARARGS), X(lend, METH_VARARGS), X(take_back, METH_O),                    \
-        X(keep, METH_VARARGS), X(unkeep, METH_O), X(set_peers, METH_VARARGS),                      \
-        X(keep_connection, METH_VARARGS), X(take_connection, METH_O), X(drop_connections, METH_O), \
-        X(received, METH_VARARGS)
+        X(requests_so_far, METH_NOARGS), X(refused_hints, METH_NOARGS),                            \
+        X(answer_error, METH_VARARGS), X(answer_ioctl, METH_VARARGS),                              \
+        X(answer_missing, METH_VARARGS), X(answer_attributes, METH_VARARGS),                       \
+        X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS), X(set_pack, METH_VARARGS),          \
+        X(lend, METH_VARARGS), X(take_back, METH_O), X(keep, METH_VARARGS), X(unkeep, METH_O),     \
+        X(set_peers, METH_VARARGS), X(keep_connection, METH_VARARGS), X(take_connection, METH_O),  \
+        X(drop_connections, METH_O), X(received, METH_VARARGS)
 
 #define DECLARED(name, how) *datapath_##name(Datapath *self, PyObject *args)
 PyObject OTHER_METHODS(DECLARED);

@@ -89,6 +89,13 @@ PyObject *datapath_requests_so_far(Datapath *self, PyObject *Py_UNUSED(ignored))
     return PyLong_FromUnsignedLongLong(LOAD(self->dp->direct.count));
 }
 
+/* The number of hints that were refused since the last call, and the user and the process that have
+ * sent the last of them. */
+PyObject *datapath_refused_hints(Datapath *self, PyObject *Py_UNUSED(ignored)) {
+    struct refused_hints refused = direct_refused(&self->dp->direct);
+    return Py_BuildValue("(KII)", (unsigned long long)refused.count, refused.uid, refused.pid);
+}
+
 PyObject *datapath_answer_error(Datapath *self, PyObject *args) {
     unsigned long long unique;
     int error;

@@ -166,7 +166,7 @@ static void do_ioctl(struct thread *thread, struct in_header *request, size_t si
         refuse(thread, request, ENOTTY);
     else if (in->in_size != size - sizeof *in)
         refuse(thread, request, EINVAL);
-    else if (!direct_takes_hint(&thread->dp->direct))
+    else if (!direct_takes_hint(&thread->dp->direct, request))
         refuse(thread, request, EBUSY);
     else
         pass_on(thread, request);
