@@ -9,6 +9,7 @@ cursor are read or skipped, and those of the window may be opened in any order.
 from __future__ import annotations
 
 import errno
+import heapq
 import math
 from array import array
 from collections import deque
@@ -33,6 +34,8 @@ WINDOW_BYTES = 176
 _TRIM = 1 << 12
 # Entries that are taken from one order before the next order is considered.
 _TURN = 16
+# Places in ``_Turns`` that may be ignored.
+_PLACES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +89,14 @@ class _Order:
     opened. ``out`` has those that ``give`` has given out and that were not opened.
 
     ``base`` is the time of the first entry, as a number of opens. ``positions`` is None without
-    ``Limits.has_positions``.
+    ``Limits.has_positions``. ``number`` is that of the order, of all so far.
     """
 
-    def __init__(self, announcer: Announcer, base: int, limits: Limits) -> None:
+    def __init__(self, announcer: Announcer, base: int, limits: Limits, number: int = 0) -> None:
         self.base = base
+        self.number = number
+        # Where the order waits in ``_Turns``: the length of ``out``, and ``number``.
+        self.place: tuple[int, int] | None = None
         self.positions = Positions() if limits.has_positions else None
         self._entry_bytes = limits.entry_bytes
         self.announcer = announcer
@@ -192,8 +198,12 @@ class _Order:
                 yield Ino(ino)
 
     def can_give(self, lead: int) -> bool:
-        is_more = bool(self.due) or max(self.given, self.cursor) < self.indexed
-        return is_more and len(self.out) < lead
+        return self.has_more and len(self.out) < lead
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the window has entries that were not given out."""
+        return bool(self.due) or max(self.given, self.cursor) < self.indexed
 
     @property
     def now(self) -> int:
@@ -272,6 +282,44 @@ class _Order:
             self.indexed += 1
 
 
+class _Turns:
+    """The orders that can give entries, that with the fewest in ``out`` first, and of several that
+    which began first. ``offer`` must be called after each change of an order.
+
+    A heap: an order that has changed gets another place, and its earlier ones are ignored.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int]] = []
+        self._waiting: dict[int, _Order] = {}
+
+    def offer(self, order: _Order) -> None:
+        place = len(order.out), order.number
+        if order.has_more and (order.place is None or place < order.place):
+            order.place = place
+            self._waiting[order.number] = order
+            heapq.heappush(self._heap, place)
+            if len(self._heap) > 2 * len(self._waiting) + _PLACES:
+                self._heap = [each.place for each in self._waiting.values() if each.place]
+                heapq.heapify(self._heap)
+
+    def remove(self, order: _Order) -> None:
+        """Does nothing if the order does not wait."""
+        order.place = None
+        self._waiting.pop(order.number, None)
+
+    def take(self, lead: int) -> _Order | None:
+        """Removes the next order that can give an entry, and returns it; None if there is none."""
+        while self._heap and self._heap[0][0] < lead:
+            place = heapq.heappop(self._heap)
+            order = self._waiting.get(place[1])
+            if order is not None and order.place == place:
+                self.remove(order)
+                if order.can_give(lead):
+                    return order
+        return None
+
+
 class Announcements:
     """All announced orders. Belongs to the event loop.
 
@@ -283,6 +331,8 @@ class Announcements:
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits if limits is not None else Limits()
         self._orders: dict[OrderKey, _Order] = {}
+        self._turns = _Turns()
+        self._begun = 0
         # The order that had the file of the last query: the next file is often in the same.
         self._recent: _Order | None = None
         # The orders whose readers have not paused.
@@ -310,7 +360,8 @@ class Announcements:
             or sum(1 for _ in self._of_user(announcer.uid)) >= self._limits.user_orders
         ):
             raise Refused(errno.ENOSPC)
-        self._orders[key] = order = _Order(announcer, self.now, self._limits)
+        self._begun += 1
+        self._orders[key] = order = _Order(announcer, self.now, self._limits, self._begun)
         self._busy.append(order)
         return key
 
@@ -330,6 +381,7 @@ class Announcements:
         unknown = piece.inos.count(0)
         self._unknown += unknown
         order.extend(piece.inos, limits.window)
+        self._turns.offer(order)
         return count - unknown
 
     def progress(self, announcer: Announcer, number: int, position: int) -> None:
@@ -339,6 +391,7 @@ class Announcements:
         if position > order.end:
             raise Refused(errno.EINVAL)
         order.reach(position, self._limits.window)
+        self._turns.offer(order)
 
     def key_of(self, announcer: Announcer, number: int) -> OrderKey:
         """The key of an existing order of the process."""
@@ -374,6 +427,7 @@ class Announcements:
             waiting = order.waiting
             if ino in waiting:
                 order.open(ino, limits.window)
+                self._turns.offer(order)
                 is_known = True
             elif waiting:
                 order.unmatched += 1
@@ -392,12 +446,9 @@ class Announcements:
         too. The order with the fewest of them has its turn first.
         """
         found: list[Ino] = []
-        while len(found) < most:
-            able = [order for order in self._orders.values() if order.can_give(lead)]
-            if not able:
-                break
-            order = min(able, key=lambda each: len(each.out))
+        while len(found) < most and (order := self._turns.take(lead)) is not None:
             found += order.give(min(_TURN, most - len(found)), lead)
+            self._turns.offer(order)
         return found
 
     def following(self, most: int) -> Iterator[array[int]]:
@@ -499,6 +550,7 @@ class Announcements:
 
     def _remove(self, key: OrderKey) -> None:
         order, self._recent = self._orders.pop(key), None
+        self._turns.remove(order)
         if not order.is_idle:
             self._busy.remove(order)
         self._past = max(self._past, order.now)

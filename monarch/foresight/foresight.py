@@ -12,7 +12,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -41,6 +41,10 @@ _PAUSE = 4096
 _MOST_PASSED = 1024
 # The share of a window that must be beneath one directory: the rest may be other programs.
 _MAJORITY = 0.9
+
+
+# Returns up to so many files to fetch.
+_Ask: TypeAlias = Callable[[int], list[Ino]]
 
 
 class Names(Protocol):
@@ -188,12 +192,12 @@ class Foresight:
     # -- the files to fetch --------------------------------------------------------------------
 
     def next(self, most: int) -> list[Ino]:
-        """Up to ``most`` files that should be fetched now, the most urgent first. Each is returned
-        once for each of its reads. If so many have copies that this takes long, none is returned
-        now, and the function of ``on_more`` is called."""
-        passed = 0
+        """Up to ``most`` files that should be fetched now, or one for each reader if that is more,
+        the most urgent first. Each is returned once for each of its reads. If so many have copies
+        that this takes long, none is returned now, and the function of ``on_more`` is called."""
+        turns, passed = _turns(self._settings, self.announced, self._jobs), 0
         while passed < _MOST_PASSED:
-            found = self._next(most)
+            found = _ask_in_turn(turns, most)
             if not found:
                 return []
             given = []
@@ -208,28 +212,6 @@ class Foresight:
             passed += len(found)
         self._wake()
         return []
-
-    def _next(self, most: int) -> list[Ino]:
-        """As ``next``, with the files that have copies."""
-        settings, jobs = self._settings, list(reversed(self._jobs.values()))
-        leads = (_LEAD // _NEAR_PART, _LEAD) if settings.announced else ()
-        announced = [partial(self.announced.next, lead=lead) for lead in leads]
-        streams = [(job, stream) for job in jobs for stream in job.streams]
-        # A job that has announced its order needs a fill last.
-        fills, own_fills = (
-            [stream.fill for job, stream in streams if settings.fill and job.is_announced == is_own]
-            for is_own in (False, True)
-        )
-        turns: tuple[Sequence[Callable[[int], list[Ino]]], ...] = (
-            announced[:1],
-            [stream.ahead for _, stream in streams if settings.ahead],
-            [*announced[1:], *fills],
-            own_fills,
-        )
-        given: list[Ino] = []
-        for askers in turns:
-            _ask_in_turn(askers, most, given)
-        return given
 
     def reader_of(self, ino: Ino) -> Hashable:
         """The announced order, or else the job, that a file was returned for by ``next``. Of
@@ -442,15 +424,37 @@ def _subtree_of(names: Names, inos: Sequence[Ino]) -> tuple[Ino, int] | None:
     return min(most, key=lambda where: where[1], default=None)
 
 
-def _ask_in_turn(askers: Sequence[Callable[[int], list[Ino]]], most: int, given: list[Ino]) -> None:
-    """Adds files to ``given``, until it has ``most``. None of ``askers`` keeps the others
-    waiting."""
-    waiting = list(askers)
-    while waiting and len(given) < most:
-        share = max(1, (most - len(given)) // len(waiting))
-        found = [(ask, ask(share)) for ask in waiting]
-        given += [ino for _, inos in found for ino in inos]
-        waiting = [ask for ask, inos in found if inos]
+def _turns(
+    settings: ForesightSettings, announced: Announcements, jobs: OrderedDict[int, Job]
+) -> list[list[_Ask]]:
+    """What returns files to fetch, also those that have copies: the most urgent first, and side by
+    side what takes turns."""
+    streams = [(job, stream) for job in reversed(jobs.values()) for stream in job.streams]
+    leads = (_LEAD // _NEAR_PART, _LEAD) if settings.announced else ()
+    orders: list[_Ask] = [partial(announced.next, lead=lead) for lead in leads]
+    # A job that has announced its order needs a fill last.
+    fills: tuple[list[_Ask], list[_Ask]] = [], []
+    for job, stream in streams if settings.fill else ():
+        fills[job.is_announced].append(stream.fill)
+    return [
+        orders[:1],
+        [stream.ahead for _, stream in streams if settings.ahead],
+        [*orders[1:], *fills[False]],
+        fills[True],
+    ]
+
+
+def _ask_in_turn(turns: Sequence[list[_Ask]], most: int) -> list[Ino]:
+    """Files from the first of ``turns`` that have some, until there are ``most``. None keeps those
+    beside it waiting. Those without further ones are removed."""
+    given: list[Ino] = []
+    for waiting in turns:
+        while waiting and len(given) < most:
+            share = max(1, (most - len(given)) // len(waiting))
+            found = [(ask, ask(share)) for ask in waiting]
+            given += [ino for _, inos in found for ino in inos]
+            waiting[:] = [ask for ask, inos in found if inos]
+    return given
 
 
 def _nothing() -> None:

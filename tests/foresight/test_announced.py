@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import random
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
+from monarch.config.settings import ForesightSettings
 from monarch.errors import MonarchError, Refused
 from monarch.foresight.announced import (
     ENTRY_BYTES,
@@ -22,6 +24,7 @@ from monarch.foresight.announced import (
     Limits,
     OrderKey,
 )
+from monarch.foresight.foresight import Foresight
 from monarch.foresight.messages import (
     SAMPLES,
     Begin,
@@ -36,6 +39,7 @@ from monarch.foresight.messages import (
     entries_of_a_piece,
 )
 from monarch.types import Ino
+from tests.foresight.streams import Tree
 
 ONE = Announcer(uid=1000, pid=10, started=5)
 TWO = Announcer(uid=1001, pid=20, started=6)
@@ -358,6 +362,73 @@ def test_a_call_reads_no_long_row_of_unknown_entries_one_by_one() -> None:
     on = announced([7, *[0] * unknown, 8])
     assert steps_of(lambda: on.progress(ONE, 1, unknown - 1)) < 1000
     assert on.report().entries == 1 and on.next(9, 9) == [8]
+
+
+@pytest.mark.parametrize("has_copies", [True, False])
+def test_the_next_files_are_found_in_few_steps_beside_many_orders(has_copies: bool) -> None:
+    """The event loop would answer nothing else meanwhile."""
+    tree = Tree((1, 20_000))
+    settings, orders = ForesightSettings(), Limits().all_orders
+    foresight = Foresight(tree, settings, lambda ino: has_copies)
+    on, files = foresight.announced, tree.files[0]
+    for user in range(orders // 64):
+        by = Announcer(uid=user, pid=user, started=1)
+        for number in range(64):
+            begin(on, by, number)
+            extend(on, random.Random(64 * user + number).sample(files, 100), by, number)
+    # A step for each of the 1,024 files that may have copies, and for each order.
+    for _ in range(30):
+        assert steps_of(lambda: foresight.next(1)) < 20 * 1024
+    for ino in files[:2000]:
+        foresight.opened(ino, 1)
+        assert steps_of(lambda: foresight.next(1)) < 20 * 1024
+    if not has_copies:
+        assert steps_of(lambda: foresight.next(1)) < 200
+        assert steps_of(lambda: foresight.next(256)) < 20 * 256
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_turns_of_orders_are_those_of_a_search_of_all(seed: int) -> None:
+    draw = random.Random(seed)
+    limits = Limits(all_orders=8, window=40, unmatched=300, has_positions=False)
+    on, ends = Announcements(limits), dict[OrderKey, int]()
+    for _ in range(3000):
+        key = OrderKey(ONE.pid, ONE.started, draw.randrange(8))
+        match draw.choice(["begin", "extend", "extend", "progress", "end", *["open"] * 12, "next"]):
+            case "begin" if key not in on and len(on) < limits.all_orders:
+                begin(on, ONE, key.number)
+                ends[key] = 0
+            case "extend" if key in on:
+                more = draw.choices(range(60), k=draw.randrange(30))
+                extend(on, more, ONE, key.number, position=ends[key])
+                ends[key] += len(more)
+            case "progress" if key in on:
+                on.progress(ONE, key.number, draw.randrange(ends[key] + 1))
+            case "end" if not draw.randrange(4):
+                on.end(key)
+            case "open":
+                on.opened(Ino(draw.randrange(60)))
+            case "next":
+                most, lead = draw.randrange(50), draw.choice([3, 20, 100])
+                other = copy.deepcopy(on)
+                assert on.next(most, lead) == searched(other, most, lead)
+    assert on.report().opened > 1000
+    # What has ended is not kept.
+    waiting = on._turns._waiting.values()
+    assert all(order in on._orders.values() for order in waiting)
+    assert len(on._turns._heap) <= 2 * len(waiting) + 64
+
+
+def searched(on: Announcements, most: int, lead: int) -> list[Ino]:
+    """What ``next`` returns, by its definition."""
+    found: list[Ino] = []
+    while len(found) < most:
+        able = [order for order in on._orders.values() if order.can_give(lead)]
+        if not able:
+            break
+        order = min(able, key=lambda each: len(each.out))
+        found += order.give(min(16, most - len(found)), lead)
+    return found
 
 
 def test_the_order_that_had_the_last_file_is_asked_first() -> None:
