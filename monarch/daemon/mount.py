@@ -120,6 +120,7 @@ def open_mount(parts: subsystems.Parts) -> Mount:
     measured = subsystems.build_measured(parts, datapath)
     filesystem = FileSystem(read, tiers.epochs, tiers.foresight, write_back, watch, measured)
     filesystem.readers.quotas = subsystems.build_quotas(parts, tiers)
+    subsystems.follow_removals(filesystem.readers, read, tiers)
     upkeep = subsystems.build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=sends_opens
     )

@@ -34,7 +34,7 @@ from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
 from monarch.placement.policy import FirstCome, Item, Lru, NoEvict, Policy
 from monarch.placement.quotas import Quotas
-from monarch.placement.residency import Residency
+from monarch.placement.residency import Residency, differing
 from monarch.placement.rules import Rule, Rules
 from monarch.posix.buckets import bucket, buckets
 from monarch.posix.thread_pool import ThreadPool
@@ -54,10 +54,12 @@ from monarch.transfer.source_load import DatapathView, NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.transfer.window import Window
+from monarch.types import Ino
 from monarch.vfs.measured import MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.quotas import JobQuotas, Quota
 from monarch.vfs.read_side import ReadSide
+from monarch.vfs.readers import Readers
 from monarch.vfs.source_limit import SourceLimit
 from monarch.writeback.earlier import renewed_by_drain
 from monarch.writeback.setup import WriteBack
@@ -310,11 +312,11 @@ def build_hints(
     tiers: Tiers,
     measured: MeasuredJobs,
     catch_up: Callable[[], None],
+    datapath: Datapath | None,
     *,
     sends_opens: bool,
 ) -> Hints:
     measuring, foresight = Measuring(measured, sends_opens=sends_opens), tiers.foresight
-    datapath: Datapath | None,
     refused = datapath.refused_hints if datapath is not None else lambda: (0, 0, 0)
     return Hints(parts.snapshot, foresight.announced, measuring, foresight.wake, catch_up, refused)
 
@@ -416,6 +418,23 @@ def build_fetch_ahead(
         # Otherwise another job gets the file from the pages of the kernel.
         read.promotions.stage = fetch_ahead.stage
     return fetch_ahead
+
+
+def follow_removals(readers: Readers, read: ReadSide, tiers: Tiers) -> None:
+    """Has the epochs leave out the files that are removed or written through the mount, or gone
+    from the source. Those of an earlier mount are known from the journal."""
+    names = read.names
+
+    def left(ino: Ino) -> None:
+        # An open before that may not be counted yet.
+        readers.catch_up()
+        tiers.epochs.left(ino)
+        tiers.foresight.left(ino)
+
+    for ino in differing(tiers.residency):
+        if names.is_gone(ino) or names.is_rewritten(ino):
+            left(ino)
+    read.promotions.left = left
 
 
 def build_open_watch(

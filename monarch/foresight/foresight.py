@@ -20,7 +20,7 @@ from monarch.config.settings import ForesightSettings
 from monarch.errors import SnapshotError
 from monarch.foresight.announced import Announcements, Limits
 from monarch.foresight.job import Job
-from monarch.foresight.marks import FETCHED, GIVEN, READ, Marks
+from monarch.foresight.marks import FETCHED, GIVEN, GONE, READ, Marks
 from monarch.foresight.recognition import LEAST_FILES, WINDOW
 from monarch.foresight.stream import Stream, Subtree
 from monarch.telemetry.foresight_report import ForesightReport, StreamReport
@@ -160,6 +160,15 @@ class Foresight:
         files = stream.subtree.files
         return stream if inos[0] in files and inos[-1] in files else None
 
+    def left(self, ino: Ino) -> None:
+        """Records that a file was removed, or is written: it is read from the source no more, and
+        its opens are not recorded. If it is opened all the same, it is back."""
+        if ino >= len(self._marks.of) or not _is_file(self._names, ino):
+            return
+        self._marks.set(ino, self._marks.of[ino] & ~READ | GONE)
+        for stream in self.streams_with(ino):
+            stream.left(ino)
+
     def end_jobs(
         self, over: Callable[[Sequence[int]], Iterable[int]], *, with_unknown: bool = False
     ) -> None:
@@ -180,7 +189,7 @@ class Foresight:
         self._fetched_bytes += nbytes
         mark = self._marks.of[ino]
         if mark & GIVEN:
-            self._marks.set(ino, mark & READ | FETCHED)
+            self._marks.set(ino, mark & (READ | GONE) | FETCHED)
             if not mark & FETCHED:
                 # Not ``nbytes``, which differs from the size at the open if the source has changed.
                 self._unread_bytes += self._names.attributes(ino).size
@@ -289,6 +298,7 @@ class Foresight:
             self._stream_report(stream, counts_opens and stream.pattern != "skewed")
             for job in reversed(self._jobs.values())
             for stream in job.streams
+            if stream.subtree.count
         ]
         return ForesightReport(
             streams,
@@ -406,6 +416,13 @@ class Foresight:
 
 def _count_files(names: Names, entries: range) -> int:
     try:
+def _is_file(names: Names, ino: Ino) -> bool:
+    try:
+        return names.attributes(ino).is_file
+    except SnapshotError:
+        return False
+
+
         return names.count_files(entries)
     except SnapshotError:
         # The open that is recorded now may be of a file whose record is sound.

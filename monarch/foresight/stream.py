@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from monarch.foresight import recognition
-from monarch.foresight.marks import GIVEN, Marks
+from monarch.foresight.marks import GIVEN, GONE, Marks
 from monarch.foresight.recognition import LEAST_FILES, Locality, Pattern
 from monarch.telemetry import passes
 from monarch.telemetry.passes import Pass
@@ -75,6 +75,11 @@ class Seen:
         self.count += 1
         return True
 
+    def remove(self, number: int) -> None:
+        """Does nothing if the number is not in the set."""
+        self.count -= self.of[number]
+        self.of[number] = 0
+
     def clear(self) -> None:
         self.of = bytearray(len(self.of))
         self.count = 0
@@ -83,9 +88,8 @@ class Seen:
 class Subtree:
     """The files at one depth of a directory: consecutive inode numbers. Shared by its streams.
 
-    ``count`` is the number of regular files; entries that ``look`` has not passed count as such.
-    ``read`` counts the files that were opened since the mount, and ``ahead`` those that were given
-    out and not opened since; ``marks`` has them.
+    ``read`` counts the files that were opened since the mount, ``ahead`` those that were given out
+    and not opened since, and ``gone`` those that were removed or written; ``marks`` has them.
     """
 
     def __init__(
@@ -100,19 +104,25 @@ class Subtree:
         self.depth = depth
         self.files = files
         # Subdirectories, links and further names of files are among the entries.
-        self.count, self._counted, self._count_files = len(files), 0, count_files
-        self.read = self.ahead = 0
+        self._regular, self._counted, self._count_files = len(files), 0, count_files
+        self.read = self.ahead = self.gone = 0
         self._marks = marks
         self._next_fill = 0
         # Whether a stream keeps the order of its epochs: 12 bytes for each file.
         self.is_order_kept = False
         self.streams = 0
 
+    @property
+    def count(self) -> int:
+        """The number of regular files that may be opened; entries that ``look`` has not passed
+        count as such."""
+        return self._regular - self.gone
+
     def look(self) -> None:
         """Counts the regular files among the next entries, for ``count``."""
         entries = self.files[self._counted : self._counted + _KINDS]
         if entries:
-            self.count -= len(entries) - self._count_files(entries)
+            self._regular -= len(entries) - self._count_files(entries)
             self._counted += len(entries)
 
     def give(self, position: int, *, again: bool = False) -> Ino | None:
@@ -120,7 +130,7 @@ class Subtree:
         given out now."""
         ino = Ino(self.files.start + position)
         mark = self._marks.of[ino]
-        if mark & GIVEN or (mark and not again):
+        if mark & (GIVEN | GONE) or (mark and not again):
             return None
         self._marks.set(ino, mark | GIVEN)
         return ino
@@ -225,7 +235,7 @@ class Stream:
     @property
     def share(self) -> float:
         """The share of the subtree that this epoch has read."""
-        return self._seen.count / self.subtree.count
+        return self._seen.count / max(1, self.subtree.count)
 
     @property
     def _is_whole(self) -> bool:
@@ -249,7 +259,8 @@ class Stream:
         entries = self._n if last is None else len(last.positions)
         left = (entries - 1 - self._front) // (self.step if self.pattern == "strided" else 1)
         # The readers are where they were when the last window was complete.
-        unread = (self.subtree.count if last is None else entries) - self._seen.count
+        files = self.subtree.count if last is None else min(entries, self.subtree.count)
+        unread = files - self._seen.count
         return max(0, min(self.distance, left, unread))
 
     @property
@@ -340,6 +351,12 @@ class Stream:
         self._has_one_process = len(processes) == 1 and 0 not in processes
         return True
 
+    def left(self, ino: Ino) -> None:
+        """Records that one of the files is gone: this epoch has not opened it."""
+        position = ino - self._start
+        self._seen.remove(position)
+        self._run.pop(position, None)
+
     def close(self) -> None:
         """Must be called when the stream is given up."""
         if self._order is not None:
@@ -417,7 +434,9 @@ class Stream:
         if found is not None and recognition.advances(window, self._before):
             self.step, self._remainder = step, remainder
             return "sequential" if step == 1 else "strided", found
-        if recognition.is_skewed(self.opens, self.repeats + len(self._run), self.subtree.count):
+        # Most of the files may be gone.
+        files = max(LEAST_FILES, self.subtree.count)
+        if recognition.is_skewed(self.opens, self.repeats + len(self._run), files):
             return "skewed", None
         if self.pattern == "skewed" and self.opens < _LEAST_SKEWED * self._window_size:
             # The count has just begun anew.

@@ -71,6 +71,14 @@ class Epochs:
         """Whether the last open may be found to belong to the next epoch."""
         return self._run_opens > 0
 
+    def left(self, ino: Ino) -> None:
+        """Records that a file was removed, or is written, so that it is not opened again: the end
+        of the epoch is found among the others. Its opens count."""
+        if ino < len(self._seen_in) and self._seen_in[ino] == self._mark:
+            self._seen_in[ino] = 0
+            self._distinct -= 1
+            self._run.discard(ino)
+
     def opened(self, ino: Ino, hit: bool) -> None:
         self._opens += 1
         self._hits += hit

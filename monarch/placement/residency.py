@@ -188,3 +188,9 @@ class Residency:
 
     def is_served(self, ino: Ino) -> bool:
         return bool(self._flags[ino] & _SERVED)
+
+
+def differing(residency: Residency) -> list[Ino]:
+    """The inodes with the mark DIFFERS."""
+    marks = np.frombuffer(residency.marks_table, np.uint8)
+    return [Ino(ino) for ino in np.flatnonzero(marks & DIFFERS).tolist()]

@@ -32,6 +32,10 @@ def _nowhere(ino: Ino) -> bool:
     return False
 
 
+def _ignore(ino: Ino) -> None:
+    """Until ``left`` is set."""
+
+
 def _drop(attributes: Attributes, content: bytes | memoryview) -> None:
     """Until ``stage`` is set."""
 
@@ -57,6 +61,8 @@ class Promotions:
         self.is_kept_elsewhere: Callable[[Ino], bool] = _nowhere
         # Called with a small file that was opened, that no tier admits, and that is expected again.
         self.stage: Callable[[Attributes, bytes | memoryview], None] = _drop
+        # Called with each file that was removed, or is written.
+        self.left: Callable[[Ino], None] = _ignore
         self.accessed = self._controller.accessed
         self.submit = self._engine.submit
         self.flight = self._engine.flight
@@ -195,10 +201,12 @@ class Promotions:
         return size
 
     def copied_up(self, ino: Ino) -> None:
-        """Removes the copy of a source file that is written now, and cancels a running one."""
+        """Removes the copy of a source file that is written or removed now, and cancels a running
+        one."""
         if ino <= self._names.entries:
             self._residency.unwant(ino)
             self.forget_copy(ino)
+            self.left(ino)
 
     def forget_copy(self, ino: Ino) -> int:
         """Drops the copy of a file, whole or partial, that is out of date or damaged; its size in

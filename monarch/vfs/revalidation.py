@@ -300,6 +300,7 @@ class Revalidation:
         if not self._names.is_gone(ino):
             self._promotions.forget_copy(ino)
             self._names.forget(ino)
+            self._promotions.left(ino)
             self._kernel.invalidate_listing(self._names.attributes(ino).parent)
             self._noticed(ino, "is gone from the source")
 

@@ -52,7 +52,9 @@ class Tree:
         return ino
 
     def attributes(self, ino: Ino) -> Attributes:
-        return Attributes(ino, self.parent(ino), 0o100644, 1, 0, 0, SIZE, 0, 0, ino, 2, 0)
+        is_file = ino not in self.empty and any(ino in files for files in self.files)
+        mode = 0o100644 if is_file else 0o040755
+        return Attributes(ino, self.parent(ino), mode, 1, 0, 0, SIZE, 0, 0, ino, 2, 0)
 
 
 def workers(order: Sequence[int], count: int, batch: int, rng: random.Random) -> list[int]:

@@ -332,6 +332,80 @@ def test_each_epoch_is_counted_whole_beside_subdirectories(
 
 
 def test_few_files_beside_many_subdirectories_have_no_stream() -> None:
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("files", [300, 1000])
+def test_files_that_are_gone_are_none_that_an_epoch_must_open(files: int, together: bool) -> None:
+    """Files are removed, or written, while a job reads the others."""
+    job, rng = Job(rate=0, tree=Tree((1, files))), random.Random(files)
+    there = [*job.files(0)]
+
+    def read(inos: list[int]) -> None:
+        if together:
+            job.foresight.opened_all(array("I", inos))
+        else:
+            job.open(inos)
+
+    for epoch in range(1, 6):
+        order = rng.sample(there, len(there))
+        half = len(order) // 2
+        read(order[:half])
+        # Some of them were opened in this epoch, and some would have been.
+        gone = set(rng.sample(order, len(order) // 5))
+        for ino in gone:
+            job.foresight.left(Ino(ino))
+            job.foresight.left(Ino(ino))
+        read([ino for ino in order[half:] if ino not in gone])
+        there = [ino for ino in there if ino not in gone]
+        (stream,) = job.foresight.report(counts_opens=True).streams
+        assert (stream.epoch, stream.share, stream.files) == (epoch, 1.0, len(there))
+    back = next(ino for ino in job.files(0) if ino not in there)
+    read([back])
+    (stream,) = job.foresight.report(counts_opens=True).streams
+    assert (stream.share, stream.files) == (1.0, len(there) + 1), "one of them is back"
+
+
+def test_files_that_are_gone_are_not_given_out() -> None:
+    job = Job(rate=0)
+    order = shuffled(job.files(TRAIN), 1)
+    job.open(order[:1000])
+    gone = set(order[1000::2])
+    for ino in gone:
+        job.foresight.left(Ino(ino))
+    while given := job.foresight.next(100):
+        assert not gone & set(given)
+        job.open(order[:1])
+
+
+def test_a_job_whose_files_are_all_gone_is_not_shown() -> None:
+    for together in (False, True):
+        job = Job(rate=0, tree=Tree((1, 100), (1, 100)))
+        job.open([*job.files(0)])
+        for ino in job.files(0):
+            job.foresight.left(Ino(ino))
+        assert job.foresight.report(counts_opens=True).streams == []
+        # Opens before that may be reported late.
+        for count in range(1, 100):
+            opens = [*job.files(0)][:count]
+            if together:
+                job.foresight.opened_all(array("I", opens))
+            else:
+                job.open(opens)
+            (stream,) = job.foresight.report(counts_opens=True).streams
+            assert stream.files == count
+            assert stream.share is None or stream.share <= 1.0
+
+
+def test_directories_that_are_removed_and_files_of_no_snapshot_are_no_files_that_are_gone() -> None:
+    tree = Tree((1, 100))
+    tree.empty = frozenset(tree.files[0][90:])
+    job = Job(rate=0, tree=tree)
+    job.open([*tree.files[0][:90]])
+    for ino in (*tree.empty, 1, 2, 10_000):
+        job.foresight.left(Ino(ino))
+    (stream,) = job.foresight.report(counts_opens=True).streams
+    assert (stream.share, stream.files) == (1.0, 90)
+
+
     tree = Tree((1, 200))
     tree.empty = frozenset(tree.files[0][LEAST_FILES - 1 :])
     job = Job(rate=0, tree=tree)

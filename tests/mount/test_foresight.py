@@ -14,6 +14,7 @@ from monarch.frameworks.announce import announce
 from monarch.types import Ino
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
+from tests.equipment.slowfs import SlowSource
 from tests.equipment.waiting import wait_until
 from tests.mount.observe import epoch, resident, settled
 from tests.placement.simulate import belady_hits
@@ -115,6 +116,45 @@ def test_threads_that_end_at_once_are_one_job_which_ends_with_its_process(
         (stream,) = streams(mounted)
         assert (stream["pattern"], stream["epoch"], stream["share"]) == ("shuffled", 1, 1.0)
     wait_until(lambda: not streams(mounted), "nothing is left of the job")
+
+
+@pytest.mark.promise(182)
+@pytest.mark.modes("relay", "passthrough", "python")
+def test_files_that_were_removed_or_written_are_none_of_those_that_an_epoch_reads(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    """Also those of an earlier mount that the source has still."""
+    monarch.allows_log("draining to the source has stopped|EROFS|were not drained")
+    content = images("train", 300)
+    tree(content)
+    options = ["write=absorb", "foresight.fill=false", "writeback.end_timeout=1s"]
+    mounted = monarch.mount(slow.path, tiers={"fast": "64MiB"}, options=options)
+    slow.rules(*(f"err {call} EROFS ." for call in ("create", "write", "unlink", "rename")))
+    names = sorted(content)
+    removed, written, moved, there = names[:50], names[50:60], names[60:70], names[70:]
+
+    def reads(reader: Reader, order: list[str]) -> tuple[int, float, int]:
+        """The files of the directory, the share of them that is read, and the epoch."""
+        reader.read(mounted, order)
+        found = {each["directory"]: each for each in settled(mounted)["foresight"]["streams"]}
+        return found["train"]["files"], found["train"]["share"], found["train"]["epoch"]
+
+    with Reader() as reader:
+        assert reads(reader, shuffled(content)) == (300, 1.0, 1)
+        for name in removed:
+            (mounted.path / name).unlink()
+        for name in written:
+            (mounted.path / name).write_bytes(b"other")
+        for name in moved:
+            (mounted.path / name).rename(mounted.path / f"{name}.moved")
+        for seed in range(2):
+            order = random.Random(seed).sample(there, len(there))
+            assert reads(reader, order) == (230, 1.0, seed + 2)
+    mounted.umount("--abandon")
+    mounted = monarch.mount(slow.path, tiers={"fast": "64MiB"}, options=options)
+    with Reader() as reader:
+        assert reads(reader, there) == (230, 1.0, 1)
+    slow.rules()
 
 
 ALL_OFF = ("foresight.announced=false", "foresight.ahead=false", "foresight.fill=false")

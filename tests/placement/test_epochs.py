@@ -51,6 +51,28 @@ def test_a_file_opened_a_hundred_times_ends_no_epoch() -> None:
     assert counts(epochs) == [1199, 1000]
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_files_that_are_gone_do_not_hide_the_next_epoch(together: bool) -> None:
+    """Most of the files are removed after the first epoch; some of them in the run that may begin
+    the second one."""
+    epochs = Epochs(1000)
+
+    def read(inos: Iterable[int]) -> None:
+        if together:
+            epochs.opened_all(array("I", inos))
+        else:
+            opened(epochs, inos)
+
+    read(range(1, 101))
+    read([5, 6, 7])
+    for ino in [*range(5, 91), *range(5, 91), 5000]:
+        epochs.left(Ino(ino))
+    assert counts(epochs) == [103]
+    for _ in range(2):
+        read([*range(1, 5), *range(91, 101)])
+    assert counts(epochs) == [100, 17, 14]
+
+
 def test_sporadic_opens_of_the_same_files_stay_in_their_epoch() -> None:
     epochs = Epochs(1000)
     rng = random.Random(3)
