@@ -453,7 +453,7 @@ def _foresight(foresight: ForesightReport) -> Iterable[tuple[str, str]]:
         if stream.share is not None:
             words.append(f"{_percent(stream.share)} of {stream.files:,} files opened")
         if stream.ahead:
-            words.append(f"the next {stream.ahead:,} are fetched ahead")
+            words.append(f"up to the next {stream.ahead:,} are fetched ahead")
         yield "read order", ", ".join(words)
     if foresight.fetched_files:
         yield (

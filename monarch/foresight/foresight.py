@@ -310,14 +310,16 @@ class Foresight:
         )
 
     def _stream_report(self, stream: Stream, has_epochs: bool) -> StreamReport:
-        directory = self._names.path(stream.subtree.directory)
+        subtree = stream.subtree
+        directory = self._names.path(subtree.directory)
+        is_ahead = self._settings.ahead and not self._have_copies(subtree.files)
         return StreamReport(
             directory=directory.decode(errors="surrogateescape"),
             pattern=stream.pattern,
-            files=stream.subtree.count,
+            files=subtree.count,
             epoch=stream.epoch if has_epochs and not stream.is_mixed else None,
             share=stream.share if has_epochs and not stream.is_mixed else None,
-            ahead=stream.reach if self._settings.ahead else 0,
+            ahead=stream.reach if is_ahead else 0,
             is_mixed=has_epochs and stream.is_mixed,
         )
 
@@ -414,8 +416,6 @@ class Foresight:
             self._marks.remove(subtree)
 
 
-def _count_files(names: Names, entries: range) -> int:
-    try:
 def _is_file(names: Names, ino: Ino) -> bool:
     try:
         return names.attributes(ino).is_file
@@ -423,6 +423,8 @@ def _is_file(names: Names, ino: Ino) -> bool:
         return False
 
 
+def _count_files(names: Names, entries: range) -> int:
+    try:
         return names.count_files(entries)
     except SnapshotError:
         # The open that is recorded now may be of a file whose record is sound.

@@ -331,7 +331,6 @@ def test_each_epoch_is_counted_whole_beside_subdirectories(
             assert (stream.epoch, stream.share, stream.files) == (epoch, 1.0, len(there))
 
 
-def test_few_files_beside_many_subdirectories_have_no_stream() -> None:
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("files", [300, 1000])
 def test_files_that_are_gone_are_none_that_an_epoch_must_open(files: int, together: bool) -> None:
@@ -406,6 +405,7 @@ def test_directories_that_are_removed_and_files_of_no_snapshot_are_no_files_that
     assert (stream.share, stream.files) == (1.0, 90)
 
 
+def test_few_files_beside_many_subdirectories_have_no_stream() -> None:
     tree = Tree((1, 200))
     tree.empty = frozenset(tree.files[0][LEAST_FILES - 1 :])
     job = Job(rate=0, tree=tree)
@@ -423,6 +423,18 @@ def test_at_the_end_of_an_epoch_no_file_is_said_to_be_fetched_ahead(epochs: int)
     (stream,) = job.foresight.report(counts_opens=True).streams
     assert stream.pattern in ("sequential", "same order")
     assert (stream.share, stream.ahead) == (1.0, 0)
+
+
+def test_a_directory_of_which_all_files_have_copies_is_not_said_to_be_fetched_ahead() -> None:
+    tree = Tree((1, 1000))
+    for has_copies in (False, True):
+        foresight = Foresight(
+            tree, ForesightSettings(), have_copies=lambda files, all_of=has_copies: all_of
+        )
+        for ino in tree.files[0][:500]:
+            foresight.opened(Ino(ino), JOB)
+        (stream,) = foresight.report(counts_opens=True).streams
+        assert (stream.pattern, stream.ahead > 0) == ("sequential", not has_copies)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
