@@ -101,7 +101,7 @@ def test_a_job_that_is_killed_while_its_fetches_hang_delays_nothing_and_leaves_n
     epoch(mounted, dead, order)
 
 
-@pytest.mark.modes("relay")
+@pytest.mark.modes(*NATIVE)
 def test_large_files_of_a_job_that_was_killed_are_not_copied(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -127,7 +127,7 @@ def test_large_files_of_a_job_that_was_killed_are_not_copied(
     assert slow.counters()["open"] <= opens + 2
 
 
-@pytest.mark.modes("relay")
+@pytest.mark.modes(*NATIVE)
 def test_many_jobs_that_are_killed_while_they_announce_leave_nothing(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
