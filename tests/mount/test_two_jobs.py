@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ import pytest
 
 from monarch.frameworks.announce import Announcement, announce
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.equipment.inotify import OpenCounter
 from tests.equipment.processes import anonymous_bytes
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.waiting import wait_until
@@ -102,6 +104,42 @@ def test_a_job_that_is_killed_while_its_fetches_hang_delays_nothing_and_leaves_n
 
 
 @pytest.mark.modes(*NATIVE)
+def test_a_worker_that_is_killed_leaves_the_order_to_the_other_workers(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    """The worker of a loader is killed while it has a file open. Another one reads on."""
+    content = {f"d/{n:03}": contents(f"{n}", 700) for n in range(300)}
+    tree(content)
+    mounted = monarch.mount(source)
+    order = shuffled(list(content), 3)
+
+    def read_some() -> object:
+        epoch(mounted, content, order[:50])
+        file = (mounted.path / order[50]).open("rb")
+        file.read(1)
+        return file
+
+    def read_on() -> None:
+        epoch(mounted, content, order[50:])
+
+    with OpenCounter(source) as counter:
+        announcement = announce(mounted.path / name for name in order)
+        assert announcement is not None
+        wait_until(lambda: settled(mounted)["residency"]["files"] == len(content), "all have come")
+        assert set(counter.paths().values()) == {1}
+        for work in (read_some, read_on):
+            worker = Job(work)
+            assert foresight(mounted)["announced"]["orders"] == 1
+            worker.kill()
+        wait_until(lambda: foresight(mounted)["announced"]["entries"] == 0, "all are read")
+        assert set(counter.paths().values()) == {1}
+    found = foresight(mounted)["announced"]
+    assert (found["orders"], found["opened"], found["skipped"]) == (1, len(content), 0)
+    announcement.close()
+    assert foresight(mounted)["announced"]["orders"] == 0
+
+
+@pytest.mark.modes(*NATIVE)
 def test_large_files_of_a_job_that_was_killed_are_not_copied(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -182,7 +220,7 @@ for seed in sys.stdin:
 
 
 @pytest.mark.promise(265)
-@pytest.mark.modes("relay")
+@pytest.mark.modes("relay", "passthrough")
 @pytest.mark.parametrize("window", [True, False])
 def test_jobs_in_different_orders_fetch_once_what_no_tier_has(
     window: bool, slow: SlowSource, monarch: MonarchCommand, tree: Tree
