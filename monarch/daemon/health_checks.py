@@ -328,9 +328,10 @@ class PeersCheck:
         if report.out:
             named = ", ".join(out[:_SHOWN_NODES]) + (", ..." if report.out > _SHOWN_NODES else "")
             others = counted(report.members - 1, "other node", "other nodes")
+            do_not = "does not share its" if report.out == 1 else "do not share their"
             yield Problem(
                 "peers-out",
-                f"{report.out:,} of {others} do not share their copies: {named}",
+                f"{report.out:,} of {others} {do_not} copies: {named}",
                 remedy="their files are read from the source, and kept by the next node;"
                 " docs/nodes.md has the remedy for each state",
             )

@@ -6,6 +6,8 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
 from monarch.daemon.health_checks import PeersCheck
 from monarch.daemon.peers import SharedFiles, Sharing
 from monarch.peers.answers import Answers
@@ -21,13 +23,39 @@ from monarch.peers.source import Peers
 OUT, ANSWERING = 400, 3
 
 
+@pytest.mark.parametrize(
+    ("answering", "out", "what"),
+    [
+        (0, 1, "1 of 1 other node does not share its copies: n000 (unreachable)"),
+        (2, 1, "1 of 3 other nodes does not share its copies: n002 (unreachable)"),
+        (1, 2, "2 of 3 other nodes do not share their copies: n001 (unreachable), n002"),
+    ],
+)
+def test_health_counts_and_names_the_nodes_that_are_left_out(
+    answering: int, out: int, what: str
+) -> None:
+    (problem,) = PeersCheck(sharing_of(answering, out).report).problems()
+    assert problem.what.startswith(what)
+
+
 def test_all_nodes_that_are_left_out_are_counted_and_some_are_named() -> None:
+    report = sharing_of(ANSWERING, OUT).report()
+    assert report.out == OUT
+    assert len(report.peers) == 256
+    assert report.sent_bytes is None
+    (problem,) = PeersCheck(lambda: report).problems()
+    assert problem.kind == "peers-out"
+    assert problem.what.startswith(f"{OUT} of {ANSWERING + OUT} other nodes do not share")
+    assert problem.what.endswith("(unreachable), ...")
+
+
+def sharing_of(answering: int, out: int) -> Sharing:
     clients: list[PeerClient | None] = [None]
-    for number in range(ANSWERING + OUT):
+    for number in range(answering + out):
         endpoint = Endpoint(f"n{number:03}")
         key = MemberKey(str(endpoint), "ab" * 16, b"secret")
         client = PeerClient(endpoint, [1], key, Breaker(0.05))
-        if number >= ANSWERING:
+        if number >= answering:
             client.trouble = "unreachable"
             for _ in range(3):
                 client.breaker.failed(0.0)
@@ -40,7 +68,7 @@ def test_all_nodes_that_are_left_out_are_counted_and_some_are_named() -> None:
         share=0.1,
         catch_up=lambda: None,
     )
-    sharing = Sharing(
+    return Sharing(
         cast("Peers", peers),
         cast("Answers", SimpleNamespace(fetched_files=0, fetched_bytes=0)),
         cast("Engine", SimpleNamespace(port=1, starts=1, sent_bytes=lambda: None)),
@@ -48,11 +76,3 @@ def test_all_nodes_that_are_left_out_are_counted_and_some_are_named() -> None:
         "own",
         cast("SharedFiles", None),
     )
-    report = sharing.report()
-    assert report.out == OUT
-    assert len(report.peers) == 256
-    assert report.sent_bytes is None
-    (problem,) = PeersCheck(lambda: report).problems()
-    assert problem.kind == "peers-out"
-    assert problem.what.startswith(f"{OUT} of {ANSWERING + OUT} other nodes do not share")
-    assert problem.what.endswith("(unreachable), ...")
