@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import re
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,23 +46,47 @@ def own_names() -> list[str]:
 
 def listening_address(members: Sequence[Endpoint], own: int) -> str:
     """The address of this node at which the other members reach it: that of its name, or, where the
-    name leads to the loopback interface, that of the way to another member. Raises UsageError."""
+    name leads to the loopback interface, that of the way to the first member that is elsewhere and
+    that this node knows. Raises UsageError."""
     host = members[own].host
     try:
         found = addresses_of(host)[0]
         if not ipaddress.ip_address(found).is_loopback:
             return found
         others = [each.host for index, each in enumerate(members) if index != own]
-        to = addresses_of(others[0])[0]
-        if ipaddress.ip_address(to).is_loopback:
-            return found
-        family = socket.AF_INET6 if ":" in to else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # No packet is sent.
-            probe.connect((to, _ANY_PORT))
-            return str(probe.getsockname()[0])
+        return _address_towards_any(others) or found
     except OSError as error:
         raise UsageError(
             f"the address of this node, {host}, is not known: {error.strerror or error}",
             hint="set peers.address",
         ) from error
+
+
+def _address_towards_any(hosts: Sequence[str]) -> str | None:
+    """The address of this node on the way to the first host that is elsewhere; None if all that
+    are known are here. Raises OSError if none is known."""
+    is_known, failure = False, None
+    until_s = time.monotonic() + _RESOLVE_S
+    for host in hosts:
+        if (left_s := until_s - time.monotonic()) <= 0:
+            break
+        try:
+            to = addresses_of(host, within_s=left_s)[0]
+            if not ipaddress.ip_address(to).is_loopback:
+                return _address_towards(to)
+            is_known = True
+        except OSError as error:
+            # The member may be down, and not in the DNS yet.
+            failure = error
+    if failure is not None and not is_known:
+        raise failure
+    return None
+
+
+def _address_towards(address: str) -> str:
+    """The address of this node on the way to another one. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # No packet is sent.
+        probe.connect((address, _ANY_PORT))
+        return str(probe.getsockname()[0])

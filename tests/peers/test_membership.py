@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from monarch.config.settings import MountSettings, PeerSettings, WritebackSettin
 from monarch.daemon import run
 from monarch.errors import ConfigError, UsageError
 from monarch.packs.format import FORMAT
+from monarch.peers import network
 from monarch.peers.hello import MemberKey
 from monarch.peers.members import Endpoint
 from monarch.peers.membership import membership
@@ -114,6 +117,32 @@ def test_this_node_knows_its_names_and_the_address_of_the_way_to_others() -> Non
     assert listening_address([Endpoint("127.0.0.1"), Endpoint("127.0.0.2")], 0) == "127.0.0.1"
     with pytest.raises(UsageError, match=r"peers\.address"):
         listening_address([Endpoint("a" * 64), Endpoint("127.0.0.2")], 0)
+
+
+def test_a_member_that_is_not_known_does_not_hide_the_way_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {"own": "127.0.1.1", "here": "127.0.1.2", "lost": "192.0.2.1", "there": "192.0.2.2"}
+    routes = {"192.0.2.2": "192.0.2.9"}
+
+    def find(names: dict[str, str], name: str) -> str:
+        if name not in names:
+            raise OSError(errno.ENETUNREACH, "not known")
+        return names[name]
+
+    def resolved(name: str, *, within_s: float = 1.0) -> list[str]:
+        return [find(known, name)]
+
+    def address(*others: str) -> str:
+        return listening_address([Endpoint(name) for name in ("own", *others)], 0)
+
+    monkeypatch.setattr(network, "addresses_of", resolved)
+    monkeypatch.setattr(network, "_address_towards", partial(find, routes))
+    assert address("there") == "192.0.2.9"
+    assert address("unknown", "lost", "here", "there") == "192.0.2.9"
+    assert address("unknown", "here") == "127.0.1.1"
+    with pytest.raises(UsageError, match=r"peers\.address"):
+        address("unknown", "lost")
 
 
 # -- the configuration, doctor and status ----------------------------------------------------------
