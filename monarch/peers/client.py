@@ -14,7 +14,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,6 +56,11 @@ Kind = Literal["unreachable", "slow", "broken", "wrong-secret", "other-set", "da
 _REASONS: tuple[Kind, ...] = ("unreachable", "broken", "wrong-secret", "other-set")
 
 
+# The least time between two requests for what is coming, in seconds: a member answers COMING only
+# after a part of its patience, but a broken one may do so at once.
+_AGAIN_S = 0.01
+
+
 class PeerFailed(Exception):
     """A member did not give the bytes; ``kind`` is the reason, and ``remedy`` is for a person, if
     it is known."""
@@ -74,6 +79,17 @@ class Answer:
     status: int
     data: bytes
     digest: int | None
+
+
+def until_known(get: Callable[[], Answer], is_late: Callable[[], bool]) -> Answer:
+    """The answer to a request that is repeated while it is COMING, until it ``is_late``. Raises
+    PeerFailed."""
+    while True:
+        began_s = time.monotonic()
+        answer = get()
+        if answer.status != COMING or is_late():
+            return answer
+        time.sleep(max(0.0, began_s + _AGAIN_S - time.monotonic()))
 
 
 class PeerClient:

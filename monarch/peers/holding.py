@@ -29,7 +29,7 @@ from pathlib import Path
 import trio
 
 from monarch.errors import MonarchError
-from monarch.peers.client import COMING, NOT_KEPT, OK, PeerClient, PeerFailed
+from monarch.peers.client import COMING, NOT_KEPT, OK, PeerClient, PeerFailed, until_known
 from monarch.peers.held import RECORD_BYTES, HeldFiles, Record, Take
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
@@ -337,9 +337,7 @@ class Holding:
         """The status of the answer of a member to a request, 0 without an answer; ``COMING`` if
         nothing else is known when it ``is_late``."""
         try:
-            answer = client.get(name, 0)
-            while answer.status == COMING and not is_late():
-                answer = client.get(name, 0)
+            return until_known(partial(client.get, name, 0), is_late).status
         except PeerFailed as error:
             self._limiter.warning(
                 f"replica {client.name}",
@@ -347,7 +345,6 @@ class Holding:
                 *(client.name, error.kind),
             )
             return 0
-        return answer.status
 
 
 def _now() -> float:

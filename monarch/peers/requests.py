@@ -7,8 +7,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from monarch.peers.client import COMING, Answer, PeerClient, PeerFailed
+from monarch.peers.client import COMING, Answer, PeerClient, PeerFailed, until_known
 
 # Members that are asked for one file: the owner, and the next one.
 _ASKED = 2
@@ -98,14 +99,16 @@ class Requests:
         if answer.status != COMING:
             return answer
         fair_s = max(_LEAST_COMING_S, client.breaker.fair_s)
+        until_s = began_s + self._coming_s
         try:
-            while answer.status == COMING:
-                if time.monotonic() - began_s > self._coming_s:
-                    raise PeerFailed("slow")
-                answer = client.get(name, size, offset)
+            answer = until_known(
+                partial(client.get, name, size, offset), lambda: time.monotonic() > until_s
+            )
+            if answer.status == COMING:
+                raise PeerFailed("slow")
+            return answer
         finally:
             client.late(time.monotonic() - began_s - fair_s)
-        return answer
 
     def failed(self, index: int, kind: str) -> None:
         with self.counting:

@@ -12,7 +12,7 @@ import pytest
 
 from monarch.peers import client as clients
 from monarch.peers.breaker import Breaker
-from monarch.peers.client import PeerClient, PeerFailed
+from monarch.peers.client import COMING, Answer, PeerClient, PeerFailed, until_known
 from monarch.peers.connections import Connections
 from monarch.peers.hello import MemberKey
 from monarch.peers.members import Endpoint
@@ -287,6 +287,45 @@ def test_a_member_with_too_many_hellos_is_slow(member: Callable[..., Member]) ->
     with pytest.raises(PeerFailed) as failed:
         client.get("c/01/1", 5)
     assert failed.value.kind == "slow"
+
+
+def test_a_member_that_answers_at_once_that_bytes_are_coming_is_not_asked_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(clients, "time", clock)
+    asked: list[float] = []
+
+    def get() -> Answer:
+        asked.append(clock.monotonic())
+        assert len(asked) < 2000
+        return Answer(COMING, b"", None)
+
+    assert until_known(get, lambda: clock.monotonic() > 10.0).status == COMING
+    assert len(asked) > 500
+    # A member that waits before it answers is asked at once.
+    asked.clear()
+
+    def get_slowly() -> Answer:
+        clock.sleep(0.02)
+        return get()
+
+    begun = clock.monotonic()
+    until_known(get_slowly, lambda: len(asked) == 100)
+    assert clock.monotonic() - begun == pytest.approx(100 * 0.02)
+
+
+class Clock:
+    """Time that passes only in ``sleep``."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
 
 
 def test_a_port_at_which_nothing_listens_fails_at_once() -> None:
