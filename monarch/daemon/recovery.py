@@ -116,9 +116,9 @@ class Recovery:
     async def look(self) -> None:
         """Recovers the files of all mounts that are gone for long enough."""
         tokens = self._held.tokens()
-        for times in (self._gone_s, self._again_s):
-            for token in times.keys() - tokens:
-                del times[token]
+        for token in {*self._gone_s, *self._again_s}.difference(tokens):
+            self._gone_s.pop(token, None)
+            self._again_s.pop(token, None)
         for token in tokens:
             await self._look_at(token)
 
@@ -138,13 +138,14 @@ class Recovery:
             await self._recover(token)
 
     async def _recover(self, token: str) -> None:
-        others = [] if self._others is None else await self._others.keepers(token)
+        others = self._others
+        keepers = [] if others is None else await others.keepers(token)
         count = 0
         for record in self._held.of(token):
             if self._held.version(token, record.number) != record.version:
                 # The owner has come back.
                 continue
-            if await self._is_left_to(others, record):
+            if others is not None and await others.is_left_to(keepers, record):
                 self._again_s[token] = trio.current_time() + _AGAIN_S
                 continue
             try:
@@ -159,27 +160,14 @@ class Recovery:
                 )
             else:
                 count += 1
-                for member in others:
-                    await self._tell(member, record)
+                if others is not None:
+                    await others.recovered(keepers, record)
         self.recovered += count
         if count:
             log.warning(
                 "a node with the lease %s is gone: %s that it had written %s recovered",
                 *(token, counted(count, "file", "files"), "is" if count == 1 else "are"),
             )
-
-    async def _is_left_to(self, others: Sequence[str], record: Record) -> bool:
-        """Whether one of the other nodes is to write an object."""
-        for member in others:
-            if self._others is not None and await self._others.is_first(member, record):
-                return True
-        return False
-
-    async def _tell(self, member: str, record: Record) -> None:
-        """Lets another node remove what it keeps of an object that is recovered. A node that does
-        not answer finds the bytes, or writes its own beside them."""
-        if self._others is not None:
-            await self._others.recovered(member, record)
 
     def _write(self, record: Record) -> None:
         """Writes a file as its user, beside the name if another file has that. Raises OSError."""

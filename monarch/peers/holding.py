@@ -21,7 +21,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,8 @@ _DIGITS = 19
 # No clock of a node has given a later version: this is a time of the year 2116, in nanoseconds.
 _LAST_VERSION = 1 << 62
 _THREADS = 4
+# Short requests to other members at a time: those that do not answer must not delay the others.
+_AT_ONCE = 32
 # The members that are asked to keep one file.
 _ASKED = 2
 # The bytes of one request.
@@ -121,7 +123,7 @@ class Holding:
         self._asks = ThreadPool(_THREADS, "replicas", abandon=True)
         # Short calls do not wait for those that move whole files.
         self._removals = ThreadPool(1, "held files removed", abandon=True)
-        self._requests = ThreadPool(_THREADS, "replica requests", abandon=True)
+        self._requests = ThreadPool(_AT_ONCE, "replica requests", abandon=True)
         self._limiter = Limiter(log)
         # Until when members that were late are not asked.
         self._rests_s: dict[PeerClient, float] = {}
@@ -304,21 +306,38 @@ class Holding:
 
     async def keepers(self, token: str) -> list[str]:
         """The other members that answer, and keep files of a mount."""
-        return [
-            member
-            for member, client in self._others.items()
-            if client.breaker.admits(_now()) and await self._is_ok(client, f"held/{token}/0")
-        ]
 
-    async def is_first(self, member: str, record: Record) -> bool:
-        """Whether a member, and not this one, is to recover an object: it keeps a later version.
-        Of the same version one of the two is the first, by their names. A member that is left out,
-        since it has not answered, is not asked."""
-        client = self._others[member]
-        if not client.breaker.admits(_now()):
-            return False
-        version = await self._requests.run(self._version_at, client, record)
-        return version is not None and (version, self._own) > (record.version, member)
+        async def keeps(member: str, client: PeerClient) -> bool:
+            return await self._is_ok(client, f"held/{token}/0")
+
+        return await self._those(self._others, keeps)
+
+    async def is_left_to(self, members: Collection[str], record: Record) -> bool:
+        """Whether one of these members, and not this one, is to recover an object: it keeps a later
+        version. Of the same version one of the two is the first, by their names."""
+
+        async def is_first(member: str, client: PeerClient) -> bool:
+            version = await self._requests.run(self._version_at, client, record)
+            return version is not None and (version, self._own) > (record.version, member)
+
+        return bool(await self._those(members, is_first))
+
+    async def _those(
+        self, members: Iterable[str], ask: Callable[[str, PeerClient], Awaitable[bool]]
+    ) -> list[str]:
+        """The members for which ``ask`` returns True. They are asked at the same time, but for
+        those that are left out since they have not answered."""
+        found: list[str] = []
+
+        async def ask_one(member: str) -> None:
+            client = self._others[member]
+            if client.breaker.admits(_now()) and await ask(member, client):
+                found.append(member)
+
+        async with trio.open_nursery() as nursery:
+            for member in members:
+                nursery.start_soon(ask_one, member)
+        return sorted(found)
 
     def _version_at(self, client: PeerClient, record: Record) -> int | None:
         """The version of an object that a member keeps; None if it keeps none, or does not
@@ -329,9 +348,14 @@ class Holding:
         except (PeerFailed, ValueError):
             return None
 
-    async def recovered(self, member: str, record: Record) -> bool:
-        """Lets a member remove an object up to the version of ``record``; whether it answered."""
-        return await self.forget(self._others[member], record.token, record.number, record.version)
+    async def recovered(self, members: Iterable[str], record: Record) -> None:
+        """Lets members remove an object up to the version of ``record``. One that does not answer
+        finds the bytes, or writes its own beside them."""
+
+        async def forgets(member: str, client: PeerClient) -> bool:
+            return await self.forget(client, record.token, record.number, record.version)
+
+        await self._those(members, forgets)
 
     def _told(self, client: PeerClient, name: str, is_late: Callable[[], bool]) -> int:
         """The status of the answer of a member to a request, 0 without an answer; ``COMING`` if

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -53,12 +53,11 @@ class Others:
     async def keepers(self, token: str) -> list[str]:
         return list(self.versions)
 
-    async def is_first(self, member: str, record: Record) -> bool:
-        return self.versions[member] > record.version
+    async def is_left_to(self, members: Sequence[str], record: Record) -> bool:
+        return any(self.versions[member] > record.version for member in members)
 
-    async def recovered(self, member: str, record: Record) -> bool:
-        self.notified.append((member, record.version))
-        return True
+    async def recovered(self, members: Sequence[str], record: Record) -> None:
+        self.notified += [(member, record.version) for member in members]
 
 
 class Rig:

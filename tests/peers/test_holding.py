@@ -171,14 +171,18 @@ def test_nodes_agree_which_one_recovers_a_file(tmp_path: Path) -> None:
         assert await one.keepers(TOKEN) == names[1:] and await two.keepers(TOKEN) == names[:1]
         assert await one.keepers("f" * 16) == []
         records = [holding.held.of(TOKEN)[0] for holding in pair.members]
-        assert await one.is_first(names[1], records[0])
-        assert not await two.is_first(names[0], records[1])
+        assert await one.is_left_to(names[1:], records[0])
+        assert not await two.is_left_to(names[:1], records[1])
         # Of the same version exactly one is the first.
         same = replace(pair.record(), version=6)
         assert one.held.put(same, lambda take: take(CONTENT))
-        found = {await one.is_first(names[1], same), await two.is_first(names[0], same)}
+        found = {
+            await one.is_left_to(names[1:], same),
+            await two.is_left_to(names[:1], same),
+        }
         assert found == {True, False}
-        assert await two.recovered(names[0], same) and not one.held.files
+        await two.recovered(names[:1], same)
+        assert not one.held.files
 
     with_pair(tmp_path, check)
 
@@ -315,9 +319,37 @@ def test_a_member_that_has_stopped_does_not_delay_the_recovery_of_each_file(
         )
         record = Record(TOKEN, 300, 0, "0" * 32, b"ckpt/a", 0o644, 0, 0, 5, 7)
         for _ in range(20):
-            assert not await holding.is_first("2", record)
+            assert not await holding.is_left_to(["2"], record)
         # As many as leave a member out.
         assert stopped.asked == 3
+
+    trio.run(main)
+
+
+def test_members_are_asked_at_the_same_time_before_a_recovery(tmp_path: Path) -> None:
+    count = 20
+    # No member answers before all of them are asked.
+    all_asked = threading.Barrier(count)
+
+    class Waiting:
+        def __init__(self) -> None:
+            self.name, self.breaker = "waiting", Breaker(10.0)
+
+        def get(self, name: str, size: int) -> Answer:
+            all_asked.wait(60)
+            return Answer(OK, b"%019d" % 8 if size else b"", None)
+
+    async def main() -> None:
+        others = {str(number): cast(Any, Waiting()) for number in range(count)}
+        holding = Holding(
+            *(HeldFiles(tmp_path, 1), others, "1", 60.0),
+            *(lambda number: tmp_path, lambda record: True),
+        )
+        record = Record(TOKEN, 300, 0, "0" * 32, b"ckpt/a", 0o644, 0, 0, 5, 7)
+        keepers = await holding.keepers(TOKEN)
+        assert sorted(others) == keepers
+        assert await holding.is_left_to(keepers, record)
+        await holding.recovered(keepers, record)
 
     trio.run(main)
 
