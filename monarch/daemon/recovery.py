@@ -5,7 +5,8 @@ that has no lease in force at the source for ``writeback.recover_after`` counts 
 back later, its drain finds files that it has not made, and keeps both if they differ.
 
 Several nodes may keep versions of one file, if some were slow. The one with the latest version of
-those that answer writes it, and lets the others remove theirs.
+those that answer writes it, and lets the others remove theirs. If it writes none for a long time,
+the others do so, and its own version gets a name beside theirs.
 
 The record of a file comes from another node, and other users may change the directories of the
 mount meanwhile. So no symbolic link is followed, and nothing is written outside the mount.
@@ -39,6 +40,9 @@ _STEP_S = 0.2
 _LATE_S = 60.0
 # The pause after a file could not be written, in seconds: each attempt reads all of its bytes.
 _AGAIN_S = 30.0
+# How long files are left to other nodes that have later versions, in seconds, while these write
+# none: such a node may never be able to, or may not have them.
+_LEFT_S = 600.0
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -64,6 +68,8 @@ class Recovery:
     # Since when each mount was seen without a lease, and when its files are tried again.
     _gone_s: dict[str, float] = field(default_factory=dict, init=False)
     _again_s: dict[str, float] = field(default_factory=dict, init=False)
+    # The least number of files of each mount so far, and since when it is so small.
+    _fewest: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)
     _threads: ThreadPool = field(
         default_factory=lambda: ThreadPool(1, "recovery", abandon=True), init=False
     )
@@ -116,9 +122,10 @@ class Recovery:
     async def look(self) -> None:
         """Recovers the files of all mounts that are gone for long enough."""
         tokens = self._held.tokens()
-        for token in {*self._gone_s, *self._again_s}.difference(tokens):
+        for token in {*self._gone_s, *self._again_s, *self._fewest}.difference(tokens):
             self._gone_s.pop(token, None)
             self._again_s.pop(token, None)
+            self._fewest.pop(token, None)
         for token in tokens:
             await self._look_at(token)
 
@@ -132,6 +139,7 @@ class Recovery:
             is_alive = True
         if is_alive:
             self._gone_s.pop(token, None)
+            self._fewest.pop(token, None)
             return
         is_gone = now - self._gone_s.setdefault(token, now) >= self._after_s
         if is_gone and now >= self._again_s.get(token, now):
@@ -140,12 +148,13 @@ class Recovery:
     async def _recover(self, token: str) -> None:
         others = self._others
         keepers = [] if others is None else await others.keepers(token)
-        count = 0
-        for record in self._held.of(token):
+        records, count = self._held.of(token), 0
+        waits = self._waits(token, len(records))
+        for record in records:
             if self._held.version(token, record.number) != record.version:
                 # The owner has come back.
                 continue
-            if others is not None and await others.is_left_to(keepers, record):
+            if waits and others is not None and await others.is_left_to(keepers, record):
                 self._again_s[token] = trio.current_time() + _AGAIN_S
                 continue
             try:
@@ -168,6 +177,16 @@ class Recovery:
                 "a node with the lease %s is gone: %s that it had written %s recovered",
                 *(token, counted(count, "file", "files"), "is" if count == 1 else "are"),
             )
+
+    def _waits(self, token: str, count: int) -> bool:
+        """Whether files of a mount are left to other nodes, of which this node keeps ``count``
+        now: as long as there are fewer and fewer."""
+        now = trio.current_time()
+        fewest, since_s = self._fewest.get(token, (count + 1, now))
+        if count < fewest:
+            since_s = now
+            self._fewest[token] = count, now
+        return now - since_s < _LEFT_S
 
     def _write(self, record: Record) -> None:
         """Writes a file as its user, beside the name if another file has that. Raises OSError."""

@@ -217,6 +217,29 @@ def test_the_node_with_the_latest_version_writes_a_file(tmp_path: Path) -> None:
     assert (rig.mountpoint / "a").read_bytes() == CONTENT
 
 
+@pytest.mark.fault("N7")
+def test_a_node_that_never_writes_its_later_versions_keeps_no_file_from_the_source(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, *(record_of(b"%d" % n, number=n, version=5) for n in range(1, 6)))
+    rig.others.versions["claims"] = 6
+
+    async def scene() -> None:
+        await rig.later(80)
+        # As long as it writes some of them it may take its time.
+        for number in range(1, 5):
+            await rig.later(recovery._LEFT_S - 100)
+            rig.held.forget(TOKEN, number, 6)
+            await rig.later(140)
+        assert (rig.held.files, rig.made.recovered) == (1, 0)
+        await rig.later(recovery._LEFT_S)
+        # What it has may come from it still.
+        assert (rig.held.files, rig.others.notified) == (0, [("claims", 5)])
+
+    play(rig, scene)
+    assert [path.name for path in rig.mountpoint.iterdir()] == ["5"]
+
+
 @pytest.mark.promise(331)
 @pytest.mark.parametrize("is_named", [False, True])
 def test_a_file_that_another_user_puts_in_the_place_is_not_taken_for_the_kept_one(
