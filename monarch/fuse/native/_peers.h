@@ -20,8 +20,7 @@ enum { PEERS_LATENCIES = 64, PEERS_IDLE = 64, PEERS_IDLE_ALL = 1024, PEERS_REQUE
 struct connection {
     struct connection *next;
     int fd;
-    /* The limit of each wait, and the bytes that end one, as the kernel knows them. */
-    uint32_t limit_us, wakes_at;
+    uint32_t limit_us; /* of each wait, as the kernel knows it */
 };
 
 /* What was received from a member since Python asked last. */
