@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from monarch.namespace.build import build
 from scripts.benchmark import nodes
 from scripts.benchmark.nodes import Bench, Epoch, Lab, Remote
 from scripts.benchmark.options import parsed
@@ -41,7 +43,7 @@ def verdicts(
     shared_s: float, alone_s: float, read_bytes: tuple[int, int], plain_s: float
 ) -> list[str]:
     remote = remote_reads(plain_s)
-    rows = nodes.rows(allowed=2.0, is_large=True)
+    rows = nodes.rows({"files": 2.0, "large": 2.0}, is_large=True)
     results = measure(rows, lambda: FakeLab(shared_s, alone_s, read_bytes, remote), 3)
     return [result.verdict for result in results if result.row.bar is not None]
 
@@ -65,7 +67,7 @@ def test_the_rows_of_remote_reads_are_measured_alone(
         def __init__(self, bench: object) -> None:
             super().__init__(1.0, 1.0, (0, 0), remote_reads(0.7))
 
-    bench = type("Bench", (), {"allowed": 2.0, "large_bytes": 0})
+    bench = type("Bench", (), {"large_bytes": 0})
     monkeypatch.setattr(nodes, "require_slow_source", lambda: None)
     monkeypatch.setattr(nodes.hosts, "unavailable", lambda: None)
     monkeypatch.setattr(nodes, "can_drop", lambda: True)
@@ -76,10 +78,36 @@ def test_the_rows_of_remote_reads_are_measured_alone(
     assert results[0].ratios == pytest.approx([0.7] * 3)
 
 
-def test_the_allowed_ratio_follows_from_the_bandwidths() -> None:
-    bench: Any = type("Bench", (), {"_bandwidth": 50.0, "link_mbit": 200})
-    # Alone: 0.7 of the data over a quarter of 50 MB/s; sharing: 0.75 of it over 25 MB/s.
-    assert Bench.allowed.fget(bench) == pytest.approx((0.7 / 12.5) / (0.75 / 25))
+@pytest.mark.parametrize(
+    ("owned", "shared_s"),
+    [
+        # Each node gets 0.75 of the data over 25 MB/s.
+        ([0.25, 0.25, 0.25, 0.25], 0.75 / 25),
+        # The first node sends its part to three others.
+        ([0.28, 0.24, 0.24, 0.24], 0.84 / 25),
+        # The second node gets most.
+        ([0.26, 0.22, 0.26, 0.26], 0.78 / 25),
+        # Four nodes read from the source, of 50 MB/s, what the first one has no room for.
+        ([0.9, 0.04, 0.03, 0.03], 4 * 0.6 / 50),
+    ],
+)
+def test_the_allowed_ratio_follows_from_the_bandwidths_and_the_most_loaded_node(
+    owned: list[float], shared_s: float
+) -> None:
+    bench: Any = SimpleNamespace(_bandwidth=50.0, link_mbit=200, owned=lambda place: owned)
+    # Alone each node reads 0.7 of the data over a quarter of 50 MB/s.
+    assert Bench.allowed(bench, "files") == pytest.approx(0.7 / 12.5 / shared_s)
+
+
+def test_the_parts_that_the_nodes_own_are_those_of_the_hash(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(400):
+        (tmp_path / "data" / f"{number:03}").write_bytes(bytes(10))
+    build(tmp_path / "data", tmp_path / "files.snapshot")
+    bench: Any = SimpleNamespace(snapshots={"files": tmp_path / "files.snapshot"})
+    owned = Bench.owned(bench, "files")
+    assert len(owned) == nodes.NODES and sum(owned) == pytest.approx(1.0)
+    assert all(0.1 < part < 0.4 for part in owned)
 
 
 def test_a_machine_without_namespaces_is_refused(

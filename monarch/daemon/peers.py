@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import trio
@@ -233,6 +233,11 @@ def set_name_of(snapshot: Snapshot, pack: PackSource | None) -> str:
     return snapshot.content_digest() if pack is None else snapshot.id
 
 
+def ownership_of(names: Iterable[str], set_name: str) -> Ownership:
+    """The owners of the files and blocks of a data set, by the names of the members."""
+    return Ownership([Member(name) for name in names], int(set_name[:16], 16))
+
+
 def build_sharing(
     parts: Parts,
     membership: Membership,
@@ -256,8 +261,7 @@ def build_sharing(
         else PeerClient(each, membership.ports, key, Breaker(patience_s), tls)
         for each, key in zip(membership.members, keys, strict=True)
     ]
-    members = [Member(str(each)) for each in membership.members]
-    ownership = Ownership(members, int(set_name[:16], 16))
+    ownership = ownership_of(map(str, membership.members), set_name)
     peers = Peers(
         snapshot,
         ownership,
@@ -273,7 +277,7 @@ def build_sharing(
     files = SharedFiles(
         peers, snapshot, names, tiers.residency, hierarchy.records, tiers.controller, reads
     )
-    own = members[membership.own].name
+    own = str(membership.members[membership.own])
     replicas = build_replicas(parts, write_back, clients, own, _EARLY * patience_s)
     directory = parts.state / _DIRECTORY
     answers = Answers(

@@ -126,7 +126,7 @@ class Ranges:
                 self._mine[ino] = self._blocks_of_own(ino, size)
 
     def _blocks_of_own(self, ino: Ino, size: int) -> bytes:
-        items = _item(ino, 0) + np.arange(-(-size // BLOCK), dtype=np.uint64)
+        items = block_items(ino, size)
         own = self._ownership.owns(items, self._requests.own, replicas=self._replicas)
         return own.astype(np.uint8).tobytes()
 
@@ -310,6 +310,11 @@ class Ranges:
             return False
         known[:] = found
         return True
+
+
+def block_items(ino: Ino, size: int) -> npt.NDArray[np.uint64]:
+    """The items of ``Ownership`` for the blocks of a file of ``size`` bytes."""
+    return _item(ino, 0) + np.arange(-(-size // BLOCK), dtype=np.uint64)
 
 
 def _item(ino: Ino, block: int) -> int:
