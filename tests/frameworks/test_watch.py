@@ -216,7 +216,7 @@ def test_windows_have_whole_rounds_of_workers_whose_batches_come_together(
     loader = Together([*range(40)], clock)
     _, report = measure(loader, plan(tmp_path, "cached", iterations=35))
     assert report.window == 4
-    # Those without the training go on in a second pass.
+    # Those without the training continue in a second pass.
     assert report.train_s == report.load_s == pytest.approx([1.0] * WINDOWS)
     _, report = measure(loader, plan(tmp_path, "cached", iterations=15))
     assert report.window == 3
