@@ -287,10 +287,11 @@ class Tree:
             return moved
         return self.snapshot.path(ino) if ino < WRITTEN_INO else self.visible_path(ino)
 
-    def path_text(self, ino: Ino) -> str:
-        """The path of an inode for a message: quoted, since a name may have any byte."""
+    def path_text(self, ino: Ino, *, is_visible: bool = False) -> str:
+        """The path of an inode for a message, at the source, or on the mount if ``is_visible``:
+        quoted, since a name may have any byte."""
         try:
-            return repr(os.fsdecode(self.path(ino)))
+            return repr(os.fsdecode((self.visible_path if is_visible else self.path)(ino)))
         except MonarchError:
             return f"inode {ino}"
 

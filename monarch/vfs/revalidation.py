@@ -142,11 +142,15 @@ class Revalidation:
 
     async def _look_again_at_written(self, node: Node) -> None:
         """The same for a file that was written or changed here and is read from the source now."""
-        ino, path = node.ino, self._names.visible_path(node.ino)
+        ino = node.ino
         if len(node.names) > 1:
             await self._drop_names_of_others(node)
         status = await self._settled_status(ino)
-        if status is None and not await self._can_be_gone(node.attributes):
+        can_be_gone = status is not None or await self._can_be_gone(node.attributes)
+        if node.object:
+            # It was written meanwhile: the bytes written here will replace those of the source.
+            return
+        if not can_be_gone:
             raise self._source_calls.failed(ino, errno.EIO)
         if status is None or not stat.S_ISREG(status.st_mode):
             if node.has_source_bytes:
@@ -157,7 +161,11 @@ class Revalidation:
         if node.has_source_bytes:
             await self._look_again_at_changed(node, status)
             return
+        recorded = (node.object, *self._recorded(ino))
         acls = await self._source_calls.acls(ino)
+        if not node.names or (node.object, *self._recorded(ino)) != recorded:
+            # It was changed on the mount meanwhile, and ``status`` may be older.
+            return
         known = node.attributes
         # The source had all that was set here, and another program has changed it.
         node.follow_all()
@@ -167,11 +175,13 @@ class Revalidation:
         before = known.size, known.mtime_ns, known.source_ino
         if (now.size, now.mtime_ns, now.source_ino) != before:
             self._metrics.changed()
-            what = "%r was changed at the source since it was written here"
-            self._limiter.warning("written", what, os.fsdecode(path))
+            what = "%s was changed at the source since it was written here"
+            self._limiter.warning("written", what, self._names.path_text(ino, is_visible=True))
         self._kernel.invalidate_attributes(ino)
         if (known.mode, known.uid, known.gid) != (now.mode, now.uid, now.gid):
-            raise SourceError(f"{os.fsdecode(path)!r}: access changed", errno=errno.ESTALE)
+            raise SourceError(
+                f"{self._names.path_text(ino, is_visible=True)}: access changed", errno=errno.ESTALE
+            )
 
     async def _settled_status(self, ino: Ino) -> os.stat_result | None:
         """The status of a file at the source. A change by the drain that the mount has not recorded

@@ -145,3 +145,51 @@ async def test_a_first_change_during_a_look_is_no_change_by_others(
             nursery.cancel_scope.cancel()
         assert stat.S_IMODE((rig.source / "a").stat().st_mode) == mode(session) == 0o600
         assert session.revalidation._metrics.changes == 0
+
+
+async def released(session: Session, path: bytes) -> None:
+    """Has the source all of a written file, which is read from there from now on."""
+    await drain(session)
+    node = session.names.node(session.ino(path))
+    assert node is not None and session.front.drained.release_if_clean(node)
+    await session.rig.come_to_rest()
+
+
+async def test_a_written_file_that_is_changed_while_its_lists_are_read_shows_that_change(
+    rig: Rig,
+) -> None:
+    async with rig.mount(works=False) as session:
+        await session.write(b"w", b"written here")
+        await released(session, b"w")
+        ino = session.ino(b"w")
+
+        async def overtaking() -> None:
+            await session.chmod(b"w", 0o600)
+            await released(session, b"w")
+
+        overtake(session, "acls", overtaking, 1)
+        await session.revalidation.look_again(ino)
+        assert stat.S_IMODE(session.names.attributes(ino).mode) == 0o600
+        # It is no change by others, for which a reader would have to look its name up again.
+        await session.revalidation.look_again(ino)
+        assert session.revalidation._metrics.changes == 0
+
+
+async def test_a_file_that_is_written_before_others_remove_it_keeps_its_name(rig: Rig) -> None:
+    """A look that has begun before both must not hide the bytes that were written."""
+    async with rig.mount(works=False) as session:
+        await session.write(b"w", b"first")
+        await released(session, b"w")
+        ask = session.source_calls.status
+        begun: list[None] = []
+
+        async def asked(*arguments: Any) -> Any:
+            if not begun:
+                begun.append(None)
+                await session.write(b"w", b"second", synced=True)
+                (rig.source / "w").unlink()
+            return await ask(*arguments)
+
+        rig.monkeypatch.setattr(session.source_calls, "status", asked)
+        await session.revalidation.look_again(session.ino(b"w"))
+        assert begun and session.shown()[b"w"].content == b"second"
