@@ -99,7 +99,8 @@ def wait(
 ) -> int:
     """Wait until the written files are at the source.
 
-    The exit code is 0 when they are, and 13 after the timeout; draining continues in any case.
+    The exit code is 0 when they are, and 13 after the timeout, while draining continues. It is also
+    13 when the journal in the tier has failed, so that nothing is drained before the next mount.
     """
     if newest and everything:
         raise UsageError("--newest and --all exclude each other", hint="leave one of them out")
@@ -113,8 +114,10 @@ def wait(
         remark("draining continues; `monarch ckpt ls MOUNT` shows its progress")
         return daemon_call.INTERRUPTED
     if not report.drained and not as_json:
-        after = f"after {duration(timeout_s or 0.0)}, "
+        after = "" if timeout_s is None else f"after {duration(timeout_s)}, "
         hint = "draining continues; `monarch status MOUNT` shows what it waits for"
+        if timeout_s is None:
+            hint = "the next mount continues; check the disk of the tier first: `dmesg`"
         raise NotDrainedError(f"{after}{daemon_call.waiting(report)}", hint=hint)
     show(report, as_json, "all files are at the source")
     return 0 if report.drained else NotDrainedError.exit_code

@@ -175,10 +175,10 @@ class WriteStatus:
         if is_refused or refused or place.journal.file.failed:
             what = f"writes are refused: {place.journal.file.failed or objects.failure}"
             if refused:
-                path = os.fsdecode(write_back.front.names.visible_path(refused[0].ino))
+                path = write_back.front.names.path_text(refused[0].ino, is_visible=True)
                 what += (
                     f"; the last bytes of {counted(len(refused), 'file', 'files')} are not in the"
-                    f" journal and do not reach the source: {path!r}"
+                    f" journal and do not reach the source: {path}"
                 )
             yield Problem(
                 "writes-refused",
@@ -187,11 +187,11 @@ class WriteStatus:
                 " and, if it is full, the disk of the source; fsynced data is safe, and writing"
                 " continues when one of them has space",
             )
-        if unsynced := write_back.front.failures.paths():
+        if unsynced := write_back.front.failures.shown():
             yield Problem(
                 "fsync-failed",
                 f"{counted(len(unsynced), 'file', 'files')} could not be synced:"
-                f" {os.fsdecode(unsynced[0])!r}: how much of the data the disk of tier"
+                f" {unsynced[0]}: how much of the data the disk of tier"
                 f" {place.tier.name} holds is unknown",
                 remedy="write the file again from its start, or close it: then its data is written"
                 " anew from memory, or read from the source. `dmesg` shows what is wrong with the"

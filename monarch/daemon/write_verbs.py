@@ -77,8 +77,9 @@ class WrittenVerbs:
         return reports.WrittenFiles(part).to_dict()
 
     async def _drain(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
-        """Waits until all data written so far, or that at and beneath ``paths``, is at the source.
-        For ``timeout`` seconds at most; None is no limit."""
+        """Waits until all data written so far, or that at and beneath ``paths``, is at the source,
+        or cannot get there before the next mount, since the journal has failed. For ``timeout``
+        seconds at most; None is no limit."""
         timeout_s = params.get("timeout")
         if timeout_s is not None and not isinstance(timeout_s, int | float):
             raise UsageError("timeout must be a number of seconds")
@@ -95,8 +96,12 @@ class WrittenVerbs:
             waited = self._waited(write_back, below)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_report_progress, write_back.drain, send)
+                nursery.start_soon(_end_if_failed, write_back, nursery.cancel_scope)
                 await waited.wait()
-                while self._refused_by_journal(write_back, below):
+                while (
+                    self._refused_by_journal(write_back, below)
+                    and not write_back.front.recorder.is_broken
+                ):
                     await trio.sleep(_LOOK_S)
                     waited = self._waited(write_back, below)
                     await waited.wait()
@@ -105,10 +110,8 @@ class WrittenVerbs:
         drained = waited is not None and waited.is_done() and not refused
         backlog = write_back.drain.backlog()
         trouble = backlog.trouble or ""
-        if refused and not trouble:
-            is_broken = write_back.front.recorder.is_broken
-            why = "has failed, and lacks the last bytes of" if is_broken else "has no room for"
-            trouble = f"the journal in tier {write_back.place.tier.name} {why} {refused}"
+        if not (drained or trouble):
+            trouble = _trouble_of_journal(write_back, refused)
         self.loss_alarm.report(backlog.lost)
         return reports.DrainReport(
             drained=drained,
@@ -136,11 +139,14 @@ class WrittenVerbs:
 
     def _refused_by_journal(self, write_back: WriteBack, below: list[bytes] | None) -> str:
         """The path of a file, at or beneath ``below``, whose last content the journal has not
-        accepted; empty if there is none."""
+        accepted; empty if there is none. A file whose paths cannot be read may be there."""
         for node in write_back.front.object_table.refused():
-            for path in self.names.visible_paths(node.ino):
-                if below is None or any(is_within(path, each) for each in below):
-                    return repr(os.fsdecode(path))
+            try:
+                for path in self.names.visible_paths(node.ino):
+                    if below is None or any(is_within(path, each) for each in below):
+                        return repr(os.fsdecode(path))
+            except Refused:
+                return f"inode {node.ino}"
         return ""
 
     def _waited(self, write_back: WriteBack, below: list[bytes] | None) -> _Waited:
@@ -270,6 +276,28 @@ class _Waited:
 
     def is_done(self) -> bool:
         return self._progress.has_all(self._upto) and all(map(self._progress.is_done, self._seqs))
+
+
+async def _end_if_failed(write_back: WriteBack, scope: trio.CancelScope) -> None:
+    """Cancels a wait for a drain that stands still, since the journal accepts no marks before the
+    next mount."""
+    recorder, file = write_back.front.recorder, write_back.place.journal.file
+    while not (file.failed or (recorder.is_broken and write_back.drain.stopped)):
+        await trio.sleep(_LOOK_S)
+    scope.cancel()
+
+
+def _trouble_of_journal(write_back: WriteBack, refused: str) -> str:
+    """Why the journal keeps data from the source; empty if it does not. ``refused``: the path of a
+    file whose last content it has not accepted."""
+    why, failed = "", write_back.place.journal.file.failed
+    if refused:
+        is_broken = write_back.front.recorder.is_broken
+        why = "has failed, and lacks the last bytes of" if is_broken else "has no room for"
+        why = f"{why} {refused}"
+    elif failed:
+        why = f"has failed: {failed}"
+    return why and f"the journal in tier {write_back.place.tier.name} {why}"
 
 
 async def _report_progress(drain: Drain, send: Send) -> None:

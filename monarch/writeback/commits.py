@@ -126,19 +126,26 @@ class FsyncFailures:
         self._objects.on_disk.note_failure(file.object, number)
         if file.object not in self._due_s:
             self._due_s[file.object] = (trio.current_time(), _MEND_S[0])
-            path = os.fsdecode(self._names.visible_path(file.ino))
             log.error(
-                "%r: fsync failed: %s; it fails until all processes that have the file open have"
+                "%s: fsync failed: %s; it fails until all processes that have the file open have"
                 " closed it, and it could be written anew",
-                path,
+                self._names.path_text(file.ino, is_visible=True),
                 errno_words(number),
             )
 
-    def paths(self) -> list[bytes]:
-        """Paths of the files whose fsync has failed, and which were not written anew since."""
-        failed = sorted(self._objects.on_disk.failed)
-        nodes = (self._object_table.node(number) for number in failed)
-        return [self._names.visible_path(node.ino) for node in nodes if node and node.names]
+    def shown(self) -> list[str]:
+        """The paths, as text, of the files whose fsync has failed, and which were not written anew
+        since."""
+        found = []
+        for number in sorted(self._objects.on_disk.failed):
+            try:
+                node = self._object_table.node(number)
+            except Refused:
+                found.append(f"object {number}")
+            else:
+                if node is not None and node.names:
+                    found.append(self._names.path_text(node.ino, is_visible=True))
+        return found
 
     async def run(self) -> None:
         """Write these files anew, until cancelled."""
@@ -168,11 +175,11 @@ class FsyncFailures:
                 self._drained.release(node)
                 continue
             self._due_s[number] = (now + pause_s, min(2 * pause_s, _MEND_S[1]))
-            path = os.fsdecode(self._names.visible_path(node.ino))
+            path = self._names.path_text(node.ino, is_visible=True)
             with self._opens.opening(node.ino):
                 try:
                     await self._objects.run_sync(self._objects.on_disk.rewrite, number)
                 except Refused as error:
-                    log.warning("%r cannot be written anew: %s", path, errno_words(error.errno))
+                    log.warning("%s cannot be written anew: %s", path, errno_words(error.errno))
                 else:
-                    log.info("%r was written anew", path)
+                    log.info("%s was written anew", path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from monarch.namespace.overlay import Node
 from monarch.types import Identity
 from monarch.writeback.history import Numbered, followed
 from monarch.writeback.op import Op
@@ -39,8 +40,9 @@ class ObjectStates:
         # Objects with bytes that were synced and that the source does not have.
         self._safe_only_here: set[int] = set()
         self.drained: dict[int, Identity] = {}
-        # Objects of files whose last content the journal has not accepted.
-        self.unrecorded: set[int] = set()
+        # The files, by object, whose last content the journal has not accepted. This reference
+        # keeps their inodes in memory.
+        self.unrecorded: dict[int, Node] = {}
         # Objects of files that the tree does not show, and that the source has got.
         self._drained_unshown: set[int] = set()
         self.bytes = 0
@@ -61,17 +63,18 @@ class ObjectStates:
     def record(self, number: int, seq: int, *, synced: bool, same: bool = False) -> None:
         """A content was recorded: the source's version is older, or has the ``same`` bytes."""
         self._forget_drained(number)
-        self.unrecorded.discard(number)
+        self.unrecorded.pop(number, None)
         self._hold_content(number, seq, synced=synced, same=same)
         self._last[number] = seq
         if synced:
             self._safe_only_here.add(number)
 
-    def not_recorded(self, number: int) -> None:
+    def not_recorded(self, node: Node) -> None:
         """The journal has not accepted a content: the object alone has these bytes until it does,
         whatever the drain publishes meanwhile."""
+        number = node.object
         self._forget_drained(number)
-        self.unrecorded.add(number)
+        self.unrecorded[number] = node
         self._contents.pop(number, None)
         self._unsynced.pop(number, None)
         self._unwritten.discard(number)
@@ -186,7 +189,7 @@ class ObjectStates:
         """The object is gone."""
         self._forget_drained(number)
         self.bytes -= self._sizes.pop(number, 0)
-        self.unrecorded.discard(number)
+        self.unrecorded.pop(number, None)
         self._safe_only_here.discard(number)
         self._drained_unshown.discard(number)
         self._contents.pop(number, None)

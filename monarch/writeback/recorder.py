@@ -282,7 +282,7 @@ class Recorder:
 
     def _not_recorded(self, node: Node, file: OpenFile | None, lowest: int) -> None:
         """The journal has no record of the bytes that were changed from ``lowest`` on."""
-        self._object_table.states.not_recorded(node.object)
+        self._object_table.states.not_recorded(node)
         if file is not None:
             file.touch(lowest)
 

@@ -146,7 +146,7 @@ class Refusals:
                     plan.names |= dict.fromkeys(inside)
                 else:
                     raise UsageError(
-                        f"{self._text(node)!r} was moved and may contain files of the source;"
+                        f"{self._text(node)} was moved and may contain files of the source;"
                         " nothing was given up",
                         hint="move it back first, or remove it",
                     )
@@ -166,7 +166,7 @@ class Refusals:
         for node in plan.back.values():
             if self._front.files.is_open(node.ino):
                 raise BusyError(
-                    f"{self._text(node)!r} is open; nothing was given up", hint="close it first"
+                    f"{self._text(node)} is open; nothing was given up", hint="close it first"
                 )
         for node in plan.removed.values():
             if node.is_dir:
@@ -194,7 +194,7 @@ class Refusals:
         if parent is not None and self._names.lookup(parent, name) in (None, node.ino):
             return
         raise UsageError(
-            f"{self._text(node)!r} cannot be {os.fsdecode(path)!r} again, as at the source: that"
+            f"{self._text(node)} cannot be {os.fsdecode(path)!r} again, as at the source: that"
             " name is taken, or its directory is gone; nothing was given up",
             hint=f"make {os.fsdecode(path)!r} free first",
         )
@@ -211,7 +211,7 @@ class Refusals:
         self._kernel.invalidate_attributes(ino)
 
     def _text(self, node: Node) -> str:
-        return os.fsdecode(self._names.visible_path(node.ino))
+        return self._names.path_text(node.ino, is_visible=True)
 
     def _remove(self, plan: _Plan) -> Iterator[bytes]:
         """Removes the entries of ``plan`` from the mount, the deepest first; yields their paths."""

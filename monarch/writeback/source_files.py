@@ -289,8 +289,8 @@ class SourceFiles:
         if not node.names or not self._drained.is_clean(node):
             return False
         log.error(
-            "the tier has lost bytes of %r: it is read from the source, which has all of it",
-            os.fsdecode(self._names.visible_path(node.ino)),
+            "the tier has lost bytes of %s: it is read from the source, which has all of it",
+            self._names.path_text(node.ino, is_visible=True),
         )
         self._drained.release(node)
         return True

@@ -66,6 +66,10 @@ class Names:
     def visible_path(self, ino: Ino) -> bytes:
         return next(self.visible_paths(ino), b"unlinked")
 
+    def path_text(self, ino: Ino, *, is_visible: bool) -> str:
+        assert is_visible
+        return repr(os.fsdecode(self.visible_path(ino)))
+
     def at_source(self, ino: Ino) -> None:
         return None
 
@@ -399,7 +403,7 @@ async def test_a_file_whose_fsync_failed_is_written_anew_with_growing_pauses(
     with pytest.raises(Refused):
         await file.place.sync(node)
     rig.failures.note(file, errno.EIO)
-    assert rig.failures.paths() == [rig.names.visible_path(node.ino)]
+    assert rig.failures.shown() == [rig.names.path_text(node.ino, is_visible=True)]
     assert rig.drained.durable(node) == b"none" and rig.objects.failures == 1
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rig.failures.run)
@@ -415,6 +419,6 @@ async def test_a_file_whose_fsync_failed_is_written_anew_with_growing_pauses(
         assert all(gap_s >= 0.4 * 2**turn for turn, gap_s in enumerate(gaps_s)), tried_s
         rig.disk.error = 0
         await trio.sleep(61)
-        await until(lambda: rig.failures.paths() == [])
+        await until(lambda: rig.failures.shown() == [])
         nursery.cancel_scope.cancel()
     file.place.close()

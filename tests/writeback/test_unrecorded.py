@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import trio.testing
 
 from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.daemon.write_verbs import WrittenVerbs
-from monarch.errors import Refused
+from monarch.errors import Refused, Unanswered
 from monarch.telemetry.report import DrainReport
 from monarch.types import Ino
+from monarch.writeback import journal_file
 from monarch.writeback.earlier import inspect
 from monarch.writeback.journal_file import JournalFile
 from tests.writeback.remounts import Rig, Session
@@ -85,15 +86,15 @@ def of_mount(session: Session) -> str:
     return session.front.drained.durable(node).decode()
 
 
-async def waited(session: Session) -> DrainReport:
-    """What `monarch ckpt wait` reports after a second."""
+async def waited(session: Session, *, timeout_s: float | None = 1) -> DrainReport:
+    """What `monarch ckpt wait` reports, by default after a second."""
     verbs = WrittenVerbs(
         names=session.names, write_back=session.write_back, loss_alarm=LossAlarm(session.rig.state)
     )
 
     async def send(part: object) -> None: ...
 
-    return DrainReport.from_dict(await verbs.table()["drain"]({"timeout": 1}, send))
+    return DrainReport.from_dict(await verbs.table()["drain"]({"timeout": timeout_s}, send))
 
 
 def problems(session: Session) -> list[str]:
@@ -265,3 +266,60 @@ async def test_the_drain_goes_on_behind_a_file_that_the_source_has_lost(
                 await session.drained()
     assert (rig.source / "b").read_bytes() == FIRST
     assert (rig.source / "later").is_dir()
+
+
+def _no_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.promise(72)
+@pytest.mark.parametrize(
+    ("call", "why"), [("append", "the journal in tier fast has failed"), ("sync", "EIO")]
+)
+async def test_a_wait_without_a_limit_ends_when_the_journal_has_failed(
+    rig: Rig, clock: trio.testing.MockClock, call: str, why: str
+) -> None:
+    async with rig.mount() as session:
+        ino = await drained_and_open(session)
+        file = session.write_back.place.journal.file
+        with pytest.MonkeyPatch.context() as patched:
+            if call == "append":
+                patched.setattr(file, "append", _no_disk)
+            else:
+                patched.setattr(journal_file.os, "fdatasync", _no_disk)
+            with suppress(Refused):
+                await rewrite(session, ino)
+            with trio.fail_after(3600):
+                report = await waited(session, timeout_s=None)
+            assert not report.drained and why in report.trouble
+            assert (call == "append") == session.front.recorder.is_broken
+
+
+async def test_a_file_whose_path_cannot_be_read_is_reported_all_the_same(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    """The status never fails, and no file with bytes that have no record counts as drained."""
+
+    def unreadable(*_: object) -> Iterator[bytes]:
+        raise Unanswered
+
+    async with rig.mount() as session:
+        ino = await drained_and_open(session)
+        with full_journal(session):
+            await rewrite(session, ino)
+            objects = session.front.objects.on_disk
+            objects.note_failure(1, errno.EIO)
+            with pytest.MonkeyPatch.context() as patched:
+                for question in ("visible_path", "visible_paths"):
+                    patched.setattr(session.names, question, unreadable)
+                check = WriteStatus(
+                    rig.settings(), session.write_back, LossAlarm(session.rig.state)
+                )
+                found = {problem.kind: problem.what for problem in check.problems()}
+                assert found.keys() >= {"writes-refused", "fsync-failed"}
+                assert f"inode {ino}" in found["writes-refused"]
+                report = await waited(session)
+                assert not report.drained
+            objects.forget_failure(1)
+        await trio.sleep(5)
+        assert (await waited(session)).drained
