@@ -198,7 +198,7 @@ def _undrained(record: MountRecord | None) -> Inspection | None:
     from monarch.writeback.earlier import inspect
 
     try:
-        found = inspect(Path(record.absorbs))
+        found = inspect(Path(record.absorbs), has_ended=True)
     except (errors.TierError, OSError):
         return None
     return found if found.operations else None

@@ -203,9 +203,10 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     )
 
 
-def _unrecorded(found: Replay, objects: Objects) -> set[int]:
+def _unrecorded(found: Replay, objects: Objects, *, are_known: bool = False) -> set[int]:
     """The objects with bytes that no recorded content brings to the source: the file was open when
-    its daemon was killed, or the journal had no room for its last content."""
+    its daemon was killed, or the journal had no room for its last content. ``are_known``: all
+    objects are as recorded."""
     made = {op.object for _, op in found.ops if op.kind in ("create", "take")}
     # The mount forgot these files; any that still has a name is read from the source.
     made -= {op.object for _, op in found.ops if op.kind == "gone"}
@@ -213,7 +214,7 @@ def _unrecorded(found: Replay, objects: Objects) -> set[int]:
     made -= found.damaged
     recorded = found.versions()
     new = found.unpublished(made)
-    for number in made & recorded.keys():
+    for number in () if are_known else made & recorded.keys():
         with suppress(OSError):
             status = objects.status(number)
             if (status.st_size, status.st_mtime_ns) != recorded[number]:
@@ -273,9 +274,12 @@ class Inspection:
         return replace(self, waiting=waiting, unknown=unknown)
 
 
-def inspect(directory: Path) -> Inspection:
-    """Inspects a directory with a journal. Raises TierError if the journal cannot be read."""
-    found = read_replay(directory)
+def inspect(directory: Path, *, has_ended: bool = False) -> Inspection:
+    """Inspects a directory with a journal. ``has_ended``: its daemon has just ended; after a clean
+    end the journal has all that matters, and no object is checked. Raises TierError if the journal
+    cannot be read."""
+    found = read_replay(directory, trusts_end=has_ended)
+    are_known = has_ended and found.ended
     # A "gone" record is not for the source.
     ops, done = found.ops, found.done
     undone = [(seq, op) for seq, op in ops if seq not in done and op.kind != "gone"]
@@ -287,17 +291,19 @@ def inspect(directory: Path) -> Inspection:
     # Objects whose bytes are at the source, in a staged file.
     through = {op.object for _, op in ops if op.kind == "through"}
     objects = Objects(directory)
-    unrecorded = _unrecorded(found, objects) - contents.keys() - through
+    unrecorded = _unrecorded(found, objects, are_known=are_known) - contents.keys() - through
     names = names_of(ops, contents.keys() | unrecorded)
     removed = {op.object for _, op in ops if op.kind == "gone"}
-    unknown = objects.numbers() - found.all_doubted - ({op.object for _, op in ops} - removed)
+    unknown = set[int]()
+    if not are_known:
+        unknown = objects.numbers() - found.all_doubted - ({op.object for _, op in ops} - removed)
     waiting = [
         Waiting(
             path=names[number][0],
             object=number,
             size=op.size,
             recorded_ns=found.recorded_ns[first],
-            fault="" if number in through else _fault(objects, op),
+            fault="" if are_known or number in through else _fault(objects, op),
         )
         for number, (first, op) in sorted(contents.items(), key=lambda item: item[1][0])
         if number in names

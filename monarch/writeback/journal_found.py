@@ -50,7 +50,8 @@ class Replay:
     has, and that lack bytes in the tier. ``aside``: changes that are set aside, since the
     source refuses them. ``source`` is the path of the source. ``withheld``: the set-ID bits that
     the drain has withheld since a drained change, by its sequence number. ``removed``: the objects
-    whose older version the drain has removed at the source, and that has no newer one.
+    whose older version the drain has removed at the source, and that has no newer one. ``ended``:
+    the last record is that of a clean end.
     """
 
     ops: tuple[Numbered, ...]
@@ -68,6 +69,7 @@ class Replay:
     source: bytes = b""
     withheld: Mapping[int, int] = field(default_factory=dict)
     removed: frozenset[int] = frozenset()
+    ended: bool = False
 
     def unpublished(self, objects: Iterable[int]) -> set[int]:
         """Those of ``objects`` with bytes that no recorded content will bring to the source: none
@@ -105,10 +107,10 @@ class Replay:
         return versions
 
 
-def read_replay(directory: Path) -> Replay:
+def read_replay(directory: Path, *, trusts_end: bool = False) -> Replay:
     """What a mount would take over from the journal of ``directory``, which a daemon may be
-    writing; changes nothing. Raises TierError if the journal cannot be read, is damaged, or is of a
-    newer Monarch."""
+    writing; changes nothing. ``trusts_end``: after a clean end no object is checked. Raises
+    TierError if the journal cannot be read, is damaged, or is of a newer Monarch."""
     path = directory / NAME
     try:
         boot = boot_now()
@@ -117,7 +119,7 @@ def read_replay(directory: Path) -> Replay:
     except OSError as error:
         raise _unreadable(path, error) from error
     found = found or Found(b"")
-    return found.replay(found.lost_now(boot, directory))
+    return found.replay(found.lost_now(boot, None if trusts_end and found.ended else directory))
 
 
 def token_of(directory: Path) -> str:
@@ -203,18 +205,21 @@ class Found(JournalState):
     def started(self) -> None:
         self._before_boot = len(self.ops)
 
-    def lost_now(self, boot: str, directory: Path) -> dict[int, Op]:
+    def lost_now(self, boot: str, directory: Path | None) -> dict[int, Op]:
         """The last record of each object with a name that has lost bytes which the source lacks.
 
         No content says that the object is durable and it was recorded before the start ``boot`` of
-        the machine, or it is shorter than recorded. ``directory`` holds the objects.
+        the machine, or it is shorter than recorded. ``directory`` holds the objects; None: they are
+        as recorded.
         """
         durable = self.lost.union(self.durable)
         recorded = set(_recorded(self.ops))
         if self.boot == boot:
             durable |= set(_recorded(self.ops[self._before_boot :]))
         lost = recorded - durable
-        short, missing = self._cut_short(directory, recorded - lost - self.lost)
+        short, missing = set[int](), set[int]()
+        if directory is not None:
+            short, missing = self._cut_short(directory, recorded - lost - self.lost)
         published = {
             op.object: seq in self.identities for seq, op in self.ops if op.kind == "content"
         }
@@ -295,6 +300,7 @@ class Found(JournalState):
             source=self.source,
             withheld=self.withheld,
             removed=frozenset(self.removed),
+            ended=self.ended,
         )
 
     def now_known(self, known: Known, kept: Iterable[Numbered]) -> None:

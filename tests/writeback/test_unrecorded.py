@@ -18,9 +18,10 @@ from monarch.daemon.write_verbs import WrittenVerbs
 from monarch.errors import Refused, Unanswered
 from monarch.telemetry.report import DrainReport
 from monarch.types import Ino
-from monarch.writeback import journal_file
+from monarch.writeback import journal_file, journal_found
 from monarch.writeback.earlier import inspect
 from monarch.writeback.journal_file import JournalFile
+from monarch.writeback.objects import Objects
 from tests.writeback.remounts import Rig, Session
 
 pytestmark = pytest.mark.promise(64, 70, 138)
@@ -323,3 +324,36 @@ async def test_a_file_whose_path_cannot_be_read_is_reported_all_the_same(
             objects.forget_failure(1)
         await trio.sleep(5)
         assert (await waited(session)).drained
+
+
+@pytest.mark.parametrize("is_clean", [True, False])
+async def test_the_end_of_a_mount_checks_no_object_unless_its_daemon_was_killed(
+    rig: Rig,
+    clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    is_clean: bool,
+) -> None:
+    async with rig.mount() as session:
+        await drained_and_open(session)
+        await session.write(b"waits", FIRST, synced=True)
+        if is_clean:
+            await session.end(abandoned=True)
+    found = inspect(rig.directory)
+    looks: list[int] = []
+    status, find = Objects.status, journal_found.object_path
+
+    def looked(objects: Objects, number: int) -> os.stat_result:
+        looks.append(number)
+        return status(objects, number)
+
+    def at(directory: Path, number: int) -> Path:
+        looks.append(number)
+        return find(directory, number)
+
+    monkeypatch.setattr(Objects, "status", looked)
+    monkeypatch.setattr(journal_found, "object_path", at)
+    assert inspect(rig.directory, has_ended=True) == found
+    assert bool(looks) != is_clean
+    # The next mount checks them: the tier may have been restored meanwhile.
+    inspect(rig.directory)
+    assert looks
