@@ -52,6 +52,7 @@ class Entry:
     Of contents: ``was_tried`` says that a staged file of it may exist. ``is_staging``: a task
     stages it at this moment. ``was_ahead``: it was staged ahead of its turn, or that has failed.
     ``staged``: the version of its object whose bytes are in a staged file, which goes to ``place``.
+    ``marked``: the last staged file of it in the journal.
     ``published``: the source has these bytes already, with ``is_grown`` because they were appended
     in place. ``skipped``: its bytes are not brought. ``restaged`` counts how often it was staged
     again because the source has changed.
@@ -76,6 +77,7 @@ class Entry:
     published: bool = False
     skipped: bool = False
     place: Place | None = None
+    marked: Identity | None = None
     restaged: int = 0
     is_held: bool = False
     refusal: str = ""
@@ -116,9 +118,8 @@ class Backlog:
     present failure, whose ``cause`` is as in ``Trouble``. ``lost``: the paths of files whose bytes
     the tier has lost. ``moving_bytes`` of the files under way have reached the source.
     ``conflicts`` counts the conflicts with changes of others, and ``conflict`` is the last one.
-    ``aside`` are the changes that are set aside;
-    ``aside_ops`` counts these and the changes that wait for them. ``only_aside``: ``trouble`` is
-    about a change that is set aside.
+    ``aside`` are the changes that are set aside; ``aside_ops`` counts these and the changes that
+    wait for them. ``only_aside``: ``trouble`` is about a change that is set aside.
     """
 
     ops: int

@@ -73,7 +73,6 @@ class Journal:
         self.token = found.token
         self._next_seq = found.next_seq
         self._done_upto = found.done_upto
-        self._done_beyond = set(found.done_beyond)
         self._aside = set(found.aside)
         # Objects of files that are still needed: those with a content that was synced or published,
         # and those without one, which a power cut may damage.
@@ -226,10 +225,7 @@ class Journal:
         if also := [seq for seq in done if seq > upto]:
             record["also"] = also
         self.file.append(record)
-        is_further, self._done_upto = upto > self._done_upto, upto
-        self._done_beyond.update(also)
-        if self._done_beyond and is_further:
-            self._done_beyond = {seq for seq in self._done_beyond if seq > upto}
+        self._done_upto = upto
         over = [*itertools.takewhile(lambda seq: seq <= upto, self._undone), *also]
         before = len(self._undone)
         contents = {seq: self._undone.pop(seq, 0) for seq in over}
@@ -249,12 +245,13 @@ class Journal:
             self.file.append({"done": self._done_upto, "aside": sorted(aside)})
             self._aside = aside
 
-    def mark_staged(self, *staged: tuple[int, Identity]) -> None:
-        """Record that files of the source are staged and about to get the names of objects.
+    def mark_staged(self, *staged: tuple[int, Identity, int]) -> None:
+        """Record that files of the source are staged and about to get the names of objects. Each
+        comes with the number of an earlier staged file that was removed for it, or 0.
 
         Raises OSError.
         """
-        self.file.append(*(staged_record(number, identity) for number, identity in staged))
+        self.file.append(*(staged_record(*each) for each in staged))
 
     def mark_durable(self, *numbers: int) -> None:
         """Record that objects have been synced since they were recorded. Raises OSError."""

@@ -17,7 +17,8 @@ A record is a line: 16 hex digits of the xxh3-64 of the rest, a blank, JSON, a n
     {"staged"}                  [object, source_ino, size, mtime_ns]: this daemon has staged that
                                 file at the source and is about to give it the object's name; or,
                                 [object, source_ino, -1, length]: it appends to the object's file,
-                                up to that length in bytes
+                                up to that length in bytes. ``instead``: the number of an earlier
+                                staged file, which was removed before it had a name
     {"known", "made", "over", "ours", "new", "present", "given_up", "settled", "set_id", "withheld"}
                                 in a rewritten journal: the state that the changes that it does not
                                 contain any more have left at the source (``Known``), each as a
@@ -143,8 +144,18 @@ def marks(done: Mapping[int, Identity | None]) -> list[list[int]]:
     ]
 
 
-def staged_record(number: int, staged: Identity) -> Record:
-    return {"staged": _staged_list(number, staged)}
+def staged_record(number: int, staged: Identity, instead: int = 0) -> Record:
+    record: Record = {"staged": _staged_list(number, staged)}
+    if instead:
+        record["instead"] = instead
+    return record
+
+
+def staged_besides(staged: frozenset[Identity], instead: int) -> frozenset[Identity]:
+    """``staged`` without the file with the number ``instead``, unless that is 0."""
+    if not instead:
+        return staged
+    return frozenset(it for it in staged if it.source_ino != instead)
 
 
 def _staged_list(number: int, staged: Identity) -> list[int]:

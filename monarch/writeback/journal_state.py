@@ -11,7 +11,14 @@ from typing import Self
 
 from monarch.errors import TierError
 from monarch.types import Identity
-from monarch.writeback.journal_records import VERSION, Record, header, staged_of, staged_record
+from monarch.writeback.journal_records import (
+    VERSION,
+    Record,
+    header,
+    staged_besides,
+    staged_of,
+    staged_record,
+)
 from monarch.writeback.numbers import Numbers
 from monarch.writeback.op import raw
 
@@ -40,7 +47,7 @@ class JournalState:
         self.done_upto = 0
         self.done_beyond: set[int] = set()
         self.aside: set[int] = set()
-        self.staged: dict[int, set[Identity]] = {}
+        self.staged: dict[int, frozenset[Identity]] = {}
         self.removed: set[int] = set()
         # The object of each content that was not published yet, by sequence number.
         self._contents: dict[int, int] = {}
@@ -77,7 +84,9 @@ class JournalState:
             self._add_marks(record)
         elif "staged" in record:
             number, staged = staged_of(*map(int, record["staged"]))
-            self.staged.setdefault(number, set()).add(staged)
+            instead = int(record.get("instead", 0))
+            earlier = self.staged.get(number, frozenset())
+            self.staged[number] = staged_besides(earlier, instead) | {staged}
         elif "known" in record:
             self.knows(record)
         elif "boot" in record:
@@ -102,10 +111,11 @@ class JournalState:
         self.changed(seq, record)
 
     def _add_marks(self, record: Record) -> None:
-        self.done_upto = int(record["done"])
+        before, self.done_upto = self.done_upto, int(record["done"])
         self.aside = set(record.get("aside", self.aside))
         self.done_beyond |= set(record.get("also", ()))
-        if self.done_beyond:
+        # While a change is refused, each mark adds to them and none is passed.
+        if self.done_upto > before:
             self.done_beyond = {seq for seq in self.done_beyond if seq > self.done_upto}
         for seq, size, mtime_ns, ctime_ns, source_ino in record.get("at", ()):
             if number := self._contents.pop(seq, 0):

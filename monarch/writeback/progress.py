@@ -14,6 +14,7 @@ from monarch.writeback.conflicts import OF_DIRECTORIES, PathSet
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.journal import Journal, Replay
+from monarch.writeback.numbers import Numbers
 from monarch.writeback.objects import of_tier
 from monarch.writeback.op import Op, above
 from monarch.writeback.source_state import SourceState
@@ -39,17 +40,19 @@ class Marks:
     def staged(self, lot: Mapping[Entry, Identity]) -> None:
         """Marks that the staged files of contents will get these versions of their objects. After
         a crash this mark shows that they belong to this journal."""
-        marks = []
+        files: dict[Entry, tuple[int, Identity, int]] = {}
         for entry, version in lot.items():
-            assert entry.place is not None
-            file = Identity(version.size, version.mtime_ns, 0, entry.place.source_ino)
-            marks.append((entry.op.object, file))
-        with of_tier():
-            self._journal.mark_staged(*marks)
-        for entry in lot:
-            entry.record = self._journal.file.written
-        for number, file in marks:
-            self._state.note_staged(number, file)
+            place = entry.place
+            assert place is not None
+            file = Identity(version.size, version.mtime_ns, 0, place.source_ino)
+            files[entry] = entry.op.object, file, place.instead
+        # A change that the source refuses is staged again with each try, often as the same file.
+        if new := [each for entry, each in files.items() if each[1] != entry.marked]:
+            with of_tier():
+                self._journal.mark_staged(*new)
+        for entry, each in files.items():
+            entry.record, entry.marked = self._journal.file.written, each[1]
+            self._state.note_staged(*each)
 
     def durable(self, *entries: Entry) -> None:
         """Marks that the objects of these contents are on the disk: without this mark the next
@@ -107,7 +110,9 @@ class Progress:
         self._wakeups = wakeups
         # All changes up to the first number are drained, and these of the later ones.
         self._done_upto = 0
-        self._done_beyond: set[int] = set()
+        self._done_beyond = Numbers()
+        # The greatest of all numbers.
+        self._last_done = 0
 
     def load(self, replay: Replay) -> None:
         """Takes over what an earlier mount has drained. Must be called before all other methods."""
@@ -117,16 +122,19 @@ class Progress:
                 self._done_upto = seq
             elif seq in replay.done:
                 self._done_beyond.add(seq)
+            if seq in replay.done:
+                self._last_done = seq
 
     def note_done(self, seq: int) -> None:
         """Records that a change was made and has left the queue."""
         first = next(self._queue.entries(), None)
         self._done_beyond.add(seq)
+        self._last_done = max(self._last_done, seq)
         # Later changes may have been made while this one was held.
-        upto = first.seq - 1 if first else max(self._done_beyond)
+        upto = first.seq - 1 if first else self._last_done
         self._done_upto = max(self._done_upto, upto)
-        if not self._queue.held:
-            self._done_beyond = {done for done in self._done_beyond if done > self._done_upto}
+        if self._done_upto >= self._last_done:
+            self._done_beyond = Numbers()
 
     def is_done(self, seq: int) -> bool:
         """Whether a change is drained for good, with all that it depends on."""

@@ -51,14 +51,16 @@ class Place:
     so a user who may write that may publish this. ``replace``: a rename on the mount has replaced
     ``target``. ``conflict``: the name belongs to another entry now, so the content is kept beside
     it. ``by`` is the user who made the staged file, None for the daemon; ``source_ino`` is the
-    inode number of the staged file. ``replaced``: the inode numbers of other files whose last name
-    the change has taken.
+    inode number of the staged file. ``instead`` is that of an earlier one, which was removed for
+    it before it had another name; 0 if there was none. ``replaced``: the inode numbers of other
+    files whose last name the change has taken.
     """
 
     kind: PlaceKind = "new"
     target: os.stat_result | None = None
     by: Credentials | None = None
     source_ino: int = 0
+    instead: int = 0
     replaced: set[int] = field(default_factory=set)
 
     def note_replaced(self, status: os.stat_result) -> None:
@@ -117,8 +119,11 @@ class StagedContents:
         def opened(by: Credentials | None) -> int:
             fd, _ = directories.of(op.path, place.by, make=make)
             # A file that an earlier mount has left may belong to another user.
-            with suppress(FileNotFoundError):
-                os.unlink(part, dir_fd=fd)
+            if (earlier := status_at(fd, part)) is not None:
+                with suppress(FileNotFoundError):
+                    os.unlink(part, dir_fd=fd)
+                if earlier.st_nlink == 1:
+                    place.instead = place.instead or earlier.st_ino
             with acting_as(by):
                 return os.open(part, NEW, 0o600, dir_fd=fd)
 

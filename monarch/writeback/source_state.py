@@ -14,6 +14,7 @@ from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.expected import Expected, is_shared, is_time, shared
 from monarch.writeback.history import followed
 from monarch.writeback.journal import Known, Replay
+from monarch.writeback.journal_records import staged_besides
 from monarch.writeback.op import Op
 
 T = TypeVar("T")
@@ -425,9 +426,11 @@ class SourceState:
         self._discarded.update(objects)
         self._given_up.update(op.ino for op in ops if op.kind in _WITHOUT_OBJECT)
 
-    def note_staged(self, number: int, staged: Identity) -> None:
-        """Records that a staged file is in the journal: it may get its name from now on."""
-        self._ours[number] = self._ours.get(number, frozenset()) | {staged}
+    def note_staged(self, number: int, staged: Identity, instead: int = 0) -> None:
+        """Records that a staged file is in the journal: it may get its name from now on. The one
+        with the number ``instead`` was removed before it had a name."""
+        earlier = self._ours.get(number, frozenset())
+        self._ours[number] = staged_besides(earlier, instead) | {staged}
 
     def note_version(self, number: int, version: Identity | None) -> None:
         """Records which version of an object's bytes the source has; None if it may have none."""

@@ -80,3 +80,30 @@ async def test_a_content_that_was_synced_later_has_a_later_record(rig: Rig) -> N
     assert rig.journal.file.written == before
     rig.marks.durable(rig.entry)
     assert rig.entry.record == rig.journal.file.written > before
+
+
+async def test_a_content_that_is_staged_again_and_again_leaves_one_mark(rig: Rig) -> None:
+    """As one that the source refuses for hours: the journal must not grow meanwhile."""
+    rig.entry.place = Place(source_ino=9)
+    rig.marks.staged({rig.entry: VERSION})
+    written = rig.journal.file.written
+    for _ in range(3):
+        rig.entry.place = Place(source_ino=9, instead=9)
+        rig.marks.staged({rig.entry: VERSION})
+    assert rig.journal.file.written == rig.entry.record == written
+    # The source may give each staged file another number.
+    for number in range(10, 20):
+        rig.entry.place = Place(source_ino=number, instead=number - 1)
+        rig.marks.staged({rig.entry: VERSION})
+    last = Identity(5, 50, 0, 19)
+    assert rig.state.unmarked(1) == {last}
+    rig.journal.shorten()
+    records = rig.journal.file.path.read_bytes().splitlines()
+    assert sum(b'"staged"' in record for record in records) == 1
+    # One that may have got its name stays known.
+    rig.entry.place = Place(source_ino=20)
+    rig.marks.staged({rig.entry: VERSION})
+    both = {last, Identity(5, 50, 0, 20)}
+    assert rig.state.unmarked(1) == both
+    rig.journal.close()
+    assert rig.opened().replay().staged == {1: both}

@@ -92,7 +92,7 @@ def test_contents_on_a_full_disk_leave_the_room_for_their_marks(place: Path) -> 
     until_full(lambda: contents.append(journal.append(content)))
     assert len(contents) > 10 and not journal.takes_content()
     for seq in contents:
-        journal.mark_staged((1, Identity(1, seq, 0, 7)))
+        journal.mark_staged((1, Identity(1, seq, 0, 7), 0))
         journal.mark_done({seq: Identity(1, seq, seq, 7)})
     # Only one of them matters now: the shorter journal gives back the room of the others.
     assert journal.is_long

@@ -14,9 +14,11 @@ import trio.testing
 from monarch.posix.credentials import Credentials
 from monarch.types import Identity
 from monarch.writeback import source_writer
+from monarch.writeback.expected import Expected
 from monarch.writeback.op import Op
-from monarch.writeback.source_contents import StagedContents
+from monarch.writeback.source_contents import Place, StagedContents
 from monarch.writeback.source_entries import SourceEntries
+from monarch.writeback.source_publishing import Publishing
 from tests.conftest import require_root
 from tests.writeback.rig import Model, draining
 
@@ -193,3 +195,39 @@ async def test_a_file_of_others_in_the_way_does_not_block_a_later_checkpoint(
     assert (model.source / "weights").read_bytes() == b"2"
     assert (model.source / "x").is_dir() or (model.source / "d").is_symlink()
     assert not (model.source / "theirs/x").exists()
+
+
+@pytest.mark.finding("W11")
+@pytest.mark.promise(139, 146)
+async def test_the_journal_does_not_grow_while_a_content_is_refused(
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_place, numbers = StagedContents.open_place, set[int]()
+
+    def opened(
+        self: StagedContents, op: Op, place: Place, expected: Expected, *, make: bool
+    ) -> int:
+        fd = open_place(self, op, place, expected, make=make)
+        numbers.add(place.source_ino)
+        return fd
+
+    def refused(self: Publishing, directories: Any, op: Op, *args: Any, **more: Any) -> Identity:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(StagedContents, "open_place", opened)
+    with monkeypatch.context() as patched:
+        patched.setattr(Publishing, "publish", refused)
+        async with draining(model) as drain:
+            written = model.write(b"x", b"1")
+            await until(lambda: drain.queue.refused > 20)
+            size, file = model.journal.file.position, model.journal.file
+            numbers.clear()
+            await until(lambda: drain.queue.refused > 200)
+            # The source may have given each staged file another number.
+            assert file.position - size <= 256 * len(numbers)
+            model.journal.shorten()
+            records = file.path.read_bytes().splitlines()
+            assert sum(b'"staged"' in record for record in records) == 1
+            patched.undo()
+            await until(lambda: drain.progress.has_all(written))
+    model.check_all_is_there()

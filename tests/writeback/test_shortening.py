@@ -527,7 +527,7 @@ def test_a_journal_of_which_nearly_all_matters_is_read_once_and_stays(
 
     # Marks of tries that have failed can be left out, also where all changes matter.
     for _ in range(10):
-        journal.mark_staged(*((number, ID) for number in range(1, files + 1)))
+        journal.mark_staged(*((number, ID, 0) for number in range(1, files + 1)))
     assert shorten() > 2
     assert journal.file.position < 1.1 * len(before)
 
@@ -550,7 +550,7 @@ def peak_of_shortening(directory: Path, files: int) -> int:
     for number in range(1, files + 1):
         path = b"run/sample-%07d.bin" % number
         made = journal.append(Op(kind="create", path=path, object=number))
-        journal.mark_staged((number, ID))
+        journal.mark_staged((number, ID, 0))
         journal.mark_done({made: None, journal.append(content(path, number)): ID})
         journal.mark_done({journal.append(Op(kind="gone", object=number)): None})
     # Something may be left out, so the journal is rewritten.
