@@ -176,6 +176,7 @@ class Handlers:
         return linked
 
     async def unlink(self, parent: Ino, name: bytes, by: Credentials) -> None:
+        await self.writing.gate.require_room_to_remove()
         self.writing.operations.unlink(parent, name, by=by)
         self._serve_attributes(parent)
 
@@ -183,6 +184,7 @@ class Handlers:
         others, ino = self._filesystem.others, self.names.lookup(parent, name)
         if others is not None and ino is not None:
             await others.listed(ino)
+        await self.writing.gate.require_room_to_remove()
         self.writing.operations.rmdir(parent, name, by=by)
         self._serve_attributes(parent)
 

@@ -44,8 +44,9 @@ __all__ = ["Journal", "Known", "Op", "Replay", "read_replay"]
 
 log = logging.getLogger(__name__)
 
-# The largest record of one change.
+# The largest record of one change, and of a removal.
 _LONGEST_CHANGE = 128 * KiB
+_LONGEST_REMOVAL = 32 * KiB
 # The room that is kept on a full disk for the marks of each change, in bytes.
 _MARKS = 1 * KiB
 # The most room for marks: the first drained objects give room for those of the others.
@@ -173,6 +174,13 @@ class Journal:
     def takes_content(self) -> bool:
         """Whether a content may be recorded, so that room is left for the marks of all changes."""
         return self.file.has_left(_LONGEST_CHANGE + self._for_marks())
+
+    def takes_removal(self) -> bool:
+        """Whether a removal may be recorded. Half of the room that is kept for a full disk is left
+        to the marks, with which the drain makes more room."""
+        if self.has_room():
+            return True
+        return self.file.has_left(_LONGEST_REMOVAL + min(self._for_marks(), self.file.kept // 2))
 
     def _for_marks(self) -> int:
         """The room for the marks, and for a short journal that gives back the room of this one."""

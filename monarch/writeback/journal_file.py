@@ -62,7 +62,11 @@ class JournalFile:
         self.synced_bytes = 0
         self._said = 0
         self._room = 0
-        self._scarce = _share(os.fstatvfs(fd), _SCARCE_SHARE, _SCARCE_BYTES)
+        # Whether a quota was reached when room was allocated last: ``statvfs`` does not show it.
+        self._is_at_quota = False
+        disk = os.fstatvfs(fd)
+        self._scarce = _share(disk, _SCARCE_SHARE, _SCARCE_BYTES)
+        self._reserve_bytes = _share(disk, _RESERVE_SHARE, _RESERVE_BYTES)
         self._reserve = Reserve(path.parent)
         self.written = 1
         self.synced = 0
@@ -80,6 +84,11 @@ class JournalFile:
         except BaseException:
             os.close(fd)
             raise
+
+    @property
+    def kept(self) -> int:
+        """The room in bytes that is kept for a full disk: allocated ahead, and in the reserve."""
+        return self._scarce + self._reserve_bytes
 
     @property
     def failed(self) -> str:
@@ -147,13 +156,14 @@ class JournalFile:
             return self._want_room(count) or self._left() >= count
 
     def _left(self) -> int:
-        """The number of bytes that may still be appended."""
+        """The number of bytes that may still be appended, after ``_want_room`` has refused."""
         try:
             disk, status = os.fstatvfs(self.fd), os.fstat(self.fd)
         except OSError:
             return 0
         allocated = max(0, status.st_blocks * _BLOCK - self.position)
-        return allocated + disk.f_bavail * disk.f_frsize + self._reserve.held
+        available = 0 if self._is_at_quota else disk.f_bavail * disk.f_frsize
+        return allocated + available + self._reserve.held
 
     def _want_room(self, count: int) -> bool:
         wanted = count + self._scarce
@@ -175,10 +185,11 @@ class JournalFile:
 
     def _allocated(self, size: int) -> bool:
         offset, length = ctypes.c_longlong(self.position), ctypes.c_longlong(size)
-        if _LIBC.fallocate(self.fd, _FALLOC_FL_KEEP_SIZE, offset, length) == 0:
-            return True
+        failed = _LIBC.fallocate(self.fd, _FALLOC_FL_KEEP_SIZE, offset, length)
+        number = ctypes.get_errno() if failed else 0
+        self._is_at_quota = number == errno.EDQUOT
         # Not every file system supports it.
-        return ctypes.get_errno() not in _FULL
+        return number not in _FULL
 
     def free_ahead(self) -> None:
         """Frees the room that is allocated ahead, for a file that replaces this one. Raises

@@ -134,6 +134,15 @@ class Recorder:
         """Whether the journal takes another change."""
         return not self._delayed and self._journal.has_room()
 
+    def takes_removal(self) -> bool:
+        """Whether the journal takes a removal, and then the marks of the drain."""
+        return not self._delayed and self._journal.takes_removal()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the drain makes changes, which then need no room for their marks any more."""
+        return len(self._drain.queue) > 0 and self._drain.stopped is None
+
     async def sync(self) -> None:
         """Make the changes so far safe. Raises Refused."""
         await self._objects.run_sync(self._journal.sync)

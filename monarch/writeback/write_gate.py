@@ -52,6 +52,9 @@ _JOURNAL_BYTES = 2 * MiB
 # How long ``make`` waits for the disk to show released room, and between two checks, in seconds.
 _PATIENCE_S = 2.0
 _STEP_S = 0.02
+# How long a removal waits for room in the journal while the drain makes changes, in seconds: in
+# this time the journal is shortened as well.
+_PATIENCE_TO_REMOVE_S = 30.0
 # The number of copies that are evicted between two turns of the event loop.
 _STRIDE = 64
 
@@ -206,12 +209,44 @@ class WriteGate:
         """Before a change that takes room of the journal's disk; ENOSPC if there is none."""
         if self._recorder.has_room():
             return
-        if await self._space.make(OBJECT_BYTES):
-            self._recorder.note_delayed()
-            if self._recorder.has_room():
-                return
+        # What a quota leaves is not known: the room comes when the released objects are removed.
+        is_released = await self._space.make(OBJECT_BYTES)
+        if is_released and await self._comes(self._recorder.has_room, lambda: _PATIENCE_S):
+            return
         self._objects.count_failure(errno.ENOSPC)
         raise Refused(errno.ENOSPC)
+
+    async def require_room_to_remove(self) -> None:
+        """Before a removal. While the journal has only the room for the marks of the drain, it
+        waits for the objects of removed files to leave, and for the drain: its changes need no more
+        marks, and their records may leave the journal. ENOSPC if that takes too long."""
+        if self._recorder.takes_removal():
+            return
+        self.require_journal()
+
+        def has_made_room() -> bool:
+            with suppress(Refused):
+                self._unlinked.forget_objects()
+            return self._recorder.takes_removal()
+
+        await self._space.make(OBJECT_BYTES)
+        if not await self._comes(has_made_room, self._patience_to_remove_s):
+            self._objects.count_failure(errno.ENOSPC)
+            raise Refused(errno.ENOSPC)
+
+    def _patience_to_remove_s(self) -> float:
+        return _PATIENCE_TO_REMOVE_S if self._recorder.is_draining else _PATIENCE_S
+
+    async def _comes(self, holds: Callable[[], bool], patience_s: Callable[[], float]) -> bool:
+        """Waits until ``holds`` returns true, up to ``patience_s``; returns whether it has."""
+        begun_s = trio.current_time()
+        while True:
+            self._recorder.note_delayed()
+            if holds():
+                return True
+            if trio.current_time() - begun_s >= patience_s():
+                return False
+            await trio.sleep(_STEP_S)
 
     @property
     def names_held(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 import trio.testing
 
+from monarch.errors import Refused
 from monarch.types import Identity
+from monarch.writeback import journal_file
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.journal_file import Reserve
 from monarch.writeback.source_writer import SourceWriter
@@ -224,3 +227,105 @@ async def _fill_block(session: Session, slack: int) -> None:
             await recorded(1 + (left - shortest) // 4)
         else:
             name += b"x"
+
+
+class QuotaReached:
+    """The C library of a process whose quota is reached, which ``statvfs`` does not show."""
+
+    def fallocate(self, *_: object) -> int:
+        ctypes.set_errno(errno.EDQUOT)
+        return -1
+
+
+@pytest.mark.promise(138)
+def test_a_quota_that_is_reached_is_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal.open(tmp_path / "absorbed", source=b"/source")
+    Reserve(journal.file.path.parent).make()
+    assert journal.has_room() and journal.takes_content()
+    content = Op(kind="content", path=b"a", object=1, size=1, xattrs={b"user.x": bytes(10_000)})
+    with monkeypatch.context() as patched:
+        patched.setattr(journal_file, "_LIBC", QuotaReached())
+        # Nothing is allocated ahead: what the reserve holds is all that may be left.
+        journal.file.free_ahead()
+        assert not journal.has_room()
+        left = journal.file._left()
+        assert 0 < left <= journal.file._reserve.held + BLOCK
+        journal.file._reserve.give_up()
+        assert not journal.takes_content() and not journal.takes_removal()
+        with pytest.raises(OSError, match="No space"):
+            journal.append(content)
+        # A mark, and a change that the drain waits for, take the last room.
+        journal.append(content, is_due=True)
+    assert journal.has_room()
+    journal.append(content)
+    journal.close()
+
+
+@pytest.mark.promise(138)
+async def test_undrained_files_can_all_be_removed_from_a_full_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    """Each removal takes room of the journal, and gives more when the object leaves."""
+    require_root()
+    files = 1200
+    with disks.in_memory(tmp_path / "disk", 16) as disk:
+        rig = Rig(tmp_path / "rig", monkeypatch, disk=disk)
+        async with rig.mount() as session:
+            with monkeypatch.context() as patched:
+                patched.setattr(SourceWriter, "carry_out", _refused)
+                await session.mkdir(b"d")
+                for number in range(files):
+                    await session.write(b"d/%0200d" % number, bytes(BLOCK))
+                session.write_back.place.journal.file.free_ahead()
+                rig.fill(is_full=True)
+                for number in range(files):
+                    await session.front.gate.require_room_to_remove()
+                    session.unlink(b"d/%0200d" % number)
+                    assert session.front.recorder.has_recorded_all
+            with trio.fail_after(600):
+                await session.drained()
+                await session.end()
+        assert _names(rig) == ["d"] and not os.listdir(rig.source / "d")
+
+
+@pytest.mark.promise(138)
+async def test_a_removal_without_room_fails_while_the_source_accepts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    """It fails before the tree has changed, and the drain continues when the source is back."""
+    require_root()
+    files = 2000
+    with disks.in_memory(tmp_path / "disk", 16) as disk:
+        rig = Rig(tmp_path / "rig", monkeypatch, disk=disk)
+        for number in range(files):
+            (rig.source / f"{number:0100}").touch()
+        async with rig.mount() as session:
+            gate, removed = session.front.gate, 0
+
+            async def remove_all() -> None:
+                nonlocal removed
+                while removed < files:
+                    await gate.require_room_to_remove()
+                    session.unlink(b"%0100d" % removed)
+                    removed += 1
+
+            with monkeypatch.context() as patched:
+                patched.setattr(SourceWriter, "carry_out", _refused)
+                await session.write(b"waits", b"bytes")
+                session.write_back.place.journal.file.free_ahead()
+                rig.fill(is_full=True)
+                with pytest.raises(Refused) as refused:
+                    await remove_all()
+            assert refused.value.errno == errno.ENOSPC and 0 < removed < files
+            assert len(session.shown()) == files - removed + 1
+            with trio.fail_after(600):
+                await session.drained()
+                await gate.require_room_to_remove()
+                await session.end()
+        assert len(_names(rig)) == files - removed + 1
+
+
+def _names(rig: Rig) -> list[str]:
+    return [name for name in os.listdir(rig.source) if not name.startswith(".monarch-")]
