@@ -8,17 +8,16 @@ Monarch and in any other directory. Where a mount says so, their copies are read
 
 from __future__ import annotations
 
-import _thread
 import errno
 import importlib
 import os
-import queue
 import stat
 import struct
 import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any, Union
 
@@ -27,6 +26,7 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 from monarch.datasets.copies import Copies
+from monarch.posix.workers import Workers
 from monarch.text import KiB
 
 Name = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
@@ -263,63 +263,22 @@ def _read_in_python(
 ) -> Found:
     """As ``read_many`` of _many.c, in threads of the interpreter, without copies and gaps."""
     places = np.zeros((len(names), 2), np.int64)
-    contents = _contents(directory, [os.fsencode(name) for name in names], most)
-    used = needed = 0
-    for place, content in zip(places, contents, strict=True):
-        if isinstance(content, Exception):
-            raise content
-        if isinstance(content, int):
-            place[:] = _FAILED, content
-            continue
-        size = len(content)
-        needed += size
-        if used + size > len(buffer):
-            place[:] = _NO_ROOM, size
-            continue
-        buffer[used : used + size] = content
-        place[:] = used, size
-        used += size
+    with Workers[bytes | int](most) as workers:
+        contents = workers.map(partial(_content, directory), map(os.fsencode, names))
+        used = needed = 0
+        for place, content in zip(places, contents, strict=True):
+            if isinstance(content, int):
+                place[:] = _FAILED, content
+                continue
+            size = len(content)
+            needed += size
+            if used + size > len(buffer):
+                place[:] = _NO_ROOM, size
+                continue
+            buffer[used : used + size] = content
+            place[:] = used, size
+            used += size
     return places.tobytes(), needed, int(np.count_nonzero(places[:, 0] < 0))
-
-
-def _contents(directory: int, names: list[bytes], most: int) -> list[bytes | int | Exception]:
-    """What ``_content`` returns or raises for each of ``names``, in ``most`` threads.
-
-    A signal handler may raise in any line of this thread. An exception inside the locks of
-    ``threading`` or ``concurrent.futures`` leaves them locked for ever, so that the threads never
-    end; a deque and a SimpleQueue are changed by one call of C each.
-    """
-    waiting = deque(enumerate(names))
-    contents: list[bytes | int | Exception] = [errno.EIO] * len(names)
-    begun: deque[None] = deque()
-    over: deque[None] = deque()
-    ends: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def work() -> None:
-        begun.append(None)
-        while waiting:
-            try:
-                index, name = waiting.popleft()
-            except IndexError:
-                break
-            try:
-                contents[index] = _content(directory, name)
-            except Exception as error:
-                contents[index] = error
-        over.append(None)
-        ends.put(None)
-
-    try:
-        for _ in range(most):
-            _thread.start_new_thread(work, ())
-        while len(over) < most:
-            ends.get()
-    finally:
-        waiting.clear()
-        # A thread that begins later finds no name, and does not use the directory.
-        while len(over) < len(begun):
-            ends.get()
-    return contents
 
 
 def _content(directory: int, name: bytes) -> bytes | int:

@@ -12,7 +12,6 @@ import random
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,12 +22,13 @@ import numpy.typing as npt
 from monarch.config.write_patterns import is_staged
 from monarch.namespace.build import open_source, paced
 from monarch.namespace.look import pack_record
-from monarch.namespace.scan import Scan, joined
+from monarch.namespace.scan import CALL_WAIT_S, Scan, joined
 from monarch.namespace.schema import ACL_SHIFT, ALIAS, RECORD, RECORD_STRUCT, UNREADABLE
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix import acl
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import lstat_beneath, open_beneath
+from monarch.posix.workers import Workers
 from monarch.types import ROOT_INO, Ino, Progress
 
 Kind = Literal["missing", "new", "changed-size", "changed-mtime", "changed"]
@@ -143,8 +143,8 @@ def _verify_sample(
     ]
     report = paced(progress)
     found: dict[bytes, Difference] = {}
-    with ThreadPoolExecutor(max(1, jobs), thread_name_prefix="monarch-verify") as pool:
-        for done, differences in enumerate(pool.map(lambda task: task(), work), 1):
+    with Workers[list[Difference]](max(1, jobs), wait_s=CALL_WAIT_S) as workers:
+        for done, differences in enumerate(workers.map(lambda look: look(), work), 1):
             found.update((difference.path, difference) for difference in differences)
             report(done, len(work), "looks")
     if progress is not None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.errors import SnapshotError
 from monarch.namespace.build import open_source, require_outside, write
 from monarch.namespace.compare import diff
-from monarch.namespace.scan import Scan, printable
+from monarch.namespace.scan import CALL_WAIT_S, Scan, printable
 from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix import failpoints
 from monarch.posix.openat2 import lstat_beneath
 from monarch.posix.thread_pool import batches
+from monarch.posix.workers import Workers
 from monarch.types import Ino, Progress, kept_ns
 
 # Directories that one thread checks at a time. A smaller tree needs no thread.
@@ -64,8 +64,8 @@ def directories_changed(
         directories = batches(snapshot.directories(), _BATCH)
         if (first := differs(next(directories))) is not False:
             return first
-        with ThreadPoolExecutor(jobs) as threads:
-            answers = set(threads.map(differs, directories))
+        with Workers[bool | None](jobs, wait_s=CALL_WAIT_S) as workers:
+            answers = set(workers.map(differs, directories))
     return True if True in answers else None if None in answers else False
 
 

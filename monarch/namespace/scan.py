@@ -18,7 +18,6 @@ import queue
 import resource
 import stat
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -35,6 +34,7 @@ from monarch.posix import acl
 from monarch.posix.acl import NO_ACLS, Acls
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
+from monarch.posix.workers import Threads
 from monarch.text import escape_text
 from monarch.types import ROOT_INO, Ino
 
@@ -61,7 +61,8 @@ _NAMES_AHEAD = 250_000
 # more within the same tick of the source's clock, after it was listed.
 _RACY_NS = 2_000_000_000
 
-_JOIN_SECONDS = 2.0
+# Threads whose calls to the source hang are waited for this long at the end, in seconds.
+CALL_WAIT_S = 2.0
 
 _VANISHED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
 _UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EIO})
@@ -143,7 +144,7 @@ class Scan:
         self._held_names = 0
         self._tasks: queue.SimpleQueue[tuple[_Directory, int | None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Done | BaseException] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads = Threads()
         self._stopping = False
         # Entries that were taken from the previous snapshot without a call, and directories that
         # were not listed, since they have not changed.
@@ -158,14 +159,9 @@ class Scan:
 
     def __exit__(self, *_exc: object) -> None:
         self._stopping = True
-        for _ in self._threads:
+        for _ in range(self._threads.count):
             self._tasks.put(None)
-        # A thread in a call to a hung source cannot be ended. It is a daemon thread, so it
-        # does not hold up the end of the program either.
-        deadline = time.monotonic() + _JOIN_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if not any(thread.is_alive() for thread in self._threads):
+        if self._threads.wait(CALL_WAIT_S):
             for directory in self._window:
                 self._close(directory)
 
@@ -211,7 +207,7 @@ class Scan:
 
     def _admit(self) -> None:
         """Queues the listing of directories whose turn comes soon."""
-        ahead = _DIRECTORIES_AHEAD_PER_JOB * self._jobs if self._threads else 1
+        ahead = _DIRECTORIES_AHEAD_PER_JOB * self._jobs if self._threads.count else 1
         while (
             self._frontier
             and len(self._window) < ahead
@@ -223,7 +219,7 @@ class Scan:
 
     def _advance(self) -> None:
         """Does one piece of work, or waits until a thread has done one."""
-        if self._threads:
+        if self._threads.count:
             done = self._done.get()
             if isinstance(done, BaseException):
                 raise done
@@ -264,13 +260,11 @@ class Scan:
         mean = self._recent_seconds / self._recent_calls
         self._recent_calls //= 2
         self._recent_seconds /= 2
-        if not self._threads and not _is_waiting(mean, done):
+        if not self._threads.count and not _is_waiting(mean, done):
             return
         wanted = min(self._jobs, max(2, int(mean / _SECONDS_PER_THREAD)))
-        while len(self._threads) < wanted:
-            thread = threading.Thread(target=self._work, name="monarch-scan", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        while self._threads.count < wanted:
+            self._threads.start(self._work)
 
     def _work(self) -> None:
         while True:
@@ -330,7 +324,7 @@ class Scan:
             raise _source_error(directory.path, error) from error
         if not names:
             return nothing
-        if self._threads:
+        if self._threads.count:
             step = _SLICE_SHARED
         else:
             step = _SLICE_ALONE if self._calls > _CALLS_UNTIL_KNOWN else _SLICE_FIRST

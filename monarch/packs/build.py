@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +42,7 @@ from monarch.packs.reading import PIECE, Unread, copy_files, copy_large
 from monarch.packs.tree import Failure, list_tree
 from monarch.posix.failpoints import failpoint
 from monarch.posix.files import closing_fd
+from monarch.posix.workers import Workers
 from monarch.text import escape_text
 from monarch.types import Progress
 
@@ -255,25 +257,24 @@ class _Build:
         """Reads all that is missing. Raises PackError if it cannot be written."""
         self._progress(self._kept_bytes, self._total, "packing")
         tasks = self._tasks(planned)
-        pending: set[Future[None]] = set()
-        with ThreadPoolExecutor(self._jobs, "pack") as pool:
-            try:
-                while True:
-                    while len(pending) < 2 * self._jobs and (task := next(tasks, None)):
-                        pending.add(pool.submit(self._carry_out, task))
-                    if not pending:
-                        return
-                    done, pending = wait(pending, _TURN_S, FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-                    self._progress(self._kept_bytes + self._bytes_read, self._total, "packing")
-            except OSError as error:
-                raise self._output.failed(error) from error
-            finally:
-                self._stopped = True
-                pool.shutdown(cancel_futures=True)
-                for work in self._open:
-                    self._output.discard(work.name, work.fd)
+        try:
+            with Workers[None](self._jobs) as workers:
+                try:
+                    while True:
+                        while workers.pending < 2 * self._jobs and (task := next(tasks, None)):
+                            workers.put(self._carry_out, task)
+                        if not workers.pending:
+                            return
+                        with suppress(queue.Empty):
+                            workers.take(_TURN_S)
+                        self._progress(self._kept_bytes + self._bytes_read, self._total, "packing")
+                finally:
+                    self._stopped = True
+        except OSError as error:
+            raise self._output.failed(error) from error
+        finally:
+            for work in self._open:
+                self._output.discard(work.name, work.fd)
 
     def _tasks(self, planned: Plan) -> Iterator[_Task]:
         """All that is to be read. Opens a work when its first task is due. Raises OSError."""

@@ -10,13 +10,13 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from monarch.packs.format import Entry, encode_xattrs, is_kept_xattr
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
+from monarch.posix.workers import Workers
 from monarch.types import kept_ns
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
@@ -78,25 +78,18 @@ def list_tree(root: int, *, jobs: int, on_entries: Callable[[int], None]) -> Tre
     Raises OSError if the root itself cannot be read."""
     tree = Tree()
     tree.entries.append(_entry(root, b"", b"."))
-    with ThreadPoolExecutor(jobs, "list") as pool:
-        pending: set[Future[_Piece]] = {pool.submit(_list, root, b"")}
-        try:
-            while pending:
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    piece = future.result()
-                    tree.entries += piece.listed
-                    tree.failures += piece.failures
-                    pending |= {pool.submit(_slice, root, *each) for each in piece.slices}
-                    pending |= {
-                        pool.submit(_list, root, listed.entry.path)
-                        for listed in piece.listed
-                        if stat.S_ISDIR(listed.entry.mode)
-                    }
-                on_entries(len(tree.entries))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with Workers[_Piece](jobs) as workers:
+        workers.put(_list, root, b"")
+        while workers.pending:
+            piece = workers.take()
+            tree.entries += piece.listed
+            tree.failures += piece.failures
+            for each in piece.slices:
+                workers.put(_slice, root, *each)
+            for listed in piece.listed:
+                if stat.S_ISDIR(listed.entry.mode):
+                    workers.put(_list, root, listed.entry.path)
+            on_entries(len(tree.entries))
     return tree
 
 

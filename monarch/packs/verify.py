@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from monarch.packs.pack import Pack, PackSummary, chunk_name, large_name
 from monarch.packs.rebuild import Damage, Tables, read_tables
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
+from monarch.posix.workers import Workers
 from monarch.text import MiB, escape_text
 from monarch.types import Progress
 
@@ -70,21 +72,18 @@ class _Run:
         """Compares the bytes of all files with their digests."""
         total = sum(entry.size for entry in self._tables.entries if not _is_further(entry))
         work = self._work()
-        pending: set[Future[None]] = set()
-        with ThreadPoolExecutor(jobs, "verify") as pool:
+        with Workers[None](jobs) as workers:
             try:
                 while True:
-                    while len(pending) < 2 * jobs and (each := next(work, None)):
-                        pending.add(pool.submit(self._read_file, *each))
-                    if not pending:
+                    while workers.pending < 2 * jobs and (each := next(work, None)):
+                        workers.put(self._read_file, *each)
+                    if not workers.pending:
                         return
-                    done, pending = wait(pending, _TURN_S, FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
+                    with suppress(queue.Empty):
+                        workers.take(_TURN_S)
                     self._progress(self._bytes, total, "verifying")
             finally:
                 self._stopped = True
-                pool.shutdown(cancel_futures=True)
 
     def _work(self) -> Iterator[tuple[bytes, list[Entry]]]:
         """Each file of the pack, with the entries whose bytes are in it."""

@@ -1,0 +1,53 @@
+"""Exceptions as a signal handler raises them: between any two lines of the thread of a test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, ModuleType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupted(BaseException):
+    """What the handler raises."""
+
+
+@contextmanager
+def raised_in_line(number: int, modules: tuple[ModuleType, ...]) -> Iterator[None]:
+    """Raises Interrupted in this thread before the line ``number`` of ``modules`` that it runs in
+    this block, counted from 0."""
+    files = {module.__file__ for module in modules}
+    left = number
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            left -= 1
+            if left == -1:
+                raise Interrupted
+        return trace
+
+    earlier = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(earlier)
+
+
+def interrupted_in_each_line(call: Callable[[], T], *modules: ModuleType) -> tuple[T, int]:
+    """Calls ``call`` again and again, and raises Interrupted in the first line of ``modules`` that
+    it runs, then in the second one, and so on. Returns the result of the call that ran to its end,
+    and the number of calls before it."""
+    number = 0
+    while True:
+        try:
+            with raised_in_line(number, modules):
+                return call(), number
+        except Interrupted:
+            number += 1
