@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -439,24 +440,32 @@ class Checkpointer:
             self._give_back(buffer)
             raise
         self._age = 0
-        self._copied.clear()
-        work, name = (capture, checkpoint, buffer), f"checkpoint-{checkpoint.step}"
-        thread = threading.Thread(target=self._in_background, args=work, name=name)
-        with self._changed:
-            self._interval.begun(late=self._late)
-            self._threads.add(thread)
-        self._late = False
+        work = deque([(capture, checkpoint, buffer)])
+        name = f"checkpoint-{checkpoint.step}"
+        thread = threading.Thread(target=self._in_background, args=(work,), name=name)
         try:
+            self._copied.clear()
+            with self._changed:
+                self._interval.begun(late=self._late)
+                self._threads.add(thread)
+            self._late = False
             thread.start()
         except BaseException:
-            # No thread could be started: a limit of threads or of memory is reached.
-            with self._changed:
-                self._threads.discard(thread)
-            self._copied.set()
-            self._give_back(buffer)
+            # A limit of threads or of memory is reached, or a signal handler has raised, perhaps
+            # after the start: then the thread has the work, or finds none.
+            with contextlib.suppress(IndexError):
+                work.pop()
+                with self._changed:
+                    self._threads.discard(thread)
+                self._copied.set()
+                self._give_back(buffer)
             raise
 
-    def _in_background(self, capture: Capture, checkpoint: Checkpoint, buffer: Octets) -> None:
+    def _in_background(self, work: deque[tuple[Capture, Checkpoint, Octets]]) -> None:
+        try:
+            capture, checkpoint, buffer = work.pop()
+        except IndexError:
+            return
         try:
             began_s = time.monotonic()
             try:

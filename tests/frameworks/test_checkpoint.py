@@ -120,6 +120,29 @@ def test_training_continues_while_a_checkpoint_is_written_and_no_second_one_is_b
     assert steps(tmp_path) == [late, 2]
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interrupt_while_a_thread_is_started_leaves_one_user_of_each_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """In a notebook the training may continue."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if moment == "after":
+            start(thread)
+        raise KeyboardInterrupt
+
+    state = {"w": np.zeros(10)}
+    with Checkpointer(tmp_path, every=1, max_in_flight=2, keep_last=9) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                update(checkpointer, state)
+        checkpointer.save(state)
+    assert len({id(buffer) for buffer in checkpointer._buffers}) == len(checkpointer._buffers) == 2
+    assert steps(tmp_path) == ([1, 1] if moment == "after" else [1])
+
+
 def test_as_many_are_in_flight_as_were_asked_for(tmp_path: Path, storage: Slow) -> None:
     state = {"w": np.zeros(10)}
     with Checkpointer(tmp_path, every=1, max_in_flight=3, keep_last=9) as checkpointer:
