@@ -7,8 +7,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 
-from monarch.posix.bounded_calls import wait_for_threads
+import pytest
+
+from monarch.posix import bounded_calls
+from monarch.posix.bounded_calls import call_within, wait_for_threads
 
 # In a process of its own: pytest may have threads.
 _AFTER_CALLS = """
@@ -35,6 +40,31 @@ def test_a_thread_that_hangs_is_not_waited_for_without_end() -> None:
     finally:
         released.set()
         thread.join()
+
+
+def test_a_process_that_was_stopped_during_a_call_waits_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time is over when it continues, and its thread has not run either."""
+    may_end = threading.Event()
+
+    class Stopped:
+        def __init__(self) -> None:
+            self._turn = threading.Lock()
+            self._waits = 0
+            self.release = self._turn.release
+
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            if not blocking:
+                return self._turn.acquire(blocking)
+            self._waits += 1
+            if self._waits == 1:
+                return False
+            may_end.set()
+            return self._turn.acquire(timeout=timeout)
+
+    monkeypatch.setattr(bounded_calls, "threading", SimpleNamespace(Lock=Stopped, Thread=Thread))
+    assert call_within(600.0, may_end.wait, 60)
 
 
 def test_a_mount_waits_for_threads_before_its_daemon_is_forked() -> None:

@@ -17,6 +17,9 @@ from monarch.errors import Unanswered
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
+# A call is waited for in so many parts. The time in which this process was stopped, and with it the
+# thread of the call, counts as one part.
+_PARTS = 8
 # A file system that does not answer for a path in this time counts as hung, in seconds.
 PATIENCE_S = 2.0
 
@@ -57,7 +60,10 @@ class BoundedCalls:
             raise Unanswered
         results: list[outcome.Outcome[T]] = []
         self._calls.put(lambda: results.append(outcome.capture(function, *args)))
-        if not turn.acquire(timeout=self._wait_s):
+        for _ in range(_PARTS):
+            if turn.acquire(timeout=self._wait_s / _PARTS):
+                break
+        else:
             raise Unanswered
         turn.release()
         return results[0].unwrap()
