@@ -93,9 +93,16 @@ class _Worker:
             # The process would write what is buffered, too.
             sys.stdout.flush()
             sys.stderr.flush()
-            pid = os.fork()
-            if not pid:
-                _run(task, parent, self.channel, theirs)
+            job = os.getpid()
+            try:
+                pid = os.fork()
+                if not pid:
+                    _run(task, parent, self.channel, theirs)
+            except BaseException:
+                # Ctrl-C interrupts the new process, too: it must not continue the training.
+                if os.getpid() != job:
+                    os._exit(0)
+                raise
         # A number alone may be that of another process, if the job has waited for its children.
         self._pidfd = os.pidfd_open(pid)
 

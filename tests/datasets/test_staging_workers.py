@@ -233,6 +233,28 @@ def test_a_worker_that_has_ended_does_not_stay_a_zombie(directory: Path, log: Lo
         assert not Path(f"/proc/{first}").exists()
 
 
+def test_an_interrupt_in_the_first_moment_of_a_worker_stays_there(
+    directory: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, fork, forks = os.getpid(), os.fork, list[int]()
+
+    def interrupted() -> int:
+        forks.append(fork())
+        if forks == [0]:
+            raise KeyboardInterrupt
+        return forks[-1]
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    try:
+        with area(directory) as made:
+            assert list(batches(made, log)) == list(range(COUNT))
+    finally:
+        if os.getpid() != job:
+            (directory.parent / "escaped").touch()
+            os._exit(1)
+    assert len(forks) == 2 and not (directory.parent / "escaped").exists()
+
+
 def test_a_worker_that_ends_late_does_not_stay_a_zombie(
     directory: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
