@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from monarch.cli.screen import Column, bar, fields, paragraph, shortened, table
 from monarch.control.registry import MountRecord, SeenMount
 from monarch.telemetry.foresight_report import StreamReport
 from monarch.telemetry.report import QuotaReport, StatusReport
+from tests.equipment.waiting import readable
 from tests.reports import a_report
 
 LONG = "/lustre/scratch/group/project/imagenet-1k/original"
@@ -163,7 +163,7 @@ def test_watching_into_a_pipe_prints_anew_and_ends_with_its_reader(tmp_path: Pat
         assert watcher.stdout is not None and watcher.stderr is not None
         text = b""
         while b"no Monarch mounts" not in text and b"mount point" not in text:
-            assert select.select([watcher.stdout], [], [], 30)[0], "it prints at once"
+            assert readable(watcher.stdout, within_s=30), "it prints at once"
             text += os.read(watcher.stdout.fileno(), 4096)
         watcher.stdout.close()
         assert watcher.wait(30) == 0

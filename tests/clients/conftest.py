@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import pytest
 
 from tests.conftest import MonarchCommand, Mounted
 from tests.equipment.inotify import OpenCounter
+from tests.equipment.waiting import readable
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs")
@@ -85,7 +85,7 @@ class Client:
 
     def finish(self) -> dict[str, str]:
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
+        if not readable(self._process.stdout, within_s=ANSWER_S):
             pytest.fail(self._trouble(f"did not answer in {ANSWER_S:.0f} s"))
         line = self._process.stdout.readline()
         if not line:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 
 def becomes_true(
@@ -21,3 +23,16 @@ def becomes_true(
 def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
     """Fail the test if the condition, which ``what`` names, does not come true."""
     assert becomes_true(holds, timeout_s=timeout_s), f"not within {timeout_s:.0f} s: {what}"
+
+
+class HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+def readable(*files: int | HasDescriptor, within_s: float) -> list[int]:
+    """Waits until one of ``files`` can be read or has ended; the descriptors of those. Unlike with
+    ``select``, these may be above 1,024, as in a process with many tests."""
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(max(0.0, within_s) * 1000)]

@@ -6,7 +6,6 @@ As in ``test_messages`` the test plays the kernel and pyfuse3.
 from __future__ import annotations
 
 import random
-import select
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 from tests.conftest import Tree
+from tests.equipment.waiting import readable
 from tests.fuse import wire
 from tests.fuse.rig import PATIENCE_S, NoMessage, Rig, rig
 from tests.fuse.wire import Op
@@ -36,8 +36,8 @@ def made(tree: Tree, tmp_path: Path) -> Iterator[Rig]:
 def is_passed(made: Rig, parent: int, name: bytes) -> bool:
     """Whether a name is passed to Python instead of being answered as missing."""
     unique = made.send(Op.LOOKUP, parent, name + b"\0")
-    ready, _, _ = select.select((made.kernel, made.python), (), (), PATIENCE_S)
-    if made.kernel in ready:
+    ready = readable(made.kernel, made.python, within_s=PATIENCE_S)
+    if made.kernel.fileno() in ready:
         assert wire.parse_entry(made.answer(unique).body)[0] == 0
         return False
     passed = made.passed()
@@ -108,8 +108,8 @@ def test_no_name_that_exists_is_ever_answered_as_missing(made: Rig) -> None:
 def attributes_of(made: Rig, ino: Ino) -> wire.Stat | None:
     """What readers tell; None if Python is asked."""
     unique = made.send(Op.GETATTR, ino, bytes(16))
-    ready, _, _ = select.select((made.kernel, made.python), (), (), PATIENCE_S)
-    if made.kernel in ready:
+    ready = readable(made.kernel, made.python, within_s=PATIENCE_S)
+    if made.kernel.fileno() in ready:
         return wire.parse_stat(made.answer(unique).body, wire.ATTR_OUT.size)
     passed = made.passed()
     assert (passed.opcode, passed.node) == (Op.GETATTR, ino)

@@ -9,7 +9,6 @@ import errno
 import gc
 import os
 import random
-import select
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +24,7 @@ from monarch.writeback.objects import object_path
 from tests.conftest import Tree, contents
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
+from tests.equipment.waiting import readable
 from tests.fuse import wire
 from tests.fuse.rig import PATIENCE_S, NoMessage, Rig, eventually, rig
 from tests.fuse.test_messages import SIZE
@@ -190,8 +190,8 @@ def test_python_removes_the_set_id_bits_of_a_file_that_a_user_writes(made: Rig, 
 
     def comes_to_python(flags: int, handle: int = handle) -> bool:
         unique = made.send_write(NEW, handle, 0, b"bytes", write_flags=flags)
-        ready, _, _ = select.select((made.kernel, made.python), (), (), PATIENCE_S)
-        if made.python in ready:
+        ready = readable(made.kernel, made.python, within_s=PATIENCE_S)
+        if made.python.fileno() in ready:
             passed = made.passed()
             seen, _, size = wire.WRITE_IN.unpack_from(passed.body)[:3]
             assert split_write_handle(seen) == (NEW, False, bool(flags)) and size == 5
@@ -653,7 +653,7 @@ def test_stopping_lets_go_of_written_files(tree: Tree, tmp_path: Path, fd: int) 
         made.datapath.release_written(NEW)
         del made
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # -- opened without Python -------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import json
 import marshal
 import os
 import random
-import select
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from monarch.control.client import call
 from monarch.errors import MonarchError
 from tests.conftest import MODES, MonarchCommand, Mounted, mounts, own_directory
 from tests.equipment.processes import is_running
-from tests.equipment.waiting import becomes_true
+from tests.equipment.waiting import becomes_true, readable
 from tests.model.model import Version, Wrong
 from tests.model.plan import Settings
 from tests.mount.observe import copies
@@ -123,9 +122,7 @@ class _Reader:
         assert self._process.stdout is not None
         parts: list[bytes] = []
         while count:
-            ready, _, _ = select.select(
-                [self._process.stdout], [], [], max(0, deadline - time.monotonic())
-            )
+            ready = readable(self._process.stdout, within_s=deadline - time.monotonic())
             part = self._process.stdout.read(count) if ready else b""
             if not part:
                 self.hangs = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 import stat
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.conftest import MonarchCommand, Tree
 from tests.equipment.inotify import OpenCounter
+from tests.equipment.waiting import readable
 from tests.mount.command import needs_root
 from tests.mount.compare import assert_equal_trees, getdents, opened, wait_for_copies
 from tests.mount.observe import account, copy_of, forget_pages
@@ -170,7 +170,7 @@ def test_a_fifo_joins_two_processes_of_the_mount_and_not_the_source(
     try:
         os.write(writer, b"hello")
         assert os.read(here, 10) == b"hello"
-        assert select.select([there], [], [], 0)[0] == []
+        assert readable(there, within_s=0) == []
         assert os.read(there, 10) == b""  # no process writes at the source
     finally:
         for fd in (there, here, writer):

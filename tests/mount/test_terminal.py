@@ -6,7 +6,6 @@ import fcntl
 import os
 import pty
 import re
-import select
 import shutil
 import signal
 import struct
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MonarchCommand, Mounted, Tree, mounts, processes
+from tests.equipment.waiting import readable
 from tests.mount.command import needs_fuse, registered, wait_until
 
 pytestmark = [needs_fuse, pytest.mark.modes("relay")]
@@ -55,7 +55,7 @@ class Terminal:
         while (found := re.search(pattern, self.shown)) is None:
             left = deadline - time.monotonic()
             assert left > 0, f"{pattern!r} is not shown: {self.shown!r}"
-            if select.select([self.master], [], [], left)[0]:
+            if readable(self.master, within_s=left):
                 self.shown += os.read(self.master, 65536).decode(errors="replace")
         text, self.shown = self.shown[: found.end()], self.shown[found.end() :]
         return text
