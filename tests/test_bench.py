@@ -176,7 +176,7 @@ def test_readers_read_every_byte_once_and_report_what_fails(tmp_path: Path) -> N
         reading = readers.read_files(paths, count)
         assert (reading.count, reading.bytes) == (7, 7021)
     again = readers.read_files(paths, 2, seconds=0.05, again=True)
-    assert again.count > 7 and 0.05 <= again.seconds < 5
+    assert again.count > 7 and again.seconds >= 0.05
     assert readers.list_and_stat([str(tmp_path)])[0].count == 7
     assert readers.scan_mapped(tmp_path / "0", seconds=0.01).bytes % 1000 == 0
     with pytest.raises(BenchError, match=r"a reader failed: .*missing"):

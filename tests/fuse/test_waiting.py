@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import select
 import signal
 import subprocess
 import threading
@@ -24,6 +23,7 @@ from monarch.types import Ino
 from monarch.vfs.interfaces import RELEASED
 from tests.conftest import Tree
 from tests.equipment.slowfs import SlowSource
+from tests.equipment.waiting import readable
 from tests.fuse import wire
 from tests.fuse.rig import PATIENCE_S, NoMessage, Rig, eventually, kill, rig
 from tests.fuse.wire import Op
@@ -419,9 +419,10 @@ def test_python_is_notified_without_waiting_for_itself(made: Rig) -> None:
     # The ring is full. A thread that has it waits; Python, which empties it, must not.
     assert made.datapath.outdate(ino)
     made.release(ino, handle)
-    began = time.thread_time(), time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     made.datapath.taken(ino)
-    assert time.monotonic() - began[1] < 5
+    # A thread that waits for room looks a thousand times a second, for ten seconds.
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before < 1000
     served = made.datapath.served()
     assert served[0][:2] == (ino, 0xFE)
     assert served[-1] == (ino, 0xFF, None, 0, 0, 0)
@@ -556,20 +557,15 @@ def test_events_that_python_missed_while_it_slept_wake_it(tree: Tree, tmp_path: 
     with rig(tmp_path / "source", tmp_path) as made:
         made.init()
         ino = made.place("a")
-        # No select: a process with many tests may have more than 1,024 descriptors open.
-        woken = select.poll()
-        woken.register(made.datapath.fileno(), select.POLLIN)
         for _ in range(300):
             handle, _, _ = made.open(ino)
             made.datapath.outdate(ino)
             seen = [what for _, what, *_ in made.datapath.served() if what == RELEASED]
             unique = made.send_release(ino, handle)
-            deadline = time.monotonic() + 10
             while not seen:
                 # As Python does: it looks when it is woken, and only then.
-                assert woken.poll(10_000), "no event wakes it"
+                assert readable(made.datapath, within_s=10), "no event wakes it"
                 seen = [what for _, what, *_ in made.datapath.served() if what == RELEASED]
-                assert time.monotonic() < deadline
             assert made.answer(unique).error == 0
 
 
@@ -593,7 +589,7 @@ def test_the_last_descriptors_are_not_for_files_of_the_source(made: Rig) -> None
         unique = made.send_open(ino)
         passed = made.passed()
         assert not made.datapath.bind(ino, fd, tier=0, size=LARGE)
-        eventually(lambda: len(os.listdir("/proc/self/fd")) == before, "none is kept")
+        eventually(lambda: len(os.listdir("/proc/self/fd")) <= before, "none is kept")
         # What is here is served to the last.
         others_are_served(made)
         made.reply_open(passed)
