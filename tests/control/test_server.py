@@ -328,7 +328,7 @@ async def test_a_thousand_connections_are_answered_and_leave_nothing(path: Path)
         assert await ask(path, "echo") == {}
     assert len(outcomes) == 1000
     assert outcomes.count("served") >= MAX_CONNECTIONS
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.fault("I3", "M4")

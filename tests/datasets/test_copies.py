@@ -292,12 +292,12 @@ def test_the_mount_may_withdraw_its_copies(
 
 
 def test_no_descriptor_is_left(mount: FakeMount) -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     with Dataset(mount.root) as dataset:
         for _ in range(3):
             dataset.get_many(NAMES)
     # The object exists until the test ends.
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 SERVED = "fuse.monarch"

@@ -84,7 +84,7 @@ def test_views_keep_their_memory_and_no_descriptor_is_left() -> None:
     view = through_memory(bytes(1000))
     assert bytes(view) == bytes(1000)
     del view
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_values_without_plain_bytes_are_refused(batch: Any) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TypeError):
         store(batch)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_too_many_arrays_are_refused() -> None:

@@ -85,7 +85,7 @@ def test_bytes_that_a_user_may_not_read_at_the_source_are_nowhere_readable_for_t
 def _metrics(mounted: Mounted) -> bytes:
     listening = psutil.Process(mounted.pid).net_connections("inet")
     (port,) = {c.laddr.port for c in listening if not c.raddr}
-    with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=5) as page:
+    with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=60) as page:
         content = page.read()
     assert isinstance(content, bytes)
     return content
@@ -236,5 +236,5 @@ def test_links_that_lead_in_circles_and_files_on_the_way_are_errors(tmp_path: Pa
         open_directory(tmp_path / "file/below")
     before = len(os.listdir("/proc/self/fd"))
     os.close(open_directory(tmp_path / "a/b/c"))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert stat.S_IMODE((tmp_path / "a/b").stat().st_mode) == 0o700

@@ -972,8 +972,8 @@ def test_stopping_lets_go_of_everything(tree: Tree, tmp_path: Path) -> None:
         made.datapath.answer(1, b"x")
         del made
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
-    eventually(lambda: len(os.listdir("/proc/self/task")) == threads, "all threads have ended")
+    assert len(os.listdir("/proc/self/fd")) <= before
+    eventually(lambda: len(os.listdir("/proc/self/task")) <= threads, "all threads have ended")
 
 
 def test_a_datapath_that_was_never_started_goes_quietly(tree: Tree, tmp_path: Path) -> None:

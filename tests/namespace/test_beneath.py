@@ -105,7 +105,7 @@ def test_a_path_longer_than_the_kernel_takes(root_fd: int) -> None:
     assert lstat_beneath(root_fd, path).st_nlink == 2
     assert refused(root_fd, path + b"link") == errno.ELOOP
     assert refused(root_fd, path + b"nothing") == errno.ENOENT
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_lstat_sees_the_link_and_not_what_it_points_to(root_fd: int, source: Path) -> None:

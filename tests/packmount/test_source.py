@@ -227,7 +227,7 @@ def test_an_index_that_is_damaged_is_refused(directory: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(PackError):
         open_source(os.fsencode(directory))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_directory_is_no_pack(original: Path) -> None:
