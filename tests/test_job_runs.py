@@ -95,7 +95,8 @@ def test_a_signal_ends_the_command_and_leaves_no_files(tmp_path: Path, number: s
     )
     assert (done.returncode, done.stderr) == (130, "")
     assert list((tmp_path / "tmp").iterdir()) == []
-    assert process_started(int((tmp_path / "number").read_text())) is None
+    left = int((tmp_path / "number").read_text())
+    wait_until(lambda: process_started(left) is None, "the command has ended")
 
 
 def test_the_next_command_removes_what_a_killed_one_has_left_and_no_other(

@@ -168,7 +168,7 @@ def test_with_a_timeout_a_read_of_a_hung_source_fails_and_the_next_one_is_tried(
     content = files(5)
     cold = {"small": contents("small", 5000), "large": contents("large", LARGE)}
     tree(content | cold)
-    mounted = monarch.mount(slow.path, options=["limits.source_timeout=500ms", SMALL_INLINE])
+    mounted = monarch.mount(slow.path, options=["limits.source_timeout=3s", SMALL_INLINE])
     epoch(mounted, content)
     settled(mounted)
     slow.rules("hang open ^/small", "hang read ^/large")

@@ -24,7 +24,7 @@ from tests.conftest import MonarchCommand, Mounted, Tree, contents, mounts
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_fuse, start, wait_until
-from tests.mount.observe import ended, objects_in
+from tests.mount.observe import account, ended, objects_in
 
 # How reads are served has nothing to do with it.
 pytestmark = [needs_fuse, pytest.mark.modes("auto")]
@@ -354,6 +354,8 @@ def test_a_daemon_that_waits_for_the_source_at_its_end_is_shown_and_can_be_ended
     at, pid = mount.mounted.path, mount.mounted.pid
     slow.rules("hang * .")
     (at / "ckpt/a").write_bytes(contents("a", 3000))
+    # The kernel sends a release after the close.
+    wait_until(lambda: not account(mount.mounted)["handles"]["open_files"], "the file is closed")
     os.kill(pid, signal.SIGTERM)
     said = "not at the source yet: 1 file, 2.93 KiB; the end waits for the source"
     wait_until(lambda: said in mount.mounted.log_text, "it does not report what it waits for")

@@ -111,7 +111,7 @@ def test_while_a_pack_hangs_copies_are_served_and_other_reads_fail_after_the_tim
         pytest.skip(reason)
     monarch.expects_log("source: .* timed out")
     with SlowSource(tmp_path / "pack", tmp_path / "slow") as slow:
-        mounted = monarch.mount(slow.path, options=["limits.source_timeout=500ms"])
+        mounted = monarch.mount(slow.path, options=["limits.source_timeout=3s"])
         first, *others = chunks_of(tmp_path / "pack")
         for name in first:
             (mounted.path / name).read_bytes()

@@ -90,6 +90,7 @@ mounts:
     plan.write_text(json.dumps(PlanReport(1, "tune", 1, 1, [grant], [], 1.0, 1.0).to_dict()))
     apply = ("plan", "apply", str(plan), "--mount", str(mounted.path), "--node", "n1")
     apply += ("--job", f"a=user:{ALICE}")
+    settled(mounted)
     before = quotas()
     # The user itself cannot, not even where the socket of the daemon is open to all by mistake.
     mounted.state.chmod(0o711)

@@ -136,7 +136,11 @@ def test_a_signal_ends_a_command_whose_files_hang(
     assert said == b"monarch: interrupted: a file system does not answer\n"
 
 
-def test_several_signals_end_a_command_once_and_everything_is_as_before() -> None:
+def test_several_signals_end_a_command_once_and_everything_is_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A process that does not heed a signal in this time, stopped or not, is ended.
+    monkeypatch.setattr(signals, "_PATIENCE_S", 600.0)
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
     before = [*map(signal.getsignal, numbers), signal.pthread_sigmask(signal.SIG_BLOCK, ())]
     threads = threading.active_count()
@@ -156,7 +160,7 @@ def test_several_signals_end_a_command_once_and_everything_is_as_before() -> Non
     assert interrupts == 3
     after = [*map(signal.getsignal, numbers), signal.pthread_sigmask(signal.SIG_BLOCK, ())]
     assert after == before
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 def test_unpack_counts_the_files(made: tuple[Path, Path], tmp_path: Path) -> None:
