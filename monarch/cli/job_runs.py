@@ -31,13 +31,17 @@ from monarch.analysis.plan import (
 from monarch.analysis.stalls import Run
 from monarch.cli.output import remark
 from monarch.control.registry import process_started, process_stat
-from monarch.errors import MonarchError, UsageError
+from monarch.errors import MonarchError, NotMountedError, UsageError
+from monarch.posix.bounded_calls import BoundedCalls
 from monarch.posix.files import closing_fd
+from monarch.posix.mounts import MONARCH_TYPE, is_dead, mount_table
 from monarch.posix.processes import process_space
 from monarch.posix.signals import Interruption, interruptible_where_heeded
 from monarch.text import escape_text
 from monarch.types import Progress
 
+# The interval in which it is checked whether the mount has ended.
+_LOOK_MOUNT_S = 1.0
 # How long the processes of a run may take to end.
 _GRACE_S = 5.0
 _LOOK_S = 0.02
@@ -72,6 +76,8 @@ class JobRuns:
         self._iterations = iterations
         self._warmup = warmup
         self._source_limit = source_limit
+        self._is_mounted = self._is_in_table()
+        self._calls = BoundedCalls("mount", wait_s=_LOOK_MOUNT_S)
         own = os.getpid()
         self._analysis = ProcessId(own, process_started(own) or 0, process_space())
 
@@ -128,6 +134,7 @@ class JobRuns:
         with log.open("wb") as output:
             code = self._run(interruption, environment, output.fileno(), cores)
         if not report.exists():
+            self._require_mount()
             for line in _last_lines(log):
                 remark(f"  | {line}")
             how = f"exit code {code}" if code >= 0 else f"signal {-code}"
@@ -168,9 +175,28 @@ class JobRuns:
             raise UsageError(f"{name} cannot be run: {error.strerror}") from error
         try:
             with interruption.heeded():
-                return process.wait()
+                while True:
+                    with suppress(subprocess.TimeoutExpired):
+                        return process.wait(_LOOK_MOUNT_S)
+                    # A job may wait for ever for what it has not read.
+                    self._require_mount()
         finally:
             _end(process)
+
+    def _is_in_table(self) -> bool:
+        return any(
+            each.kind == MONARCH_TYPE and os.fspath(each.mount_point) == self._mountpoint
+            for each in mount_table()
+        )
+
+    def _require_mount(self) -> None:
+        """Raises NotMountedError if the mount has ended since the command began."""
+        if not self._is_mounted:
+            return
+        if not self._is_in_table() or is_dead(self._mountpoint, calls=self._calls):
+            raise NotMountedError(
+                f"the mount {escape_text(self._mountpoint)} has ended while the job was measured"
+            )
 
 
 @contextmanager

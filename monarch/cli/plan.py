@@ -249,7 +249,7 @@ def allocate(
     \b
     Examples:
       monarch plan allocate nodes.yaml resnet18.json bert.json -o plan.json
-      monarch plan allocate nodes.yaml *.json --policy fair --json
+      monarch plan allocate nodes.yaml jobs/*.json --policy fair --json
     """
     budget, servers = _read_nodes(nodes)
     if len(jobs) > _MOST_JOBS:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.errors import Unanswered
-from monarch.posix.bounded_calls import call_within
+from monarch.posix.bounded_calls import BoundedCalls, call_within
 
 # The type of a mount of Monarch in the mount table.
 MONARCH_TYPE = "fuse.monarch"
@@ -52,11 +52,17 @@ def _unescaped(name: bytes) -> str:
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), name))
 
 
-def is_dead(mountpoint: Path | str, *, wait_s: float = 5.0) -> bool:
-    """Whether the daemon of the FUSE mount has ended. A mount that hangs is not dead."""
+def is_dead(
+    mountpoint: Path | str, *, wait_s: float = 5.0, calls: BoundedCalls | None = None
+) -> bool:
+    """Whether the daemon of the FUSE mount has ended. A mount that hangs is not dead. A caller that
+    asks again and again gives ``calls``, so that a mount that hangs takes one thread."""
     try:
         # Not stat, which the kernel may answer from its cache.
-        call_within(wait_s, os.statvfs, mountpoint)
+        if calls is None:
+            call_within(wait_s, os.statvfs, mountpoint)
+        else:
+            calls.call(os.statvfs, mountpoint)
     except (OSError, Unanswered) as error:
         # A request under way when the daemon ends is aborted; later ones find no connection.
         return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)

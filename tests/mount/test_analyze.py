@@ -227,6 +227,39 @@ def test_the_job_and_its_limits_end_with_a_killed_analysis(
         analysis.wait()
 
 
+@pytest.mark.promise(293)
+@pytest.mark.parametrize("way", ["lazy umount", "SIGKILL"])
+@pytest.mark.modes("relay")
+def test_the_analysis_and_its_job_end_with_the_mount(
+    monarch: MonarchCommand, mounted: Mounted, way: str
+) -> None:
+    # The job trains on its first batch for ten minutes.
+    command = [sys.executable, "-c", TRAINED, str(mounted.path), "1", "0", "600"]
+    errors = monarch.directory / "errors"
+    with errors.open("wb") as file:
+        analysis = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "monarch", "analyze", "run", "--mount", str(mounted.path)),
+                *("--out", _out(monarch), "--", *command),
+            ],
+            env={**monarch.environment(), "TMPDIR": str(monarch.directory)},
+            stderr=file,
+        )
+    try:
+        wait_until(lambda: len(measured(mounted)) == 1, "the job is measured")
+        (session,) = (each["session"] for each in measured(mounted))
+        if way == "SIGKILL":
+            mounted.kill()
+        else:
+            monarch("umount", str(mounted.path), "--lazy")
+        assert analysis.wait(60) == 9, errors.read_text()
+        assert f"{mounted.path} has ended while" in errors.read_text()
+        assert not is_running(session)
+    finally:
+        analysis.kill()
+        analysis.wait()
+
+
 @pytest.mark.modes("relay")
 def test_a_job_that_cannot_be_measured_is_named(
     monarch: MonarchCommand, mounted: Mounted, tmp_path: Path
