@@ -234,10 +234,9 @@ class Controller:
 
     def committed(self, item: Item, tier: int) -> None:
         """The copy is complete, verified and visible."""
-        self._end_copy(item)
+        self._end_copy(item, tier)
         self._ledger.commit(tier, item.size)
         self._residency.unwant(item.ino)
-        self._residency.place(item.ino, tier)
         self._policy.placed(item, tier)
         if self._is_pinned(item.ino):
             self._policy.forget(item.ino)
@@ -392,7 +391,11 @@ class Controller:
     def _is_pinned(self, ino: Ino) -> bool:
         return self._rules is not None and self._rules.is_pinned(ino)
 
-    def _end_copy(self, item: Item) -> None:
+    def _end_copy(self, item: Item, tier: int = SOURCE) -> None:
+        """Ends a copy, which is in ``tier`` from now on."""
         if not self._residency.is_copying(item.ino):
             raise ValueError(f"inode {item.ino} is not being copied")
+        if tier != SOURCE:
+            # First: the datapath fetches a file that has neither a copy nor the mark of one.
+            self._residency.place(item.ino, tier)
         self._residency.end_copy(item.ino)

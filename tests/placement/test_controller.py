@@ -35,6 +35,23 @@ def test_an_item_is_promoted_once_however_often_it_is_opened() -> None:
     assert (mount.ledger.used(1), mount.ledger.reserved(1)) == (10, 0)
 
 
+@pytest.mark.promise(180)
+def test_a_copy_is_in_the_table_before_the_mark_of_a_running_one_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The datapath reads both meanwhile, and fetches a file that has neither."""
+    mount = Mount("first_come", items_of([10]), [100])
+    tiers, end_copy = list[int](), mount.residency.end_copy
+
+    def ended(ino: Ino) -> None:
+        tiers.append(mount.residency.tier_of(ino))
+        end_copy(ino)
+
+    monkeypatch.setattr(mount.residency, "end_copy", ended)
+    mount.commit(promoted(mount.controller.opened(mount.items[0])))
+    assert tiers == [1]
+
+
 def test_deferred_files_reserve_no_room_and_get_their_turn() -> None:
     items = items_of([60, 60])
     mount = Mount("first_come", items, [100])

@@ -102,11 +102,12 @@ void opening_settle_content(struct datapath *dp, struct open_inode *entry, uint6
     }
 }
 
-/* Whether a file has no copy, and may be fetched here: its version, and its path. */
+/* Whether a file has no copy, and may be fetched here: its version, and its path. The marks are
+ * read first: a complete copy is in the table before the mark of a running one is removed. */
 static bool may_fetch(struct datapath *dp, uint64_t ino, struct identity *identity, char *name,
                       size_t room) {
     if (!may_fetch_any(dp) || dp->decide_opens || ino < 1 || ino > dp->names.entries ||
-        LOAD(dp->residency[ino]) || LOAD(dp->marks[ino]) & (dp->unusable | dp->copying))
+        LOAD(dp->marks[ino]) & (dp->unusable | dp->copying) || LOAD(dp->residency[ino]))
         return false;
     enum names_answer known = dp->source < 0 ? names_version(&dp->names, ino, identity)
                                              : names_file(&dp->names, ino, identity, name, room);
