@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
 from trio.testing import MockClock
 
+from monarch.posix.thread_pool import ThreadPool, _Call
 from tests.equipment.virtual_clock import virtual_clock
+from tests.equipment.waiting import becomes_true
 from tests.mount.conftest import slow
 from tests.writeback.rig import Model
 
 __all__ = ["slow"]
+
+# The objects and the journal of a mount, and what it uses at the source.
+_KEPT_OPEN = re.compile(r"/absorbed[^/]*/([0-9a-f]+/[0-9]+|journal)\b|/source\b")
+
+
+@pytest.fixture(autouse=True)
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends what would end with the process of a daemon, of which a run of tests has thousands: the
+    threads, which also keep all that their tasks have used, and what a killed one has open."""
+    pools: list[ThreadPool] = []
+    over: list[None] = []
+    init, work = ThreadPool.__init__, ThreadPool._work
+
+    def noted(pool: ThreadPool, *arguments: Any, **options: Any) -> None:
+        init(pool, *arguments, **options)
+        pools.append(pool)
+
+    def counted(pool: ThreadPool, token: trio.lowlevel.TrioToken) -> None:
+        try:
+            work(pool, token)
+        finally:
+            over.append(None)
+
+    monkeypatch.setattr(ThreadPool, "__init__", noted)
+    monkeypatch.setattr(ThreadPool, "_work", counted)
+    yield
+    for pool in pools:
+        for _ in range(pool._started):
+            # A thread ends when nothing takes the answer.
+            pool._calls.put(_Call(int, (), None))
+    started = sum(pool._started for pool in pools)
+    if not becomes_true(lambda: len(over) == started, timeout_s=10.0, step_s=0.001):
+        # A call that hangs may still close what it has opened.
+        return
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            # The disk may have no path any more.
+            if _KEPT_OPEN.search(os.readlink(f"/proc/self/fd/{fd}")):
+                os.close(int(fd))
 
 
 @pytest.fixture

@@ -177,6 +177,8 @@ class Rig:
                     await self.come_to_rest()
                 if session is not None:
                     is_closed = session.is_closed
+                    if not is_closed:
+                        session.write_back.commits.close()
                     session.let_go()
                 if not is_closed:
                     place.journal.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -63,10 +63,12 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Rig:
+def rig(tmp_path: Path) -> Iterator[Rig]:
     root = tmp_path / "source"
     root.mkdir()
-    return Rig(root)
+    made = Rig(root)
+    yield made
+    made.source.close()
 
 
 # -- what is expected ----------------------------------------------------------------------------
