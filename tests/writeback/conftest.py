@@ -68,6 +68,13 @@ def clock() -> Iterator[MockClock]:
 
 
 @pytest.fixture
+def patient_clock() -> Iterator[MockClock]:
+    """For a test that measures: this clock does not jump while a thread is at work."""
+    with virtual_clock(patience_s=60.0) as clock:
+        yield clock
+
+
+@pytest.fixture
 def model(source: Path, tmp_path: Path) -> Model:
     """Of a source with a few files, two of them one by a hard link."""
     (source / "d").mkdir()

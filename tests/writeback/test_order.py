@@ -164,7 +164,7 @@ async def test_such_attributes_leave_alone_what_the_rename_has_replaced(
 @pytest.mark.finding("W9")
 @pytest.mark.promise(144)
 async def test_a_file_that_is_written_all_the_time_does_not_hold_up_others(
-    model: Model, clock: Clock
+    model: Model, patient_clock: Clock
 ) -> None:
     busy = model.begin(b"a")
     for number in range(20):

@@ -85,7 +85,9 @@ async def test_a_change_set_aside_does_not_block_its_user_and_stays_aside_over_a
         assert session.write_back.refusals.list() == []
 
 
-async def test_a_retry_asks_the_source_at_once(rig: Rig, clock: trio.testing.MockClock) -> None:
+async def test_a_retry_asks_the_source_at_once(
+    rig: Rig, patient_clock: trio.testing.MockClock
+) -> None:
     async with rig.mount() as session:
         await refused(session)
         with trio.fail_after(3000):
