@@ -15,9 +15,10 @@ from pathlib import Path
 
 from monarch.posix import failpoints
 from monarch.posix.files import sync_path
-from monarch.posix.private_directory import open_private, private_opener
+from monarch.posix.private_directory import open_private
 from monarch.text import KiB, MiB, errno_words
 from monarch.writeback.journal_records import Record, decoded, encoded
+from monarch.writeback.reserve import Reserve, reserve_bytes, share_of
 
 _STAGED = "journal.part"
 _BLOCK = 512
@@ -35,11 +36,6 @@ _AHEAD_BYTES = 4 * MiB
 _AHEAD_SHARE = 4
 # How much of the file is read at once.
 _PIECE_BYTES = 64 * KiB
-# The reserve is a 64th of the disk, within these bounds. It is made only if the free room is at
-# least so many times its size.
-_RESERVE_BYTES = (256 * KiB, 8 * MiB)
-_RESERVE_SHARE = 64
-_RESERVE_LEFT = 4
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -65,8 +61,8 @@ class JournalFile:
         # Whether a quota was reached when room was allocated last: ``statvfs`` does not show it.
         self._is_at_quota = False
         disk = os.fstatvfs(fd)
-        self._scarce = _share(disk, _SCARCE_SHARE, _SCARCE_BYTES)
-        self._reserve_bytes = _share(disk, _RESERVE_SHARE, _RESERVE_BYTES)
+        self._scarce = share_of(disk, _SCARCE_SHARE, _SCARCE_BYTES)
+        self._reserve_bytes = reserve_bytes(disk)
         self._reserve = Reserve(path.parent)
         self.written = 1
         self.synced = 0
@@ -331,68 +327,6 @@ class JournalFile:
         with self._lock:
             fd, self.fd = self.fd, -1
             os.close(fd)
-
-
-class Reserve:
-    """A file that reserves blocks of the tier's disk and is removed when the disk is full.
-
-        DIRECTORY/reserve        allocated blocks without data
-
-    To drain the files that fill the disk, a mount needs room for a few directories and for records
-    of the journal. When the disk has room again, the file is made again. All calls are short file
-    operations and raise nothing.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "reserve"
-
-    def make(self) -> None:
-        """Makes the reserve if it does not exist and the disk has room."""
-        with suppress(OSError):
-            disk = os.statvfs(self._path.parent)
-            size = _share(disk, _RESERVE_SHARE, _RESERVE_BYTES)
-            if disk.f_bavail * disk.f_frsize < _RESERVE_LEFT * size or self._path.exists():
-                return
-            with open(self._path, "xb", opener=private_opener) as file:
-                failed = _LIBC.fallocate(
-                    file.fileno(), 0, ctypes.c_longlong(0), ctypes.c_longlong(size)
-                )
-            if failed:
-                # The room was taken meanwhile, or the file system does not support fallocate.
-                self._path.unlink()
-
-    @property
-    def held(self) -> int:
-        """The number of bytes that it reserves; 0 if it does not exist."""
-        try:
-            return self._path.lstat().st_blocks * _BLOCK
-        except OSError:
-            return 0
-
-    def give_up(self) -> bool:
-        """Frees the blocks of the reserve; returns whether it existed."""
-        try:
-            self._path.unlink()
-            # Some file systems free the blocks only at the next sync.
-            sync_path(self._path.parent)
-        except OSError:
-            return False
-        return True
-
-    def give_up_if_full(self) -> bool:
-        """Frees the reserve if less room is free than it holds; returns whether it was freed."""
-        try:
-            held = self._path.lstat().st_size
-            disk = os.statvfs(self._path.parent)
-        except OSError:
-            return False
-        return disk.f_bavail * disk.f_frsize < held and self.give_up()
-
-
-def _share(disk: os.statvfs_result, share: int, bounds: tuple[int, int]) -> int:
-    """The ``share``-th part of a disk's size in bytes, within the least and the most."""
-    least, most = bounds
-    return min(max(disk.f_blocks * disk.f_frsize // share, least), most)
 
 
 def _write(fd: int, records: Iterable[Record | bytes]) -> int:

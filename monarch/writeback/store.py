@@ -31,8 +31,8 @@ from monarch.tiers.ownership import PRIVATE
 from monarch.tiers.tier import Space, Tier
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.journal import Journal, Replay, read_replay
-from monarch.writeback.journal_file import Reserve
 from monarch.writeback.objects import Objects
+from monarch.writeback.reserve import Reserve
 from monarch.writeback.tier_objects import FULL
 
 log = logging.getLogger(__name__)

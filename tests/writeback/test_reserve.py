@@ -16,7 +16,7 @@ from monarch.errors import Refused
 from monarch.types import Identity
 from monarch.writeback import journal_file
 from monarch.writeback.journal import Journal, Op
-from monarch.writeback.journal_file import Reserve
+from monarch.writeback.reserve import Reserve
 from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.store import snapshot_known
 from tests.conftest import require_root
