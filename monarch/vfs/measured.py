@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from monarch.posix.buckets import BUCKETS
 from monarch.telemetry.report import MeasuredReport
 from monarch.types import Attributes
-from monarch.vfs.source_limit import SourceLimit
+from monarch.vfs.source_limit import MEASURED_BURST_S, SourceLimit
 
 
 @dataclass(eq=False)
@@ -27,7 +28,7 @@ class MeasuredJob:
     share: float = 1.0
     hits: int = 0
     misses: int = 0
-    source: SourceLimit = field(default_factory=SourceLimit)
+    source: SourceLimit = field(default_factory=partial(SourceLimit, 0, MEASURED_BURST_S))
 
     def limit(self, share: float, source_limit: int) -> None:
         """Changes the limits; ``source_limit`` in bytes/s, 0: no limit. Calls that wait for the

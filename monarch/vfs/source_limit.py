@@ -15,19 +15,22 @@ import trio
 from monarch.errors import Refused
 from monarch.transfer.pace import TokenBucket
 
-# What a job may read at once although its source is limited, in seconds of the limit.
-_BURST_S = 0.05
+# What a job may read at once although its source is limited, in seconds of the limit. A job that is
+# measured must not save up what it does not read: as from a slow source, it only catches up after
+# calls that have waited a little too long.
+_BURST_S, MEASURED_BURST_S = 0.05, 0.002
 # The calls that may wait for one limit. The requests of other jobs need tasks, too, so of all
 # limits together only MOST_SHARED may wait beyond the first OWN of each limit.
 MOST_WAITING, OWN, MOST_SHARED = 4096, 256, 8192
 
 
 class SourceLimit:
-    """Belongs to the event loop. ``rate`` in bytes/s, 0: no limit. ``nbytes`` are those that were
-    read so far."""
+    """Belongs to the event loop. ``rate`` in bytes/s, 0: no limit. ``burst_s``: so many seconds of
+    it may pass at once. ``nbytes`` are those that were read so far."""
 
-    def __init__(self, rate: int = 0) -> None:
+    def __init__(self, rate: int = 0, burst_s: float = _BURST_S) -> None:
         self.nbytes = 0
+        self._burst_s = burst_s
         # The calls that wait.
         self.waiting = 0
         # Is set when the limit changes: calls that wait for it continue.
@@ -42,7 +45,7 @@ class SourceLimit:
 
     def _set(self, rate: int) -> None:
         self.rate = rate
-        self._bucket = TokenBucket(rate, int(rate * _BURST_S))
+        self._bucket = TokenBucket(rate, int(rate * self._burst_s))
 
     def take(self, nbytes: int) -> float:
         """Takes bytes from what may be read; returns how long a call must wait for them."""

@@ -92,10 +92,23 @@ async def test_a_limit_of_the_source_delays_only_what_is_read_from_there(
         began = trio.current_time()
         await rig.content("small")
         assert trio.current_time() == began
-        # 100,000 bytes, of which 500 pass at once.
+        # 100,000 bytes, of which 20 pass at once.
         await rig.content("large")
-        assert trio.current_time() - began == pytest.approx(9.95, abs=0.01)
+        assert trio.current_time() - began == pytest.approx(10, abs=0.01)
     assert (job.hits, job.misses, job.source.nbytes) == (1, 1, 100_000)
+
+
+@pytest.mark.promise(292)
+async def test_a_job_saves_up_nothing_while_it_prepares_what_it_has_read(
+    rig: Rig, us: Caller, autojump_clock: MockClock
+) -> None:
+    begin(rig, us, 0.0, 10_000)
+    with calling(us):
+        for _ in range(3):
+            began = trio.current_time()
+            await rig.content("small")
+            assert trio.current_time() - began == pytest.approx(0.1, abs=0.005)
+            await trio.sleep(1)
 
 
 @pytest.mark.promise(293)
