@@ -124,6 +124,22 @@ def test_four_jobs_prepare_each_batch_once_and_use_each_once(jobs: Jobs, workers
     assert not [entry for entry in os.listdir("/dev/shm") if "staging" in entry]
 
 
+def test_jobs_of_different_areas_prepare_every_batch_each(tmp_path: Path) -> None:
+    """The preparations of the test before are counted one by one."""
+    areas = [Jobs(tmp_path / name) for name in "ab"]
+    try:
+        for area in areas:
+            area.root.mkdir()
+            area.start("job", count=20, jobs=1)
+        for area in areas:
+            area.wait()
+            assert area.prepared("job") == {(0, number): 1 for number in range(20)}
+            assert area.used("job") == ids(20)
+    finally:
+        for area in areas:
+            area.close()
+
+
 @pytest.mark.promise(258)
 @pytest.mark.promise(259)
 def test_a_job_that_is_killed_while_it_prepares_a_batch_leaves_it_to_the_others(

@@ -258,6 +258,9 @@ def test_names_and_attributes_ask_the_source_nothing(
         before = source.counters()
         ask_everything(mounted.path, names)
         assert source.counters() == before
+        # A call at the source would be counted.
+        (mounted.path / names[0]).read_bytes()
+        assert source.counters()["open"] > before["open"]
         mounted.umount()
 
         before = source.counters()

@@ -484,6 +484,39 @@ async def test_an_announced_order_of_groups_reads_each_chunk_once_an_epoch(
     assert rig.source.nbytes == 2 * FILES * SIZE
 
 
+MANY_FILES, MANY_CHUNKS = 400, 100
+
+
+@pytest.fixture(scope="module")
+def pack_of_many_chunks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """400 files of 1000 bytes in 100 chunks."""
+    directory = tmp_path_factory.mktemp("many-chunks")
+    (directory / "source").mkdir()
+    for number in range(MANY_FILES):
+        name = f"{number:03d}"
+        (directory / "source" / name).write_bytes(contents(name, SIZE))
+    chunk_bytes = MANY_FILES // MANY_CHUNKS * SIZE
+    return packed(directory / "source", directory / "pack", chunk_bytes=chunk_bytes)
+
+
+@pytest.mark.promise(232)
+@pytest.mark.parametrize("group", [1, 8, 40])
+async def test_of_many_chunks_each_is_read_once_in_groups_and_again_in_a_random_order(
+    pack_of_many_chunks: Path, rigs: Rigs, clock: MockClock, group: int
+) -> None:
+    async def read_in(order: Sequence[Ino], rig: PackRig) -> None:
+        async with rig.running():
+            rig.announce(order)
+            await read(rig, order)
+
+    window = (group + 1) * MANY_FILES // MANY_CHUNKS * SIZE
+    in_order, at_random = (rigs(pack_of_many_chunks, in_tier=0, window=window) for _ in range(2))
+    await read_in(in_groups(in_order, group), in_order)
+    assert in_order.source.reads == dict.fromkeys(range(MANY_CHUNKS), 1)
+    await read_in(in_groups(at_random, MANY_CHUNKS), at_random)
+    assert at_random.source.reads.total() > 1.5 * MANY_CHUNKS
+
+
 @pytest.mark.promise(232)
 async def test_without_memory_for_a_group_the_files_are_read_one_by_one(
     rigs: Rigs, clock: MockClock
