@@ -9,6 +9,7 @@ of all files several times, once the daemon has nothing to do.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import monarch
 from monarch.datasets.files import Dataset
+from monarch.posix.files import closing_fd, sync_file_system
 from scripts.benchmark.contenders import ALL_MODES, Contender, Monarch, Source, in_turn
 from scripts.benchmark.packs_writers import tree
 from scripts.benchmark.requirements import require_room
@@ -114,12 +116,14 @@ def measured(
     shutil.copytree(source.path, plain)
     results = {mode.name: Result(_row(f"get_many, {mode.name}", BAR)) for mode in modes}
     results[DIRECTORY] = Result(_row(DIRECTORY, None))
+    _write_back(work)
     for turn in range(options.rounds):
         _measure(results[DIRECTORY], plain, plain, names, turn)
         for mode in in_turn(modes, turn, options.rounds):
             with mode.mount(source, work / "mnt", work / mode.name) as mounted:
                 _read_all(mounted.path, names)
                 mounted.settle()
+                _write_back(work)
                 _wait_for_rest(mode.name, mounted.pid)
                 _measure(results[mode.name], mounted.path, plain, names, turn)
     conditions: dict[str, object] = {"files": files, "file_bytes": SIZE, "batch": BATCH}
@@ -134,6 +138,13 @@ def _measure(result: Result[Lab], many: Path, plain: Path, names: Sequence[str],
         measure_once(result, lab, turn)
     finally:
         lab.close()
+
+
+def _write_back(work: Path) -> None:
+    """Writes all files to the disk. Otherwise the kernel does so half a minute later, with one of
+    the cores that read."""
+    with closing_fd(os.open(work, os.O_RDONLY)) as fd:
+        sync_file_system(fd)
 
 
 def _wait_for_rest(name: str, pid: int) -> None:
