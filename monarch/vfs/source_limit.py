@@ -25,8 +25,8 @@ MOST_WAITING, OWN, MOST_SHARED = 4096, 256, 8192
 
 
 class SourceLimit:
-    """Belongs to the event loop. ``rate`` in bytes/s, 0: no limit. ``burst_s``: so many seconds of
-    it may pass at once. ``nbytes`` are those that were read so far."""
+    """Belongs to the event loop. ``rate`` in bytes/s, 0: no limit. What it gives in ``burst_s``
+    seconds may pass at once. ``nbytes`` are those that were read so far."""
 
     def __init__(self, rate: int = 0, burst_s: float = _BURST_S) -> None:
         self.nbytes = 0
