@@ -303,6 +303,34 @@ def test_jobs_have_caches_of_their_own_and_a_node_that_fails_costs_no_byte(
         assert not any(secret.strip() in log for secret in secrets[0] | secrets[1])
 
 
+@pytest.mark.promise(310, 311)
+def test_a_job_that_is_requeued_begins_with_a_new_cache_and_leaves_nothing(
+    cluster: Cluster,
+) -> None:
+    lab, nodes = cluster.lab, ("n1", "n2")
+    mount = f"{lab.disk}/mnt-$SLURM_JOB_ID"
+    script = "set -- $1/run${SLURM_RESTART_COUNT:-0}\nmkdir -p $1\n" + cluster.reader(mount, 1)
+    job = cluster.submit(script, "-N2", "-w", ",".join(nodes), "--requeue")
+    first, second = (Job(cluster, job.number, job.directory / f"run{n}") for n in (0, 1))
+    first.reaches("half", 1, *nodes)
+    caches = [lab.disk_of(node) / "jobs" / str(job.number) for node in nodes]
+    # A file in the caches of the first run shows whether the second one has others.
+    for cache in caches:
+        (cache / "of-the-first-run").touch()
+    lab.ask("scontrol", "requeue", str(job.number))
+    # Slurm waits two minutes otherwise.
+    wait_until(
+        lambda: job.shown()["JobState"] == "PENDING", "it waits in the queue", timeout_s=LONG_S
+    )
+    lab.run("scontrol", "update", f"jobid={job.number}", "starttime=now")
+    second.reaches("half", 1, *nodes)
+    assert not any((cache / "of-the-first-run").exists() for cache in caches)
+    second.passes("half-1", "whole-1")
+    second.assert_read(*nodes)
+    job.ends("COMPLETED")
+    cluster.assert_nothing_is_left(*nodes)
+
+
 @pytest.mark.promise(289)
 def test_the_nodes_of_a_plan_are_those_of_slurm(cluster: Cluster, tmp_path: Path) -> None:
     lab = cluster.lab
