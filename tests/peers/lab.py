@@ -71,8 +71,8 @@ class Lab:
         command = MonarchCommand(own, uuid.uuid4().hex, "relay")
         self.commands.append(command)
         common = [
-            f"peers.members={self._address(f'[1-{self._members}]')}",
-            f"peers.address={self._address(number)}",
+            f"peers.members={self.address(f'[1-{self._members}]')}",
+            f"peers.address={self.address(number)}",
             f"peers.secret_file={secret or self.secret}",
             PATIENCE,
             # A damaged copy is for the other nodes to find.
@@ -97,7 +97,8 @@ class Lab:
         self.nodes[number] = self._starts[number]()
         return self.nodes[number]
 
-    def _address(self, number: int | str) -> str:
+    def address(self, number: int | str) -> str:
+        """The address of a node, which is its name."""
         return host(number) if self._network is None else hosts.address(number)
 
     def read_all(self, content: Mapping[str, bytes], numbers: Sequence[int] = ()) -> None:
@@ -142,7 +143,7 @@ class Lab:
 
     def state_of(self, number: int, other: int) -> str:
         """How node ``number`` sees node ``other``."""
-        (found,) = (p for p in self.peers(number)["peers"] if p["name"] == host(other))
+        (found,) = (p for p in self.peers(number)["peers"] if p["name"] == self.address(other))
         return str(found["state"])
 
     def engine(self, number: int) -> int | None:
