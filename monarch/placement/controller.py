@@ -257,8 +257,7 @@ class Controller:
         self.abandoned(promote.item, promote.tier, retry=True)
 
     def dropped(self, ino: Ino, size: int) -> int:
-        """Records that a copy, whole or partial, is removed or invalid. Returns its tier (0:
-        none)."""
+        """A copy, whole or partial, is removed or invalid. Returns its tier (0: none)."""
         if part := self.parts.drop(ino):
             return part
         tier = self._residency.clear(ino)
@@ -275,8 +274,7 @@ class Controller:
         """Begins a partial copy, with ``overhead`` bytes beside the granules; None if the file may
         not have one: it has or will have a whole copy, or no tier has a place for it."""
         kept = self.parts.kept(item)
-        is_part = kept is not None
-        placement = self._choose(kept or item, forced=False, may_evict=False, is_part=is_part)
+        placement = self._choose(kept or item, forced=False, may_evict=False, is_part=bool(kept))
         return self.parts.begin(item, placement, self.tiers_for_part(item.ino), overhead=overhead)
 
     def part_completed(self, ino: Ino) -> None:
