@@ -27,7 +27,7 @@ from monarch.types import Identity
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.history import Numbered
 from monarch.writeback.journal_file import JournalFile
-from monarch.writeback.journal_found import NAME, Found, Replay, boot_now, read_journal, read_replay
+from monarch.writeback.journal_found import NAME, Found, boot_now, read_journal, read_replay
 from monarch.writeback.journal_records import (
     VERSION,
     Known,
@@ -36,6 +36,7 @@ from monarch.writeback.journal_records import (
     marks,
     staged_record,
 )
+from monarch.writeback.journal_replay import Replay
 from monarch.writeback.journal_shortened import Shortening
 from monarch.writeback.numbers import Numbers
 from monarch.writeback.op import Op
@@ -255,10 +256,8 @@ class Journal:
 
     def mark_staged(self, *staged: tuple[int, Identity, int]) -> None:
         """Record that files of the source are staged and about to get the names of objects. Each
-        comes with the number of an earlier staged file that was removed for it, or 0.
-
-        Raises OSError.
-        """
+        comes with the number of an earlier staged file that was removed for it, or 0. Raises
+        OSError."""
         self.file.append(*(staged_record(*each) for each in staged))
 
     def mark_durable(self, *numbers: int) -> None:
