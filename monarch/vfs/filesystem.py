@@ -11,6 +11,8 @@ import errno
 import os
 from collections.abc import Awaitable, Callable, Mapping
 
+import trio
+
 from monarch.errors import Refused
 from monarch.foresight.foresight import Foresight
 from monarch.placement.epochs import Epochs
@@ -25,6 +27,7 @@ from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.read_side import ReadSide
 from monarch.vfs.readers import Readers
 from monarch.writeback.attributes import XATTR_DURABLE, WrittenAttributes
+from monarch.writeback.open_file import RELEASE_PAUSES_S
 from monarch.writeback.setup import WriteBack
 
 _OURS = b"user.monarch."
@@ -77,13 +80,16 @@ class FileSystem:
         if self.writing is not None:
             # The places of its readers and of its writers are decided one after the other.
             await self.writing.copies.settled(ino)
-        if self.names.is_forgotten(ino):
-            # The caller looks the name up again: another file may have it.
-            raise Refused(errno.ESTALE)
+        self._require_known(ino)
         is_written = self.writing is not None and self.writing.operations.has(ino)
         if is_written or flags & (os.O_ACCMODE | os.O_TRUNC):
             return await self._open_written(ino, flags, by, is_written=is_written)
         return await self.readers.open(ino)
+
+    def _require_known(self, ino: Ino) -> None:
+        if self.names.is_forgotten(ino):
+            # The caller looks the name up again: another file may have it.
+            raise Refused(errno.ESTALE)
 
     async def _open_written(
         self, ino: Ino, flags: int, by: Credentials, *, is_written: bool
@@ -92,6 +98,7 @@ class FileSystem:
             raise Refused(errno.EROFS)
         if flags & (os.O_ACCMODE | os.O_TRUNC):
             await self.require_unread(ino)
+            self._require_known(ino)
         elif self.bindings.is_read_by_kernel(ino):
             # The file got an object after the kernel began to read a copy of it. The kernel reads
             # an inode from one file only, so this process gets the same version.
@@ -102,10 +109,19 @@ class FileSystem:
     async def require_unread(self, ino: Ino) -> None:
         """Raises Refused, ETXTBSY, if processes read a copy of a file, or the source's file: they
         would not see a change of its bytes, also if its attributes were changed since they opened
-        it."""
-        await self.bindings.settled(ino)
-        if self.bindings.get(ino) is not None or self.bindings.is_read_by_kernel(ino):
-            raise Refused(errno.ETXTBSY)
+        it; and EROFS if it cannot be written at all.
+
+        The kernel sends the release of a file after the process has closed it: this waits a second
+        for that."""
+        node = self.names.node(ino)
+        if self.writing is not None and (node is None or node.names):
+            self.writing.gate.require_node_covered(ino)
+        for pause_s in RELEASE_PAUSES_S:
+            await self.bindings.settled(ino)
+            if self.bindings.get(ino) is None and not self.bindings.is_read_by_kernel(ino):
+                return
+            await trio.sleep(pause_s)
+        raise Refused(errno.ETXTBSY)
 
     def read(self, ino: Ino, offset: int, size: int) -> Awaitable[bytes | bytearray | memoryview]:
         """Up to ``size`` bytes from ``offset`` on of an open file; short only at its end. Raises

@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 # An offset that no file has.
 UNTOUCHED = 2**64 - 1
+# The kernel sends the release of a file after the process has closed it. The time in which it must
+# come, as the pauses between questions for it, in seconds: 1 s in all, and a last question.
+RELEASE_PAUSES_S = (0.001, 0.002, 0.004, 0.008, 0.016, *[0.032] * 30, 0.0)
 
 
 class FastWrites(Protocol):

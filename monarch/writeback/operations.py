@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+import trio
+
 from monarch.errors import Refused
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import NAME_BYTES, Node
@@ -22,7 +24,7 @@ from monarch.posix.credentials import Credentials
 from monarch.types import Attributes, Ino, file_now_ns
 from monarch.writeback.copy_up import CopyUp, known_at_source, object_of
 from monarch.writeback.op import Kind, Op
-from monarch.writeback.open_file import OpenTable
+from monarch.writeback.open_file import RELEASE_PAUSES_S, OpenTable
 from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import DrainedObjects
@@ -59,18 +61,17 @@ class WriteOperations:
 
     async def open(self, ino: Ino, flags: int, by: Credentials) -> None:
         """Open a file for writing, or one that is written here for reading."""
+        is_to_read = flags & os.O_ACCMODE == os.O_RDONLY and not flags & os.O_TRUNC
+        if not is_to_read:
+            await self._require_unread(ino)
         known = self._names.node(ino)
         if known is not None and not (known.names or known.object or self._files.is_open(ino)):
             # The caller looks its name up anew: another file may have it.
             raise Refused(errno.ESTALE)
-        if flags & os.O_ACCMODE == os.O_RDONLY and not flags & os.O_TRUNC:
+        if is_to_read:
             assert known is not None
             await self._files.open(known)
             return
-        file = self._opens.files.get(ino)
-        if file is not None and file.place.is_from_source:
-            # A process that reads it there would not see what is written.
-            raise Refused(errno.ETXTBSY)
         if known is None or known.names:
             self._gate.require_node_covered(ino)
         empty = bool(flags & os.O_TRUNC)
@@ -81,6 +82,16 @@ class WriteOperations:
             except BaseException:
                 self._files.release(ino)
                 raise
+
+    async def _require_unread(self, ino: Ino) -> None:
+        """Raises Refused, ETXTBSY, if processes read a file that was written here at the source:
+        they would not see what is written. Waits for the releases of those that have closed it."""
+        for pause_s in RELEASE_PAUSES_S:
+            file = self._opens.files.get(ino)
+            if file is None or not file.place.is_from_source:
+                return
+            await trio.sleep(pause_s)
+        raise Refused(errno.ETXTBSY)
 
     async def create(self, parent: Ino, name: bytes, *, mode: int, by: Credentials) -> Attributes:
         """A new regular file that is open."""

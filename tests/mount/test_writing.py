@@ -625,6 +625,41 @@ def test_a_file_that_is_read_from_a_copy_is_not_written_under_its_readers(
     assert (at / "e/b.bin").read_bytes() == contents("d/b.bin", 5000)
 
 
+@pytest.mark.promise(74)
+@pytest.mark.parametrize("place", ["source", "copy", "drained"])
+def test_a_writer_waits_while_the_last_reader_closes_the_file(
+    monarch: MonarchCommand, tree: Tree, place: str
+) -> None:
+    """The kernel sends the release of a reader after its close: the open to write may be first."""
+    content = contents("f", 100_000)
+    source = tree({"f": len(content)} if place != "drained" else {})
+    options = ["write=absorb", "writeback.reserve=0", "limits.inline_max=64KiB"]
+    mounted = monarch.mount(source, options=options)
+    path = mounted.path / "f"
+    if place == "drained":
+        path.write_bytes(content)
+        drained(mounted, "f")
+        wait_until(lambda: not objects_in(mounted.tiers["fast"]), "it is kept")
+    elif place == "copy":
+        path.read_bytes()
+        wait_until(lambda: mounted.xattr("f") == "fast", "there is a copy")
+    with ThreadPoolExecutor(1) as threads:
+        # A machine that is very slow may miss the second in which a writer waits.
+        for _ in range(50):
+            with path.open("rb", buffering=0) as reader:
+                reader.read(1)
+                opens = threads.submit(path.open, "r+b", buffering=0)
+                wait_until(
+                    lambda opens=opens: opens.done() or account(mounted)["requests"]["waiting"] > 0,
+                    "the writer opens it",
+                )
+            if not opens.exception():
+                break
+    with opens.result() as writer:
+        writer.write(b"new")
+    assert path.read_bytes() == b"new" + content[3:]
+
+
 @pytest.mark.promise(26, 74)
 @pytest.mark.parametrize("change", ["rename", "link"])
 def test_a_file_that_is_read_from_a_copy_is_opened_again_to_read_after_a_change_by_path(

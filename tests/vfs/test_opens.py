@@ -277,6 +277,39 @@ async def test_a_file_that_was_removed_is_checked_at_the_source_when_it_is_opene
     assert not rig.names.is_gone(ino) and Ino(1) in rig.caches.listings
 
 
+@pytest.mark.promise(74)
+@pytest.mark.parametrize("reader", ["daemon", "kernel"])
+async def test_a_writer_waits_a_second_for_the_release_of_a_file_that_was_closed(
+    reader: str, rigs: Rigs, autojump_clock: trio.testing.MockClock
+) -> None:
+    fast = FakeFastPath()
+    rig = rigs(fast=fast)
+    ino = rig.ino("large")
+
+    async def opened() -> None:
+        if reader == "daemon":
+            await rig.open("large")
+        else:
+            fast.passed.add(ino)
+
+    def released() -> None:
+        if reader == "daemon":
+            rig.filesystem.release(ino)
+        else:
+            fast.passed.remove(ino)
+
+    await opened()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rig.filesystem.require_unread, ino)
+        await trio.sleep(0.9)
+        released()
+    await opened()
+    with pytest.raises(Refused) as refused:
+        await rig.filesystem.require_unread(ino)
+    assert refused.value.errno == errno.ETXTBSY
+    released()
+
+
 async def test_an_open_is_repeated_while_the_drain_changes_attributes_of_the_file(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

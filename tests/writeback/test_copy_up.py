@@ -134,6 +134,22 @@ async def test_after_such_a_change_the_file_can_be_written_and_its_reader_sees_t
             assert (rig.source / "a").read_bytes() == b"newer"
 
 
+@pytest.mark.promise(74)
+async def test_a_writer_waits_for_the_release_of_a_reader_that_has_closed_it(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    with trio.fail_after(PATIENCE_S):
+        async with rig.mount() as session:
+            ino = await released(session)
+            await session.open(b"a", os.O_RDONLY)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(session.write, b"a", b"newer")
+                await trio.sleep(0.9)
+                session.files.release(ino)
+            await session.drained()
+            assert (rig.source / "a").read_bytes() == b"newer"
+
+
 @pytest.mark.promise(71, 74)
 @pytest.mark.parametrize("kind", ["chmod", "truncate", "link"])
 async def test_such_a_reader_reads_on_if_the_tier_has_no_room_for_the_object(

@@ -187,6 +187,8 @@ static void give_handle(struct datapath *dp, const struct pending *what, uint64_
 static void answer_open(struct datapath *dp, const struct pending *what,
                         struct out_header *header) {
     struct open_out *out = (struct open_out *)(header + 1);
+    if (what->writes)
+        opens_ask(&dp->opens, what->entry, -1);
     if (header->error || header->len < sizeof *header + sizeof *out) {
         drop_open(dp, what->ino, false);
         carry_error(what, header);

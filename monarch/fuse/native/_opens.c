@@ -91,7 +91,7 @@ static struct open_inode *take(struct opens *opens, struct opens_stripe *stripe,
         entry->next = *bucket;
         *bucket = entry;
         entry->users = 1;
-        entry->python_handles = entry->creating = 0;
+        entry->python_handles = entry->creating = entry->asking = 0;
         entry->outdated = entry->held = entry->kept = false;
         entry->backing_id = 0;
         entry->leaving = NULL;
@@ -124,6 +124,12 @@ void opens_hold(struct opens *opens, struct open_inode *entry) {
     entry->users++;
     unlock(stripe_with(opens, entry));
     __atomic_add_fetch(&opens->users, 1, __ATOMIC_RELAXED);
+}
+
+void opens_ask(struct opens *opens, struct open_inode *entry, int change) {
+    lock(stripe_with(opens, entry));
+    entry->asking += (uint32_t)change;
+    unlock(stripe_with(opens, entry));
 }
 
 static void settle(struct open_inode *entry, enum open_kind kind, int fd, int32_t backing_id,
@@ -327,6 +333,17 @@ static void forget(struct opens_stripe *stripe, struct open_inode *entry,
     stripe->free = entry;
 }
 
+/* The last reader of a copy that the kernel reads is gone. The users of its entry only wait to
+ * write the file, and the kernel allows no other mode meanwhile. The stripe's lock must be held. */
+static void leave_copy(struct open_inode *entry, struct open_remains *to_close) {
+    *to_close = (struct open_remains){.fd = entry->fd,
+                                      .tier = entry->tier,
+                                      .backing_id = entry->backing_id,
+                                      .outdated = entry->outdated};
+    entry->outdated = false;
+    settle(entry, OPEN_PYTHON, -1, 0, 0, 0);
+}
+
 bool opens_drop(struct opens *opens, uint64_t ino, bool by_python, struct open_remains *to_close) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
     *to_close = (struct open_remains){.fd = -1};
@@ -339,6 +356,8 @@ bool opens_drop(struct opens *opens, uint64_t ino, bool by_python, struct open_r
             entry->python_handles--;
         if (--entry->users == 0)
             forget(stripe, entry, to_close);
+        else if (entry->users == entry->asking && entry->kind == OPEN_PASSTHROUGH && !entry->bound)
+            leave_copy(entry, to_close);
     }
     unlock(stripe);
     if (known)

@@ -67,6 +67,7 @@ struct open_inode {
     bool kept;       /* Python has given the bytes, before any open; it is one of the users */
     bool has_set_id; /* the mode may have set-ID bits that a user's write removes; atomic */
     uint32_t creating; /* those of the users with a creation that Python has not answered yet */
+    uint32_t asking;   /* those of them with an open for writing that Python has not answered yet */
     struct written *written;
     struct written *leaving; /* unbound, but still used */
     struct waiters waiters;  /* requests that wait until it is settled; under _waiting.c's lock */
@@ -116,6 +117,8 @@ void opens_free(struct opens *opens);
 struct open_inode *opens_take(struct opens *opens, uint64_t ino, bool *fresh);
 /* The bytes of an entry of ``ino``, with one more user; NULL if it has none. */
 struct content *opens_content(struct opens *opens, struct open_inode *entry, uint64_t ino);
+/* A user of an entry asks Python to open it for writing (1), or has its answer (-1). */
+void opens_ask(struct opens *opens, struct open_inode *entry, int change);
 /* Adds a user to an entry that the caller uses already. */
 void opens_hold(struct opens *opens, struct open_inode *entry);
 /* Settles an entry. False if Python has bound it for writing meanwhile: then the descriptor and the

@@ -296,6 +296,8 @@ static void pass(struct thread *thread, struct in_header *request, struct pendin
         take_pending(dp, request->unique, &what);
         request->unique = unique;
     }
+    if (what.writes)
+        opens_ask(&dp->opens, what.entry, -1);
     if (what.entry)
         drop_open(dp, request->nodeid, false);
     refuse(thread, request, EIO);
@@ -307,5 +309,7 @@ void pass_on(struct thread *thread, struct in_header *request) {
 
 void pass_open(struct thread *thread, struct in_header *request, struct open_inode *entry,
                bool writes) {
+    if (writes)
+        opens_ask(&thread->dp->opens, entry, 1);
     pass(thread, request, (struct pending){.entry = entry, .writes = writes});
 }
