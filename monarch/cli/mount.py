@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,7 +17,8 @@ from typing import Any, NoReturn
 import click
 
 from monarch.cli import complete
-from monarch.cli.output import Scanning, progress_bar, remark, remark_if_slow
+from monarch.cli.output import Scanning, progress_bar, remark
+from monarch.cli.source_watch import unanswered, watched
 from monarch.config import load
 from monarch.config.defaults import state_directory
 from monarch.config.settings import MountSettings
@@ -29,8 +32,8 @@ from monarch.types import Progress
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 # Threads of calls that ended are gone within milliseconds; one whose call hangs is not awaited.
 _THREADS_END_S = 1.0
-# After this time without an answer of the source, the command says that it waits, in seconds.
-_SLOW_SOURCE_S = 5.0
+# The time in which a daemon that does not mount heeds a signal, in seconds.
+_SIGNAL_S = 5.0
 
 
 @click.command(
@@ -145,12 +148,11 @@ def mount(
         from monarch.daemon import run as daemon
 
     was_to_absorb = bool(settings.absorbs)
-    source_text = escape_text(os.fspath(settings.source))
-    waits = f"monarch: source {source_text} does not answer yet: the mount waits for it"
-    settings = daemon.prepare(settings, asking=remark_if_slow(waits, after_s=_SLOW_SOURCE_S))
+    with signals.interruptible_at_once(), watched(settings.source, lambda: _give_up(settings)):
+        settings = daemon.prepare(settings)
     if was_to_absorb and not settings.absorbs:
         remark(
-            f"monarch: {source_text} is a pack, which is read-only:"
+            f"monarch: {escape_text(os.fspath(settings.source))} is a pack, which is read-only:"
             " `write` and `absorb` have no effect, and writing fails with EROFS"
         )
     if settings.snapshot.file is not None:
@@ -174,6 +176,13 @@ def mount(
     _report(settings, remarks)
 
 
+def _give_up(settings: MountSettings) -> NoReturn:
+    """Ends this process, whose main thread may be in a call to the source that hangs."""
+    error = unanswered(settings.source)
+    remark(f"monarch: {escape_text(str(error))}")
+    os._exit(error.exit_code)
+
+
 def _report_missing_snapshot(file: Path) -> None:
     try:
         os.lstat(file)
@@ -193,6 +202,7 @@ def _serve_here(settings: MountSettings, refresh: bool, scanning: Scanning) -> N
     from monarch.daemon import run as daemon
 
     with ExitStack() as until_ready:
+        until_ready.enter_context(watched(settings.source, lambda: _give_up(settings)))
         scanning.bar = until_ready.enter_context(progress_bar())
 
         def ready(remarks: list[str]) -> None:
@@ -249,14 +259,44 @@ def _start(settings: MountSettings, serve: Serve, scanning: Scanning) -> list[st
         os.close(reading)
         _become_daemon(writing, serve)
     os.close(writing)
+    gave_up = threading.Event()
+
+    def give_up() -> None:
+        gave_up.set()
+        if not _end(pid):
+            _give_up(settings)
+
     try:
-        return _wait_until_ready(reading, settings, scanning)
+        with watched(settings.source, give_up):
+            return _wait_until_ready(reading, settings, scanning)
     except KeyboardInterrupt:
-        os.kill(pid, signal.SIGTERM)
-        os.waitpid(pid, 0)
+        _end(pid)
         raise
+    except MonarchError:
+        if not gave_up.is_set():
+            raise
+        from monarch.daemon.run import clear_dead_mount
+
+        clear_dead_mount(settings.mountpoint)
+        raise unanswered(settings.source) from None
     finally:
         os.close(reading)
+
+
+def _end(pid: int) -> bool:
+    """Ends a daemon that does not mount yet, and returns whether it has ended. It is killed if a
+    call of it hangs."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + _SIGNAL_S
+        try:
+            os.kill(pid, number)
+            while time.monotonic() < deadline:
+                if os.waitpid(pid, os.WNOHANG) != (0, 0):
+                    return True
+                time.sleep(0.01)
+        except (ProcessLookupError, ChildProcessError):
+            return True
+    return False
 
 
 def _wait_until_ready(reading: int, settings: MountSettings, scanning: Scanning) -> list[str]:

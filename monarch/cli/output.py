@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,20 +41,6 @@ def say(line: str) -> None:
 def remark(line: str) -> None:
     """Prints a line to stderr."""
     click.echo(line, err=True)
-
-
-@contextmanager
-def remark_if_slow(line: str, *, after_s: float) -> Iterator[None]:
-    """Prints a line to stderr if the block takes longer than ``after_s`` seconds. The thread that
-    waits for that has ended at the end of the block."""
-    timer = threading.Timer(after_s, remark, [line])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 def escape(name: bytes) -> str:

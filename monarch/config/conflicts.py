@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations, product
 from pathlib import Path
+from typing import TypeVar
 
 from monarch.config.defaults import state_directory
 from monarch.config.document import Loc, dotted
 from monarch.config.settings import MountSettings
 from monarch.errors import MonarchError, Unanswered
 from monarch.posix.bounded_calls import PATIENCE_S, call_within
+
+T = TypeVar("T")
 
 
 def resolved(path: Path) -> Path:
@@ -20,10 +23,22 @@ def resolved(path: Path) -> Path:
 
 def _resolved_remote(path: Path) -> Path:
     """As ``resolved``, but as written if the file system hangs: other mounts may not need it."""
+    return _bounded(resolved, path) or Path(os.path.normpath(path))
+
+
+def _resolved_states(mount: MountSettings) -> Iterator[Path]:
+    """The state directory, which has a name by the real path of the source; none if that hangs."""
+    state = _bounded(lambda mount: resolved(state_directory(mount)), mount)
+    if state is not None:
+        yield state
+
+
+def _bounded(resolve: Callable[[T], Path], it: T) -> Path | None:
+    """``resolve(it)``, None if a file system hangs."""
     try:
-        return call_within(PATIENCE_S, resolved, path)
+        return call_within(PATIENCE_S, resolve, it)
     except Unanswered:
-        return Path(os.path.normpath(path))
+        return None
     except RuntimeError:
         raise MonarchError(
             "no thread can be started: this user has as many processes as the limit allows",
@@ -42,7 +57,7 @@ def _places(mount: MountSettings) -> list[tuple[Loc, str, Path]]:
         (("source",), "source", _resolved_remote(mount.source)),
         (("mountpoint",), "mount point", _resolved_mountpoint(mount.mountpoint)),
         *((("tiers", i), "tier", resolved(t.path)) for i, t in enumerate(mount.tiers)),
-        (("state",), "state directory", resolved(state_directory(mount))),
+        *((("state",), "state directory", state) for state in _resolved_states(mount)),
     ]
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import resource
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import trio
@@ -55,24 +55,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE_BLOCK_BYTES = 256 * KiB
 
 
-def prepare(
-    settings: MountSettings, *, asking: AbstractContextManager[object] | None = None
-) -> MountSettings:
+def prepare(settings: MountSettings) -> MountSettings:
     """Checks everything that can be checked without side effects and fills in the default tier.
-    Unmounts the mount of a dead daemon. ``asking`` is entered while the source is asked, which may
-    hang. Raises MonarchError."""
-    source = os.fsencode(settings.source)
-    with asking or nullcontext():
-        is_of_pack = is_pack(source)
-        if not is_of_pack:
-            require_complete(source)
-    if is_of_pack:
+    Unmounts the mount of a dead daemon. Raises MonarchError."""
+    if is_pack(os.fsencode(settings.source)):
         if settings.peers.members:
             raise UsageError(
                 f"{os.fspath(settings.source)} is a pack, which peers.members does not share yet",
                 hint="leave out peers.members, or mount the directory that was packed",
             )
         settings = _of_pack(settings)
+    else:
+        require_complete(os.fsencode(settings.source))
     abilities = Abilities.here()
     check_possible(settings, abilities)
     names_max = settings.writeback.names_within(abilities.memory_bytes, each=NAME_BYTES)
@@ -82,7 +76,7 @@ def prepare(
         "tiers": settings.tiers or (default_tier(settings),),
     }
     settings = settings.model_copy(update=chosen)
-    _clear_stale_mount(settings.mountpoint)
+    clear_dead_mount(settings.mountpoint)
     mountpoints.check(settings.mountpoint, settings.source)
     for tier in settings.tiers:
         mountpoints.check_tier(tier.path, settings.source, settings.mountpoint)
@@ -105,7 +99,8 @@ def _of_pack(settings: MountSettings) -> MountSettings:
     )
 
 
-def _clear_stale_mount(mountpoint: Path) -> None:
+def clear_dead_mount(mountpoint: Path) -> None:
+    """Unmounts the mount of a dead daemon."""
     if mountpoints.mount_at(mountpoint) is not None and is_dead(mountpoint):
         # Processes that have files open there continue to get errors.
         mountpoints.unmount(mountpoint, lazy=True)

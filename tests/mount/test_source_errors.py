@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MonarchCommand, Mounted, Tree, contents, own_directory
+from tests.equipment.mounts import is_mounted
 from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import (
     account,
@@ -102,6 +104,49 @@ def test_a_copy_that_the_source_interrupts_is_given_up_and_made_later(
     assert mounted.xattr("large") == "fast"
     assert read_through(mounted.path / "large") == large
     accounts_agree(mounted)
+
+
+_IMPATIENT = """
+import sys
+from monarch.cli import main, mount, source_watch
+
+mount._SIGNAL_S, source_watch._STEP_S = 1.0, 0.05
+source_watch._SLOW_STEPS, source_watch._HUNG_STEPS = 2, 20
+sys.argv[:1] = ["monarch", "mount"]
+sys.exit(main.main())
+"""
+
+
+@pytest.mark.fault("S1")
+@pytest.mark.promise(346)
+@pytest.mark.modes("relay")
+@pytest.mark.parametrize("form", ["daemon", "foreground"])
+@pytest.mark.parametrize("calls", ["*", "readdir"])
+def test_a_mount_of_a_source_that_hangs_says_so_and_ends(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, tmp_path: Path, calls: str, form: str
+) -> None:
+    """With ``readdir`` the daemon itself hangs, in the scan."""
+    source, mountpoint = tree({"f": 10}), tmp_path / "mnt"
+    mountpoint.mkdir()
+    slow.rules(*(f"hang {call} ." for call in {calls, "statfs"}))
+    arguments = [str(slow.path), str(mountpoint), "--tier", f"{tmp_path}/tier:1MiB"]
+    more = ["--foreground"] if form == "foreground" else []
+    ended = subprocess.run(
+        [sys.executable, "-c", _IMPATIENT, *arguments, *more],
+        env=monarch.environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 4
+    assert f"source {slow.path} does not answer yet" in ended.stderr
+    assert f"source '{slow.path}' has not answered for 1 s: nothing is mounted" in ended.stderr
+    assert not is_mounted(mountpoint)
+    slow.rules()
+    # Nothing of it is in the way of the next one.
+    mounted = monarch.mount(slow.path)
+    assert read_through(mounted.path / "f") == (source / "f").read_bytes()
 
 
 class Waiting:
