@@ -26,7 +26,7 @@ from monarch.text import KiB, MiB
 from monarch.types import Identity
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.history import Numbered
-from monarch.writeback.journal_file import JournalFile
+from monarch.writeback.journal_file import JournalFile, nothing
 from monarch.writeback.journal_found import NAME, Found, boot_now, read_journal, read_replay
 from monarch.writeback.journal_records import (
     VERSION,
@@ -59,9 +59,6 @@ _LONG_TIMES = 5
 # The same on a full disk.
 _LONG_BYTES_FULL = 64 * KiB
 _LONG_TIMES_FULL = 2
-
-
-def _nothing() -> None: ...
 
 
 class Journal:
@@ -311,7 +308,7 @@ class Journal:
         is_long = self.file.position > max(_LONG_BYTES_FULL, _LONG_TIMES_FULL * self._short_bytes)
         return is_long and self.file.has_left(self._short_bytes)
 
-    def shorten(self, pause: Callable[[], object] = _nothing) -> None:
+    def shorten(self, pause: Callable[[], object] = nothing) -> None:
         """Rewrite the journal without what does not matter any more, unless nearly all matters.
 
         Appends continue meanwhile, and syncs wait for no more than a rename. The file is read
@@ -321,7 +318,8 @@ class Journal:
         position = self.file.position
         shortening = Shortening(self.file, position, pause)
         if not shortening.is_needless:
-            self._rewrite(shortening.kept, partial(shortening.lines, self._boot), position)
+            lines = partial(shortening.lines, self._boot)
+            self._rewrite(shortening.kept, lines, position, pause)
         self._short_bytes = self.file.position
 
     def _found_at(self, position: int) -> Found:
@@ -337,16 +335,18 @@ class Journal:
         kept: Container[int],
         first: Callable[[], Iterable[Record | bytes]],
         position: int,
+        pause: Callable[[], object] = nothing,
     ) -> None:
         """Replaces the records before ``position`` by those of ``first``, which have the changes
         with the sequence numbers ``kept``."""
         # In this order: a change is in the file before it is among those that are not done.
         undone, end = list(self._undone), self.file.position
         later = Numbers()
-        later.update(it["seq"] for it in self.file.records(position, end) if "seq" in it)
+        records = map(self.file.record, self.file.paced(position, end, pause))
+        later.update(it["seq"] for it in records if "seq" in it)
         if missing := [seq for seq in undone if seq not in kept and seq not in later]:
             raise ValueError(f"{missing[0]} is not done yet and would be forgotten")
-        self.file.replace(lambda: itertools.chain(first(), self.file.records(position, end)), end)
+        self.file.replace(first, position, pause)
         failpoints.failpoint("journal-compacted")
 
     def close(self) -> None:

@@ -36,7 +36,15 @@ _AHEAD_BYTES = 4 * MiB
 _AHEAD_SHARE = 4
 # How much of the file is read at once.
 _PIECE_BYTES = 64 * KiB
+# The number of lines between two pauses. They take about half a millisecond.
+_STRIDE = 16
+# Records that come while the file is replaced are copied before appends and syncs have to wait,
+# until at most so many bytes of them are left, and at most so often.
+_LAST_BYTES, _MOST_CATCHING_UP = 32 * KiB, 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def nothing() -> None: ...
 
 
 class JournalFile:
@@ -252,8 +260,14 @@ class JournalFile:
     def records(self, start: int, end: int) -> Iterator[Record]:
         """The records between two offsets, without what they say of positions; one is held at once.
         Raises OSError."""
-        for line in self.lines(start, end):
-            yield self.record(line)
+        return map(self.record, self.lines(start, end))
+
+    def paced(self, start: int, end: int, pause: Callable[[], object]) -> Iterator[bytes]:
+        """As ``lines``, with a ``pause`` after a few of them for other threads."""
+        for count, line in enumerate(self.lines(start, end), 1):
+            yield line
+            if count % _STRIDE == 0:
+                pause()
 
     def record(self, line: bytes) -> Record:
         """The record of a line of the file. Raises OSError if it is damaged."""
@@ -263,27 +277,36 @@ class JournalFile:
         record.pop("upto", None)
         return record
 
-    def replace(self, first: Callable[[], Iterable[Record | bytes]], end: int) -> None:
+    def replace(
+        self,
+        first: Callable[[], Iterable[Record | bytes]],
+        end: int,
+        pause: Callable[[], object] = nothing,
+    ) -> None:
         """Replaces all records before the offset ``end`` by those, or those lines, that ``first``
         returns.
 
-        Appends continue meanwhile, and syncs wait for no more than a rename. Raises OSError; the
-        file is then unchanged.
+        Appends continue meanwhile. Syncs and appends wait for no more than a rename and a few
+        records: those that come meanwhile are copied before, with a ``pause`` after each few.
+        Raises OSError; the file is then unchanged.
         """
         try:
-            self._replace(first(), end)
+            self._replace(first(), end, pause)
         except OSError as error:
             if error.errno not in _FULL or not self._reserve.give_up():
                 raise
-            self._replace(first(), end)
+            self._replace(first(), end, pause)
 
-    def _replace(self, first: Iterable[Record | bytes], end: int) -> None:
+    def _replace(
+        self, first: Iterable[Record | bytes], end: int, pause: Callable[[], object]
+    ) -> None:
         staged = self.path.with_name(_STAGED)
         fd = open_private(staged, _FLAGS | os.O_TRUNC)
         try:
             _write(fd, first)
             os.fdatasync(fd)
             failpoints.failpoint("journal-staged")
+            end = self._catch_up(fd, end, pause)
             with self._turn:
                 while self._syncing:
                     self._turn.wait()
@@ -298,6 +321,17 @@ class JournalFile:
             raise
         finally:
             os.close(fd)
+
+    def _catch_up(self, fd: int, end: int, pause: Callable[[], object]) -> int:
+        """Copies records from ``end`` on until few are left; returns their offset."""
+        for _ in range(_MOST_CATCHING_UP):
+            later = self.position
+            if later - end <= _LAST_BYTES:
+                break
+            _write(fd, map(self.record, self.paced(end, later, pause)))
+            os.fdatasync(fd)
+            end = later
+        return end
 
     def _take_over(self, fd: int, staged: Path, end: int) -> int:
         """Continues in another file, which replaces all records before ``end``; returns the

@@ -23,8 +23,6 @@ from monarch.writeback.op import from_record
 
 # The line of ``Known`` begins with this after its digest. It may be long, and is copied as it is.
 _KNOWN = b' {"known":'
-# The number of records between two pauses. They take about half a millisecond.
-_STRIDE = 16
 
 
 class Shortening:
@@ -125,10 +123,7 @@ class _Lines:
         self._file, self._position, self._pause = file, position, pause
 
     def __iter__(self) -> Iterator[bytes]:
-        for count, line in enumerate(self._file.lines(0, self._position), 1):
-            yield line
-            if count % _STRIDE == 0:
-                self._pause()
+        return self._file.paced(0, self._position, self._pause)
 
 
 def _summed_up(lines: _Lines) -> _Sum:

@@ -422,6 +422,33 @@ def test_records_synced_during_the_shortening_are_not_delayed_and_are_kept(
     journal.close()
 
 
+@pytest.mark.promise(139)
+def test_few_records_are_copied_while_changes_wait_for_the_shortened_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changes are recorded all the time, one for each eight records that are read."""
+    with closing(Journal.open(tmp_path / "journal", source=b"/s")) as journal:
+        month(journal, 2000, 2)
+        seqs: list[int] = []
+        left: list[int] = []
+        take_over = JournalFile._take_over
+
+        def pause() -> None:
+            seqs.extend(journal.append(content(b"log", 1)) for _ in range(2))
+
+        def taken_over(file: JournalFile, fd: int, staged: Path, end: int) -> int:
+            left.append(file.position - end)
+            return take_over(file, fd, staged, end)
+
+        monkeypatch.setattr(JournalFile, "_take_over", taken_over)
+        journal.shorten(pause)
+        assert len(left) == 1 and left[0] <= 32 << 10
+        assert len(seqs) > 500
+    with closing(Journal.open(tmp_path / "journal", source=b"/s")) as journal:
+        kept = {seq for seq, _ in journal.replay().ops}
+        assert kept.issuperset(seqs)
+
+
 async def test_a_journal_that_was_closed_is_not_replaced(tmp_path: Path) -> None:
     directory = tmp_path / "absorbed"
     journal = Journal.open(directory, source=b"/source", boot="one")
