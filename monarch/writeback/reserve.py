@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
 
-from monarch.posix.files import sync_path
+from monarch.posix.files import closing_fd, sync_path
 from monarch.posix.private_directory import private_opener
 from monarch.text import KiB, MiB
 
@@ -73,7 +74,18 @@ class Reserve:
             disk = os.statvfs(self._path.parent)
         except OSError:
             return False
-        return disk.f_bavail * disk.f_frsize < held and self.give_up()
+        is_full = disk.f_bavail * disk.f_frsize < held or not self._can_allocate(held)
+        return is_full and self.give_up()
+
+    def _can_allocate(self, size: int) -> bool:
+        """Whether no quota, which ``statvfs`` need not show, prevents another file of this size."""
+        try:
+            with closing_fd(os.open(self._path.parent, os.O_RDWR | os.O_TMPFILE, 0o600)) as fd:
+                os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            # Not every file system supports such files.
+            return error.errno not in (errno.ENOSPC, errno.EDQUOT)
+        return True
 
 
 def reserve_bytes(disk: os.statvfs_result) -> int:

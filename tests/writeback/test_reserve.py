@@ -135,6 +135,20 @@ def test_the_reserve_is_given_up_where_less_is_free_and_made_where_more_is(place
     assert (place / "reserve").exists()
 
 
+@pytest.mark.promise(138)
+def test_the_reserve_is_given_up_where_a_quota_leaves_less(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system shows its free room, whatever the quota of the directory is."""
+    reserve = Reserve(place)
+    reserve.make()
+    shown = os.statvfs(place)
+    monkeypatch.setattr(os, "statvfs", lambda path: shown)
+    assert not reserve.give_up_if_full()
+    fill(place)
+    assert reserve.give_up_if_full() and not (place / "reserve").exists()
+
+
 def _refused(*_: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
