@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -20,11 +21,13 @@ from monarch.peers.connections import Connection
 from monarch.tiers.contents import copy_name
 from monarch.types import Ino
 from tests.conftest import contents
+from tests.equipment.waiting import becomes_true
 from tests.fuse import wire
 from tests.fuse.rig import Rig, rig
 from tests.fuse.wire import Op
 from tests.peers.member import HOST, Act, Member, hang_up, head, say, silent, without_end
 
+# The datapath reads the first bytes of the large file while the others come.
 SIZE, LARGE = 5000, 300_000
 NAMES = ("one", "two", *(f"more{number}" for number in range(20)))
 NOT_KEPT, SLOW = 0xFFFE, 0xFFFF
@@ -225,6 +228,8 @@ def test_the_bytes_of_a_few_files_stay_until_their_opens_are_counted(tmp_path: P
 
 @pytest.mark.parametrize("size", [1, 200, SIZE, LARGE])
 def test_an_answer_may_come_in_parts(tmp_path: Path, size: int) -> None:
+    """Each pause is longer than the datapath waits for a whole answer."""
+
     def gives_slowly(connection: socket.socket) -> None:
         answer = head(size) + contents("one", size)
         ends = [0, 9, len(head(size)), len(answer) - size // 2, len(answer)]
@@ -238,6 +243,29 @@ def test_an_answer_may_come_in_parts(tmp_path: Path, size: int) -> None:
         for name in ("one", "two"):
             assert job.read(name) == contents(name, size)
         assert len(job.member.requests) == 2
+
+
+def test_a_thread_wakes_when_a_whole_answer_has_come(tmp_path: Path) -> None:
+    first, second = (head(SIZE) + contents(name, SIZE) for name in ("one", "two"))
+    # The answer to the second request is there before it.
+    with job_of(tmp_path, say(first + second), say()) as job:
+        datapath = job.rig.datapath
+        made = socket.create_connection((HOST, job.member.port))
+        with made.dup() as watched:
+            assert datapath.keep_connection(1, made.detach(), LONG_US)
+            assert job.read("one") == contents("one", SIZE)
+
+            def has_come() -> bool:
+                return len(watched.recv(len(second), socket.MSG_PEEK)) == len(second)
+
+            assert becomes_true(has_come)
+            assert job.read("two") == contents("two", SIZE)
+            assert watched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == SIZE
+            # Python waits for answers of any size.
+            found = datapath.take_connection(1)
+            assert found is not None
+            os.close(found[0])
+            assert watched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
 
 
 def breaks_off(connection: socket.socket) -> None:

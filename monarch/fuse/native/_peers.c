@@ -1,6 +1,7 @@
 #include "_peers.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,6 +17,9 @@
 #define STORE(x, v) __atomic_store_n(&(x), (v), __ATOMIC_RELEASE)
 
 enum { HEAD = 4096, PIECE = 1 << 20, NAME = 32 };
+/* An answer of up to so many bytes is waited for as a whole, at most so long. Of a larger one the
+ * first bytes are read while the others come. */
+enum { MOST_GATHERED = 256 << 10, GATHER_NS = 500000 };
 
 static uint64_t now_us(void) {
     struct timespec time;
@@ -96,12 +100,21 @@ bool peers_keep(struct peers *peers, uint32_t member, int fd, uint32_t limit_us)
     if (!made)
         return false;
     struct member *of = &peers->members[member];
-    *made = (struct connection){.fd = fd, .limit_us = limit_us};
+    *made = (struct connection){.fd = fd, .limit_us = limit_us, .wakes_at = 1};
     STORE(of->limit_us, limit_us);
     if (keep(peers, of, made, LOAD(of->drops)))
         return true;
     free(made);
     return false;
+}
+
+/* Sets how many bytes wake a thread that waits for them. Bytes that were read do not count: before
+ * a thread waits for the rest of an answer, each byte must wake it. */
+static void wake_at(struct connection *connection, uint32_t bytes) {
+    int value = (int)bytes;
+    if (connection->wakes_at != bytes)
+        setsockopt(connection->fd, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value);
+    connection->wakes_at = bytes;
 }
 
 int peers_take(struct peers *peers, uint32_t member, uint32_t *limit_us) {
@@ -111,6 +124,7 @@ int peers_take(struct peers *peers, uint32_t member, uint32_t *limit_us) {
     if (!found)
         return -1;
     int fd = found->fd;
+    wake_at(found, 1);
     *limit_us = found->limit_us;
     free(found);
     return fd;
@@ -165,6 +179,17 @@ static bool limit(struct connection *connection, uint32_t limit_us) {
            !setsockopt(connection->fd, SOL_SOCKET, SO_SNDTIMEO, &value, sizeof value);
 }
 
+/* Waits until an answer with ``size`` bytes has come, so that this thread wakes once and not for
+ * each part of it. Only a short time, since another answer has fewer bytes. */
+static void gather(struct connection *used, uint64_t size) {
+    bool gathers = size <= MOST_GATHERED;
+    wake_at(used, gathers ? (uint32_t)size : 1);
+    struct pollfd waits = {.fd = used->fd, .events = POLLIN};
+    struct timespec most = {.tv_nsec = GATHER_NS};
+    if (gathers && ppoll(&waits, 1, &most, NULL) <= 0)
+        wake_at(used, 1);
+}
+
 /* The value of a field in a head whose lines end with zeros; NULL if it has none. */
 static const char *field(const char *head, const char *end, const char *name) {
     size_t length = strlen(name);
@@ -211,6 +236,9 @@ static enum outcome read_head(struct connection *used, char *buffer, struct head
             return OTHER;
         if (head->end && now_us() > until_us)
             return SLOW;
+        /* A part has been read: the rest may be shorter than the file. */
+        if (head->end)
+            wake_at(used, 1);
         ssize_t got = recv(used->fd, buffer + head->end, HEAD - head->end, 0);
         if (got < 0 && errno == EINTR)
             continue;
@@ -243,6 +271,12 @@ static enum outcome read_head(struct connection *used, char *buffer, struct head
 
 /* Reads the bytes from ``at`` on. Each wait for a part has the limit of the connection. */
 static enum outcome read_rest(struct connection *used, struct content *content, size_t at) {
+    if (used->wakes_at > 1) {
+        ssize_t got = recv(used->fd, content->bytes + at, content->size - at, MSG_DONTWAIT);
+        at += got > 0 ? (size_t)got : 0;
+        if (at < content->size)
+            wake_at(used, 1);
+    }
     while (at < content->size) {
         size_t left = content->size - at, wanted = left < PIECE ? left : PIECE;
         ssize_t got = recv(used->fd, content->bytes + at, wanted, MSG_WAITALL);
@@ -268,6 +302,7 @@ static enum outcome exchange(struct connection *used, const char *request, size_
     ssize_t sent = send(used->fd, request, size, MSG_NOSIGNAL);
     if (sent != (ssize_t)size)
         return sent < 0 ? failed() : OTHER;
+    gather(used, content->size);
     enum outcome outcome = read_head(used, buffer, head, until_us);
     if (outcome != ANSWERED)
         return outcome;

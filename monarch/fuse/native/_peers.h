@@ -20,7 +20,8 @@ enum { PEERS_LATENCIES = 64, PEERS_IDLE = 64, PEERS_IDLE_ALL = 1024, PEERS_REQUE
 struct connection {
     struct connection *next;
     int fd;
-    uint32_t limit_us; /* of each wait, as the kernel knows it */
+    /* The limit of each wait, and the bytes that end one, as the kernel knows them. */
+    uint32_t limit_us, wakes_at;
 };
 
 /* What was received from a member since Python asked last. */
