@@ -23,6 +23,7 @@ from monarch.frameworks.checkpoint import (
     list_checkpoints,
 )
 from monarch.frameworks.sampler import ResumableSampler
+from tests.equipment.waiting import wait_until
 
 
 class Weights:
@@ -129,7 +130,10 @@ def test_an_interrupt_while_a_thread_is_started_leaves_one_user_of_each_buffer(
 
     def interrupted(thread: threading.Thread) -> None:
         if moment == "after":
+            (work,) = vars(thread)["_args"]
             start(thread)
+            # Until then the training takes the work back.
+            wait_until(lambda: not work, "the thread has its work")
         raise KeyboardInterrupt
 
     state = {"w": np.zeros(10)}
