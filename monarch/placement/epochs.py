@@ -107,11 +107,11 @@ class Epochs:
                 run_opens=self._run_opens,
             )
             at = now.count(inos, at)
-            self._opens, self._distinct = now.opens, now.files
-            self._run, self._run_opens = set(map(Ino, now.run)), now.run_opens
-            if now.repeats:
+            if now.files > self._distinct:
                 # The run that may have had hits is over.
                 self._run_hits = 0
+            self._opens, self._distinct = now.opens, now.files
+            self._run, self._run_opens = set(map(Ino, now.run)), now.run_opens
             if passes.ends_pass(len(self._run), self._distinct):
                 self._begin_epoch()
         for ino in inos[at:]:
@@ -135,7 +135,8 @@ class Epochs:
         self._forget_run()
 
     def _forget_run(self) -> None:
-        if self._run:
+        # Its files may be gone.
+        if self._run_opens:
             self._run = set()
             self._run_opens = 0
             self._run_hits = 0

@@ -73,6 +73,25 @@ def test_files_that_are_gone_do_not_hide_the_next_epoch(together: bool) -> None:
     assert counts(epochs) == [100, 17, 14]
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_run_whose_files_are_gone_ends_with_the_next_new_file(together: bool) -> None:
+    epochs = Epochs(100)
+    opened(epochs, range(1, 41))
+    opened(epochs, [40, 40], hit=True)
+    epochs.left(Ino(40))
+
+    def read(inos: Iterable[int]) -> None:
+        if together:
+            epochs.opened_all(array("I", inos))
+        else:
+            opened(epochs, inos)
+
+    read(range(41, 61))
+    assert not epochs.is_undecided
+    read([*range(1, 40), *range(41, 61)])
+    assert epochs.epochs() == [EpochCount(1, 62, 2), EpochCount(2, 59, 0)]
+
+
 def test_sporadic_opens_of_the_same_files_stay_in_their_epoch() -> None:
     epochs = Epochs(1000)
     rng = random.Random(3)
