@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from monarch.cli import umount
+from monarch.cli import ckpt, daemon_call, umount
 from monarch.control import ending
 from monarch.control.registry import MountRecord
-from monarch.errors import FuseError
+from monarch.errors import FuseError, NotDrainedError
+from monarch.telemetry.report import DrainReport
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +82,32 @@ def test_each_step_is_seen_by_others_while_it_lasts() -> None:
         with ending.step(name):
             assert ending.step_of(os.getpid()) == name
     assert ending.step_of(1 << 22) is None
+
+
+@pytest.mark.promise(72)
+@pytest.mark.parametrize("took_s", [1.0, 600.0])
+def test_a_wait_that_has_ended_early_names_no_time_and_promises_no_drain(
+    monkeypatch: pytest.MonkeyPatch, took_s: float
+) -> None:
+    """As after a failure of the journal: nothing is drained before the next mount."""
+    daemon = Daemon(monkeypatch, [])
+    report = DrainReport(False, 1, 5, 0, "the journal in tier fast has failed", "/tier", [])
+
+    def drain(record: MountRecord, *_: object, **more: object) -> DrainReport:
+        daemon.now += took_s
+        return report
+
+    monkeypatch.setattr(umount, "drain", drain)
+    monkeypatch.setattr(daemon_call, "drain", drain)
+    monkeypatch.setattr(daemon_call, "mount_and_path", lambda mount, path: (RECORD, ""))
+    with pytest.raises(NotDrainedError) as of_umount:
+        umount._drain(RECORD, 600.0, quiet=True)
+    wait = ckpt.wait.callback
+    assert wait is not None
+    with pytest.raises(NotDrainedError) as of_wait:
+        wait(Path("/mnt"), None, False, False, 600.0, False)
+    for error in (of_umount.value, of_wait.value):
+        assert ("after 10 min" in str(error)) == (took_s == 600.0), error
+        assert "the journal in tier fast has failed" in str(error)
+    assert ("waits longer" in str(of_umount.value)) == (took_s == 600.0)
+    assert ("draining continues" in str(of_wait.value)) == (took_s == 600.0)

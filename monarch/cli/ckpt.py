@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from monarch.cli import checkpoints, daemon_call
-from monarch.cli.output import age, duration, emit_json, progress_bar, remark, say, show, stdout
+from monarch.cli.output import age, emit_json, progress_bar, remark, say, show, stdout
 from monarch.cli.undrained import conflicts, discard, lost, retry, set_aside
 from monarch.errors import NotDrainedError, UsageError
 from monarch.frameworks.store import prune
@@ -108,15 +109,16 @@ def wait(
     params = {"paths": [below]} if below else {}
     if newest:
         params = {"paths": checkpoints.newest_of(record, below)}
+    since_s = time.monotonic()
     try:
         report = daemon_call.drain(record, params, timeout_s=timeout_s, quiet=as_json)
     except KeyboardInterrupt:
         remark("draining continues; `monarch ckpt ls MOUNT` shows its progress")
         return daemon_call.INTERRUPTED
     if not report.drained and not as_json:
-        after = "" if timeout_s is None else f"after {duration(timeout_s)}, "
+        after = daemon_call.waited(timeout_s, since_s)
         hint = "draining continues; `monarch status MOUNT` shows what it waits for"
-        if timeout_s is None:
+        if not after:
             hint = "the next mount continues; check the disk of the tier first: `dmesg`"
         raise NotDrainedError(f"{after}{daemon_call.waiting(report)}", hint=hint)
     show(report, as_json, "all files are at the source")

@@ -6,6 +6,7 @@ No function here touches the mount itself: it may hang.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from monarch.cli import complete
-from monarch.cli.output import age, progress_bar
+from monarch.cli.output import age, duration, progress_bar
 from monarch.config.defaults import state_root
 from monarch.control import registry
 from monarch.control.client import call
@@ -184,6 +185,14 @@ def drain(
         return ask(
             record, "drain", asked, answer=DrainReport, timeout=silence_s, on_progress=on_progress
         )
+
+
+def waited(timeout_s: float | None, since_s: float) -> str:
+    """``after 5 min, ``; empty if a wait since ``since_s`` of ``time.monotonic`` has ended before
+    its limit: the journal has failed."""
+    if timeout_s is None or time.monotonic() - since_s < timeout_s:
+        return ""
+    return f"after {duration(timeout_s)}, "
 
 
 def waiting(report: DrainReport) -> str:

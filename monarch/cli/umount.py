@@ -15,8 +15,8 @@ import click
 
 from monarch import errors
 from monarch.cli import complete
-from monarch.cli.daemon_call import INTERRUPTED, JSON, drain, seconds, waiting
-from monarch.cli.output import duration, emit_json, remark
+from monarch.cli.daemon_call import INTERRUPTED, JSON, drain, seconds, waited, waiting
+from monarch.cli.output import emit_json, remark
 from monarch.config.defaults import state_root
 from monarch.control.client import call
 from monarch.control.ending import STEPS, step_of
@@ -91,11 +91,12 @@ def umount(
     writer = record if record is not None and record.absorbs and alive(record) else None
     if writer is not None and not is_mounted and not lazy:
         # The daemon is ending, and drains what it has.
+        since_s = time.monotonic()
         report = _last_look(writer, 0.0 if abandon else timeout_s, quiet=as_json, ends=abandon)
         if report is not None and not report.drained and not abandon:
             raise errors.NotDrainedError(
                 f"{shown} is unmounted, and its daemon continues to drain:"
-                f" after {duration(timeout_s)}, {waiting(report)}",
+                f" {waited(timeout_s, since_s)}{waiting(report)}",
                 hint=f"`monarch umount --abandon {shown}` ends it",
             )
     if is_mounted:
@@ -154,7 +155,7 @@ def _figures(record: MountRecord | None) -> str:
 def _drain(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
     """Waits until all written files are at the source. Raises NotDrainedError after the timeout,
     and the errors of ``drain``."""
-    where = escape_text(record.mountpoint)
+    where, since_s = escape_text(record.mountpoint), time.monotonic()
     try:
         report = drain(record, {}, timeout_s=timeout_s, quiet=quiet)
     except errors.MonarchError as error:
@@ -162,10 +163,12 @@ def _drain(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
             str(error.args[0]), hint=f"`monarch umount --abandon {where}` does not wait for it"
         ) from error
     if not report.drained:
+        after = waited(timeout_s, since_s)
+        longer = f"`monarch ckpt wait {where}` waits longer; " if after else ""
         raise errors.NotDrainedError(
-            f"{where} stays mounted: after {duration(timeout_s)}, {waiting(report)}",
-            hint=f"`monarch ckpt wait {where}` waits longer; with --abandon the files stay in"
-            f" {escape_text(report.directory)} for the next mount",
+            f"{where} stays mounted: {after}{waiting(report)}",
+            hint=f"{longer}with --abandon the files stay in {escape_text(report.directory)} for the"
+            " next mount",
         )
 
 
