@@ -85,15 +85,19 @@ def test_a_call_that_fails_raises_and_those_that_have_not_begun_are_dropped() ->
 
 def test_a_call_that_does_not_end_is_waited_for_as_long_as_allowed() -> None:
     blocked = threading.Lock()
+    begun: queue.SimpleQueue[None] = queue.SimpleQueue()
     ended: list[None] = []
 
     def call() -> None:
+        begun.put(None)
         with blocked:
             ended.append(None)
 
     with blocked:
         with Workers[None](1, wait_s=0.01) as workers:
             workers.put(call)
+            # One that has not begun at the end is dropped.
+            begun.get(timeout=60)
             with pytest.raises(queue.Empty):
                 workers.take(0.01)
         assert not ended
