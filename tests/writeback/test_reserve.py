@@ -279,7 +279,7 @@ def test_a_quota_that_is_reached_is_a_full_disk(
 
 @pytest.mark.promise(138)
 async def test_undrained_files_can_all_be_removed_from_a_full_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: trio.testing.MockClock
 ) -> None:
     """Each removal takes room of the journal, and gives more when the object leaves."""
     require_root()
