@@ -74,6 +74,7 @@ import os, sys, threading, time
 from monarch.cli import mount
 from pathlib import Path
 
+mount._THREADS_END_S = 60.0
 threading.Thread(target=time.sleep, args=(0.1,)).start()
 fork = os.fork
 def counted():
@@ -111,7 +112,7 @@ def test_a_mount_has_no_threads_that_watch_its_source(tmp_path: Path) -> None:
     """They have ended before the daemon is forked, also in the middle of a question."""
     work = """
 import os, sys, threading
-from monarch.cli import main, source_watch
+from monarch.cli import main, mount, source_watch
 from monarch.daemon import run
 
 asked, statvfs = threading.Event(), os.statvfs
@@ -126,7 +127,9 @@ def counted():
     os._exit(0)
 
 os.statvfs, run.is_pack, os.fork = asking, waiting, counted
-source_watch._STEP_S = 0.01
+# A thread may have to wait for a processor.
+mount._THREADS_END_S = 60.0
+source_watch._STEP_S, source_watch._HUNG_STEPS = 0.01, 10**6
 sys.argv[:1] = ["monarch", "mount"]
 main.main()
 """
