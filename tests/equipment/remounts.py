@@ -33,6 +33,7 @@ KINDS = (
 # A staged file at the source that alone has the bytes of an object, with the object's number.
 _WRITE_THROUGH = re.compile(rb"/?\.monarch-[0-9a-f]+-([0-9]+)-through\.part$")
 _DURABLE = b"user.monarch.durable"
+_BESIDE = b".monarch-conflict-"
 # Contents above this size, in bytes, are compared by a digest.
 _LONG = 200
 # What others may do: to a directory the first four.
@@ -297,6 +298,18 @@ class HistoryChecker:
         """Whether a directory holds something of others, so that it cannot be removed."""
         return any(at.startswith(path + b"/") and self.is_theirs(at) for at in tree)
 
+    def is_beside_a_directory(self, path: bytes, there: Tree, now: Tree) -> bool:
+        """Whether what was made in the place of a directory is a conflict beside it at the source,
+        because the directory stays there for something of others in it."""
+        if path not in there or path not in now:
+            return False
+        return (
+            there[path].kind == "dir"
+            and now[path].kind != "dir"
+            and self.has_theirs(path, there)
+            and any(at.startswith(path + _BESIDE) for at in there)
+        )
+
     def is_of_others(self, it: Shown) -> bool:
         """Whether bytes are of others, or were replaced by theirs."""
         return it.content.startswith(b"others'") or it.content in self.gone
@@ -392,6 +405,8 @@ class HistoryChecker:
                 continue
             if any(self.is_of_others(it) for it in found):
                 continue
+            if self.is_beside_a_directory(path, there, now):
+                continue
             _require_same(path, there, now, "at the source and here")
             # What a reader would wait for, a rename that is to come, is not read here.
             if (was := self.before.tree.get(path)) is None or was.content != b"ENOENT":
@@ -421,7 +436,7 @@ class HistoryChecker:
 
 def _is_beside(path: bytes) -> bool:
     """Whether it is at the source what a conflict has left beside another's."""
-    return b".monarch-conflict-" in path
+    return _BESIDE in path
 
 
 def _require_same(path: bytes, one: Tree, other: Tree, message: str) -> None:
