@@ -176,16 +176,18 @@ class Handlers:
         return linked
 
     async def unlink(self, parent: Ino, name: bytes, by: Credentials) -> None:
-        await self.writing.gate.require_room_to_remove()
-        self.writing.operations.unlink(parent, name, by=by)
+        operations = self.writing.operations
+        await operations.require_removable(parent, name, is_directory=False)
+        operations.unlink(parent, name, by=by)
         self._serve_attributes(parent)
 
     async def rmdir(self, parent: Ino, name: bytes, by: Credentials) -> None:
         others, ino = self._filesystem.others, self.names.lookup(parent, name)
         if others is not None and ino is not None:
             await others.listed(ino)
-        await self.writing.gate.require_room_to_remove()
-        self.writing.operations.rmdir(parent, name, by=by)
+        operations = self.writing.operations
+        await operations.require_removable(parent, name, is_directory=True)
+        operations.rmdir(parent, name, by=by)
         self._serve_attributes(parent)
 
     async def rename(

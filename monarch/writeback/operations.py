@@ -228,6 +228,16 @@ class WriteOperations:
         names = tuple(islice(self._names.visible_paths(ino), _MOST_NAMES))
         return tuple(name for name in names if name != new) if len(names) > 2 else ()
 
+    async def require_removable(self, parent: Ino, name: bytes, *, is_directory: bool) -> None:
+        """Refuses a removal that is not allowed; then waits until a full tier has room for its
+        record."""
+        if is_directory:
+            self._require_directory_covered(parent, name)
+        else:
+            self._gate.require_covered(parent, name)
+        self._known(parent, name)
+        await self._gate.require_room_to_remove()
+
     def unlink(self, parent: Ino, name: bytes, *, by: Credentials) -> None:
         self._gate.require_covered(parent, name)
         self._forget_if_unlinked(self._removed("unlink", parent, name, by))
@@ -258,12 +268,15 @@ class WriteOperations:
             self._recorder.note(Op(kind="rename", path=path, to=to, ino=ino, by=by))
 
     def rmdir(self, parent: Ino, name: bytes, *, by: Credentials) -> None:
+        self._require_directory_covered(parent, name)
+        self._forget_if_unlinked(self._removed("rmdir", parent, name, by))
+
+    def _require_directory_covered(self, parent: Ino, name: bytes) -> None:
         self._gate.require_journal()
         path, ino = self._names.path_of(parent, name), self._known(parent, name)
         made_here = self._gate.patterns.leads_to(path) and self._names.is_written(ino)
         if not made_here:
             self._gate.require_covered(parent, name)
-        self._forget_if_unlinked(self._removed("rmdir", parent, name, by))
 
     async def rename(
         self,

@@ -321,7 +321,8 @@ async def test_a_removal_without_room_fails_while_the_source_accepts_nothing(
             async def remove_all() -> None:
                 nonlocal removed
                 while removed < files:
-                    await gate.require_room_to_remove()
+                    place = session.at(b"%0100d" % removed)
+                    await session.writing.require_removable(*place, is_directory=False)
                     session.unlink(b"%0100d" % removed)
                     removed += 1
 
@@ -333,6 +334,9 @@ async def test_a_removal_without_room_fails_while_the_source_accepts_nothing(
                 with pytest.raises(Refused) as refused:
                     await remove_all()
             assert refused.value.errno == errno.ENOSPC and 0 < removed < files
+            with pytest.raises(Refused) as refused:
+                await session.writing.require_removable(*session.at(b"none"), is_directory=False)
+            assert refused.value.errno == errno.ENOENT, "it waited for room first"
             assert len(session.shown()) == files - removed + 1
             with trio.fail_after(600):
                 await session.drained()
