@@ -202,7 +202,8 @@ def _serve_here(settings: MountSettings, refresh: bool, scanning: Scanning) -> N
     from monarch.daemon import run as daemon
 
     with ExitStack() as until_ready:
-        until_ready.enter_context(watched(settings.source, lambda: _give_up(settings)))
+        watch = watched(settings.source, lambda: _give_up(settings))
+        scanning.advanced = until_ready.enter_context(watch)
         scanning.bar = until_ready.enter_context(progress_bar())
 
         def ready(remarks: list[str]) -> None:
@@ -267,20 +268,29 @@ def _start(settings: MountSettings, serve: Serve, scanning: Scanning) -> list[st
             _give_up(settings)
 
     try:
-        with watched(settings.source, give_up):
-            return _wait_until_ready(reading, settings, scanning)
+        with watched(settings.source, give_up) as scanning.advanced:
+            remarks = _wait_until_ready(reading, settings, scanning)
     except KeyboardInterrupt:
         _end(pid)
+        _clear_dead_mount(settings)
         raise
     except MonarchError:
         if not gave_up.is_set():
             raise
-        from monarch.daemon.run import clear_dead_mount
-
-        clear_dead_mount(settings.mountpoint)
-        raise unanswered(settings.source) from None
     finally:
         os.close(reading)
+    if gave_up.is_set():
+        # Also if the daemon got ready while it was ended.
+        _clear_dead_mount(settings)
+        raise unanswered(settings.source)
+    return remarks
+
+
+def _clear_dead_mount(settings: MountSettings) -> None:
+    """Unmounts what a killed daemon may have mounted at the last moment."""
+    from monarch.daemon.run import clear_dead_mount
+
+    clear_dead_mount(settings.mountpoint)
 
 
 def _end(pid: int) -> bool:

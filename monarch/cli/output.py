@@ -117,8 +117,12 @@ class Scanning:
         self._source = escape_text(os.fspath(source))
         self.entries = 0
         self.bar: Progress = lambda done, total, words: None
+        # Is called when the count has changed, so that the source has answered.
+        self.advanced: Callable[[], None] = lambda: None
 
     def __call__(self, done: int, total: int | None, words: str) -> None:
+        if done != self.entries:
+            self.advanced()
         self.entries = done
         self.bar(done, total, f"scanning {self._source}, {words}")
 

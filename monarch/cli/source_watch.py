@@ -19,17 +19,20 @@ _SLOW_STEPS, _HUNG_STEPS = 5, 60
 
 
 @contextmanager
-def watched(source: Path, give_up: Callable[[], None]) -> Iterator[None]:
+def watched(source: Path, give_up: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Asks ``source`` every second, while the block runs, whether it answers. If it has not done so
     for five seconds, a line on stderr says that; after a minute ``give_up`` is called in a thread.
-    At the end of the block the threads have ended, except one whose question hangs."""
+    At the end of the block the threads have ended, except one whose question hangs.
+
+    The block calls what it gets when the source has answered it: on a source with several servers
+    the question may hang while a scan goes ahead."""
     ended, answered = threading.Event(), threading.Event()
     asking = threading.Thread(target=_ask, args=(source, answered, ended), daemon=True)
     waiting = threading.Thread(target=_wait, args=(source, give_up, answered, ended), daemon=True)
     asking.start()
     waiting.start()
     try:
-        yield
+        yield answered.set
     finally:
         ended.set()
         waiting.join()
