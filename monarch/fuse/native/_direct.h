@@ -19,7 +19,7 @@ struct direct_request {
     } message;
 };
 
-/* Hints for which the queue had no room, and who has sent the last of them. */
+/* The hints that the full queue has refused, and the process that sent the last of them. */
 struct refused_hints {
     uint64_t count;
     uint32_t uid, pid;
