@@ -17,8 +17,10 @@ static void end_session(struct datapath *dp, int error) {
     wake_python(dp);
 }
 
-/* Whether this thread takes waiting requests itself when it has answered one. */
-static _Thread_local bool is_reader;
+/* Whether this thread takes waiting requests itself when it has answered one. The variable lies in
+ * the static block of a thread, because ThreadSanitizer may take the bytes before a block that is
+ * allocated at the first use for a header (sanitizer_tls_get_addr.cpp) and then end the process. */
+static _Thread_local bool is_reader __attribute__((tls_model("initial-exec")));
 
 static bool spawn(struct datapath *dp);
 
