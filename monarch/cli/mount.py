@@ -200,9 +200,17 @@ def _report_missing_snapshot(file: Path) -> None:
 def _serve_here(settings: MountSettings, refresh: bool, scanning: Scanning) -> None:
     """Serves the mount in this process until the mount ends."""
     from monarch.daemon import run as daemon
+    from monarch.fuse import mountpoint as mountpoints
+
+    def give_up() -> NoReturn:
+        # Nothing was mounted there when this process began.
+        with suppress(MonarchError):
+            if mountpoints.mount_at(settings.mountpoint) is not None:
+                mountpoints.unmount(settings.mountpoint, lazy=True)
+        _give_up(settings)
 
     with ExitStack() as until_ready:
-        watch = watched(settings.source, lambda: _give_up(settings))
+        watch = watched(settings.source, give_up)
         scanning.advanced = until_ready.enter_context(watch)
         scanning.bar = until_ready.enter_context(progress_bar())
 

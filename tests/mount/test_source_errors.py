@@ -149,6 +149,53 @@ def test_a_mount_of_a_source_that_hangs_says_so_and_ends(
     assert read_through(mounted.path / "f") == (source / "f").read_bytes()
 
 
+_LATE = """
+import os
+from pathlib import Path
+import trio
+from monarch.daemon import mount as daemon_mount
+
+async def wait(mountpoint):
+    Path(os.environ["MADE"]).touch()
+    await trio.sleep_forever()
+
+daemon_mount.wait_until_answered = wait
+"""
+
+
+@pytest.mark.fault("S1")
+@pytest.mark.promise(346)
+@pytest.mark.modes("relay")
+@pytest.mark.parametrize("form", ["daemon", "foreground"])
+def test_a_source_that_hangs_before_the_mount_is_ready_leaves_no_mount(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, tmp_path: Path, form: str
+) -> None:
+    tree({"f": 10})
+    mountpoint, made = tmp_path / "mnt", tmp_path / "made"
+    mountpoint.mkdir()
+    arguments = [str(slow.path), str(mountpoint), "--tier", f"{tmp_path}/tier:1MiB"]
+    more = ["--foreground"] if form == "foreground" else []
+    with subprocess.Popen(
+        [sys.executable, "-c", _LATE + _IMPATIENT, *arguments, *more],
+        env={**monarch.environment(), "MADE": str(made)},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        try:
+            wait_until(made.exists, "it is mounted")
+            slow.rules("hang statfs .")
+            _, said = command.communicate(timeout=100)
+        finally:
+            command.kill()
+            was_left = is_mounted(mountpoint)
+            slow.rules()
+    # This also removes a mount that was left.
+    monarch.mount(slow.path)
+    assert (command.returncode, was_left) == (4, False)
+    assert "has not answered for 1 s: nothing is mounted" in said
+
+
 class Waiting:
     """A reader that waits for a source that hangs."""
 
@@ -168,7 +215,7 @@ class Waiting:
         return self._thread.is_alive()
 
     def join(self) -> None:
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self.waits, "the reader still hangs"
 
 
