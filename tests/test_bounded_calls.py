@@ -42,6 +42,22 @@ def test_a_thread_that_hangs_is_not_waited_for_without_end() -> None:
         thread.join()
 
 
+def test_a_process_that_was_stopped_waits_for_threads_when_it_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stopped_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal stopped_s
+        stopped_s += 3600
+
+    clock = SimpleNamespace(monotonic=lambda: stopped_s, sleep=sleep)
+    monkeypatch.setattr(bounded_calls, "time", clock)
+    threads = SimpleNamespace(listdir=lambda path: ["1"] if stopped_s > 2 * 3600 else ["1", "2"])
+    monkeypatch.setattr(bounded_calls, "os", threads)
+    assert wait_for_threads(1.0)
+
+
 def test_a_process_that_was_stopped_during_a_call_waits_for_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

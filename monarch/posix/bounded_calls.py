@@ -20,6 +20,8 @@ T = TypeVar("T")
 # A call is waited for in so many parts. The time in which this process was stopped, and with it the
 # thread of the call, counts as one part.
 _PARTS = 8
+# The interval in which it is looked whether threads have ended.
+_LOOK_S = 0.001
 # A file system that does not answer for a path in this time counts as hung, in seconds.
 PATIENCE_S = 2.0
 
@@ -88,14 +90,18 @@ def wait_for_threads(seconds: float) -> bool:
     """Waits at most ``seconds`` until this process has one thread; returns whether it has.
 
     A process that is forked beside another thread, even one that is about to end, inherits the
-    locks that this thread holds. A thread whose call hangs does not end.
+    locks that this thread holds. A thread whose call hangs does not end. The time in which this
+    process was stopped does not count.
     """
-    deadline = time.monotonic() + seconds
-    while len(os.listdir("/proc/self/task")) > 1:
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.001)
-    return True
+    for _ in range(round(seconds / _LOOK_S)):
+        if _is_alone():
+            return True
+        time.sleep(_LOOK_S)
+    return _is_alone()
+
+
+def _is_alone() -> bool:
+    return len(os.listdir("/proc/self/task")) == 1
 
 
 def _work(calls: queue.SimpleQueue[Callable[[], None] | None], turn: threading.Lock) -> None:
