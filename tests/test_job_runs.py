@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ def test_processes_that_outlive_the_first_one_and_ignore_signals_end_with_the_ru
         pass
     left = int(number.read_text())
     wait_until(lambda: process_started(left) is None, "the process that ignores SIGTERM has ended")
+
+
+def test_no_thread_is_left_of_the_runs() -> None:
+    runs = JobRuns(["true"], "/mnt/data", 10, 1, 0)
+    # The thread that asks whether the mount has ended.
+    asking = runs._calls.call(threading.current_thread)
+    with pytest.raises(MonarchError, match="before it was measured"), runs.begun():
+        pass
+    asking.join(60)
+    assert not asking.is_alive()
 
 
 def test_processes_that_cannot_be_read_are_not_of_the_group(

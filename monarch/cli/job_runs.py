@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -101,10 +101,11 @@ class JobRuns:
     @contextmanager
     def begun(self) -> Iterator[Measure]:
         """Runs the command once, so that its files get copies, and yields a function that measures
-        one run of it."""
+        one run of it. For one use."""
         with (
             interruptible_where_heeded() as interruption,
             _own_directory() as directory,
+            closing(self._calls),
         ):
             measure = partial(self._measure, interruption, directory)
             measure("fill", 1.0, None)
