@@ -21,7 +21,7 @@ from monarch.packs.verify import verify as verify_pack
 from monarch.posix import workers as workers_module
 from monarch.posix.files import closing_fd
 from monarch.posix.workers import Threads, Workers
-from tests.equipment.interrupts import interrupted_in_each_line
+from tests.equipment.interrupts import Interrupted, interrupted_in_each_line, raised_in_line
 from tests.equipment.waiting import wait_until
 from tests.packs.trees import pack
 
@@ -79,6 +79,27 @@ def test_a_call_that_fails_raises_and_those_that_have_not_begun_are_dropped() ->
         workers.put(block)
         workers.put(call, 1)
         begun.acquire()
+    wait_until(lambda: workers._threads.wait(0.0), "the thread ends")
+    assert made == []
+
+
+def test_an_exception_at_the_end_lets_no_further_call_begin() -> None:
+    made: list[int] = []
+    begun, blocked = threading.Lock(), threading.Lock()
+    begun.acquire()
+
+    def block() -> None:
+        begun.release()
+        with blocked:
+            pass
+
+    workers = Workers[None](1)
+    workers.put(block)
+    workers.put(made.append, 1)
+    with blocked:
+        begun.acquire()
+        with raised_in_line(1, (workers_module,)), pytest.raises(Interrupted):
+            workers.__exit__()
     wait_until(lambda: workers._threads.wait(0.0), "the thread ends")
     assert made == []
 

@@ -64,7 +64,7 @@ class Workers(Generic[T]):
     """Makes calls in up to ``limit`` threads, in the order in which they are put.
 
     As a context: calls that have not begun at its end are dropped, and the others are waited for,
-    at most ``wait_s`` seconds.
+    at most ``wait_s`` seconds, or until another exception of a signal handler.
     """
 
     def __init__(self, limit: int, *, wait_s: float | None = None) -> None:
@@ -118,6 +118,7 @@ class Workers(Generic[T]):
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self._calls.put(None)
+        # First: an exception may come after each line, and then no further call may begin.
         self._is_over = True
+        self._calls.put(None)
         self._threads.wait(self._wait_s)
