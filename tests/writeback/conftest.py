@@ -13,6 +13,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from monarch.posix.mounts import mount_table
 from monarch.posix.thread_pool import ThreadPool, _Call
 from tests.equipment.virtual_clock import virtual_clock
 from tests.equipment.waiting import becomes_true
@@ -26,7 +27,7 @@ _KEPT_OPEN = re.compile(r"/absorbed[^/]*/([0-9a-f]+/[0-9]+|journal)\b|/source\b"
 
 
 @pytest.fixture(autouse=True)
-def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ends what would end with the process of a daemon, of which a run of tests has thousands: the
     threads, which also keep all that their tasks have used, and what a killed one has open."""
     pools: list[ThreadPool] = []
@@ -51,14 +52,21 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             # A thread ends when nothing takes the answer.
             pool._calls.put(_Call(int, (), None))
     started = sum(pool._started for pool in pools)
-    if not becomes_true(lambda: len(over) == started, timeout_s=10.0, step_s=0.001):
+    if not becomes_true(lambda: len(over) == started, timeout_s=60.0, step_s=0.001):
         # A call that hangs may still close what it has opened.
         return
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            # The disk may have no path any more.
-            if _KEPT_OPEN.search(os.readlink(f"/proc/self/fd/{fd}")):
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if _KEPT_OPEN.search(path) and (path.startswith(f"{tmp_path}/") or _is_detached(fd)):
                 os.close(int(fd))
+
+
+def _is_detached(fd: str) -> bool:
+    """Whether it is on a disk that was unmounted, and so has no path."""
+    number = re.search(r"^mnt_id:\s+(\d+)$", Path(f"/proc/self/fdinfo/{fd}").read_text(), re.M)
+    assert number is not None
+    return int(number[1]) not in {mounted.id for mounted in mount_table()}
 
 
 @pytest.fixture
