@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,9 +46,16 @@ def interrupted_in_each_line(call: Callable[[], T], *modules: ModuleType) -> tup
     it runs, then in the second one, and so on. Returns the result of the call that ran to its end,
     and the number of calls before it."""
     number = 0
-    while True:
-        try:
-            with raised_in_line(number, modules):
-                return call(), number
-        except Interrupted:
-            number += 1
+    # What the collector calls could run lines of these modules too, and an exception there is lost.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        while True:
+            try:
+                with raised_in_line(number, modules):
+                    return call(), number
+            except Interrupted:
+                number += 1
+    finally:
+        if was_enabled:
+            gc.enable()
