@@ -23,6 +23,7 @@ from monarch.writeback.journal import Journal, Op, Replay
 from monarch.writeback.objects import Objects
 from tests.conftest import require_root
 from tests.equipment import disks
+from tests.equipment.waiting import wait_until
 
 SOURCE = b"/data/\xff source"
 IDENTITY = Identity(5, 1_000_000_001, 2_000_000_002, 77)
@@ -283,7 +284,7 @@ def test_callers_that_sync_at_once_share_the_wait(
 
     def fdatasync(fd: int) -> None:
         calls[0] += 1
-        gate.wait(10)
+        gate.wait(60)
         real(fd)
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
@@ -292,6 +293,8 @@ def test_callers_that_sync_at_once_share_the_wait(
         journal.append(EVERYTHING[0])
         threads.append(threading.Thread(target=journal.sync))
         threads[-1].start()
+        # The first one syncs its own record only.
+        wait_until(lambda: calls[0] == 1, "the first one is under way")
     gate.set()
     for thread in threads:
         thread.join()
