@@ -36,7 +36,7 @@ from tests.equipment.waiting import becomes_true, wait_until
 _RUN_VARIABLE = "MONARCH_TEST_RUN"
 _TEST_VARIABLE = "MONARCH_TEST_CASE"
 
-_CLI_TIMEOUT_S = 60.0
+_CLI_TIMEOUT_S = 100.0
 # A line of the log in either format, or of text that was written past the log.
 _TROUBLE = re.compile(
     r"^\S+Z (warning|error|critical) "
@@ -475,10 +475,10 @@ class MonarchCommand:
         for made in serving:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(made.pid, signal.SIGTERM)
-        return becomes_true(lambda: str(path) not in mounts(), timeout_s=15)
+        return becomes_true(lambda: str(path) not in mounts())
 
     def _end_processes(self) -> list[str]:
-        becomes_true(lambda: not processes(_TEST_VARIABLE, self.case), timeout_s=10)
+        becomes_true(lambda: not processes(_TEST_VARIABLE, self.case))
         left = processes(_TEST_VARIABLE, self.case)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):

@@ -29,7 +29,7 @@ def monarch(*arguments: str | bytes, **environ: str) -> subprocess.CompletedProc
         [sys.executable, "-m", "monarch", *arguments],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
         env={**os.environ, **environ},
     )
@@ -48,7 +48,7 @@ sys.exit(main())
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
         env={**os.environ, **environ},
     )
@@ -238,7 +238,7 @@ def test_standard_streams_that_are_closed_are_those_of_dev_null(tmp_path: Path) 
     report = tmp_path / "report"
     closed = 'exec "$0" -c "$1" <&- >&- 2>&-'
     environment = {**os.environ, "REPORT": str(report)}
-    subprocess.run(["sh", "-c", closed, sys.executable, program], env=environment, timeout=30)
+    subprocess.run(["sh", "-c", closed, sys.executable, program], env=environment, timeout=100)
     assert report.read_text().split() == ["0", *["/dev/null"] * 3, *["True"] * 3]
 
 
@@ -250,7 +250,7 @@ def test_a_reader_that_leaves_early_hears_no_complaint() -> None:
             [sys.executable, "-m", "monarch", "--help"],
             stdout=pipe,
             stderr=subprocess.PIPE,
-            timeout=30,
+            timeout=100,
             check=False,
         )
     assert run.stderr == b""
@@ -262,7 +262,7 @@ def test_a_full_disk_under_the_output_is_reported() -> None:
             [sys.executable, "-m", "monarch", "--help"],
             stdout=full,
             stderr=subprocess.PIPE,
-            timeout=30,
+            timeout=100,
             check=False,
         )
     assert run.returncode == 1
@@ -310,7 +310,7 @@ sys.exit(main.main())
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
     )

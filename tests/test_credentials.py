@@ -67,11 +67,11 @@ def test_the_other_threads_keep_theirs() -> None:
     def other() -> None:
         with acting_as(ALICE):
             inside.set()
-            over.wait(30)
+            over.wait(60)
 
     thread = threading.Thread(target=other)
     thread.start()
-    assert inside.wait(30)
+    assert inside.wait(60)
     try:
         assert status()["Uid"].split() == ["0"] * 4
         assert 2001 not in os.getgroups()

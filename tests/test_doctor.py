@@ -424,7 +424,7 @@ def test_a_source_that_is_missing_a_file_or_empty_is_reported(site: Site) -> Non
     site.expect("source", "fail", "is not a directory")
 
 
-@pytest.mark.timeout(40)
+@pytest.mark.timeout(100)
 def test_a_source_that_hangs_costs_a_short_wait(
     tmp_path_factory: pytest.TempPathFactory, site: Site
 ) -> None:
@@ -612,7 +612,7 @@ def test_a_control_group_with_little_memory_or_few_threads_is_reported() -> None
         pids.limit(100)
         for group in (memory, pids):
             group.add(child.pid)
-        output, _ = child.communicate("\n", timeout=30)
+        output, _ = child.communicate("\n", timeout=100)
     first, second = output.splitlines()
     assert "status='warn', detail='256 MiB, limited by the control group" in first
     assert re.search(r"status='warn', detail='\d\d more, says the control group", second)

@@ -115,7 +115,7 @@ logging.getLogger("monarch").error("nowhere")
 """
     path = tmp_path / "daemon.log"
     run = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, timeout=30, check=True
+        [sys.executable, "-c", code, path], capture_output=True, timeout=100, check=True
     )
     assert path.read_text() == ""
     assert b"Logging error" not in run.stderr
@@ -165,7 +165,7 @@ except OSError:
             [sys.executable, "-c", code, path, form],
             env={**os.environ, "JOURNAL_STREAM": stream},
             stderr=writing,
-            timeout=30,
+            timeout=100,
             check=True,
         )
         os.close(writing)

@@ -241,7 +241,7 @@ def page(metrics: Metrics, report: Callable[[], StatusReport] = a_report) -> Ite
 
 
 def asked(port: int, method: str = "GET", path: str = "/metrics") -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     with contextlib.closing(connection):
         connection.request(method, path)
         answer = connection.getresponse()
@@ -313,7 +313,7 @@ def test_connections_that_were_reset_make_no_room_for_more_than_there_may_be(
 
 def test_an_invalid_request_is_disconnected_and_the_page_continues(metrics: Metrics) -> None:
     with page(metrics) as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
             with contextlib.suppress(ConnectionError):
                 client.sendall(b"x" * 2 * metrics_page.MAX_REQUEST_BYTES)
             with contextlib.suppress(ConnectionError):

@@ -163,10 +163,10 @@ def test_watching_into_a_pipe_prints_anew_and_ends_with_its_reader(tmp_path: Pat
         assert watcher.stdout is not None and watcher.stderr is not None
         text = b""
         while b"no Monarch mounts" not in text and b"mount point" not in text:
-            assert readable(watcher.stdout, within_s=30), "it prints at once"
+            assert readable(watcher.stdout, within_s=100), "it prints at once"
             text += os.read(watcher.stdout.fileno(), 4096)
         watcher.stdout.close()
-        assert watcher.wait(30) == 0
+        assert watcher.wait(100) == 0
         assert watcher.stderr.read() == b""
     finally:
         watcher.kill()

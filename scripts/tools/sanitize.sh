@@ -106,7 +106,7 @@ fi
 export PYTHONPYCACHEPREFIX=$own
 unset PYTHONDONTWRITEBYTECODE
 # Directories of its own: of two runs at once, one may remove old directories that the other lists.
-"$work/venv/bin/python" -m pytest -p no:cacheprovider --timeout 300 --basetemp="$work/tests" "$@"
+"$work/venv/bin/python" -m pytest -p no:cacheprovider --timeout 600 --basetemp="$work/tests" "$@"
 status=$?
 
 shopt -s nullglob

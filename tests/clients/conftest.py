@@ -22,7 +22,7 @@ from tests.equipment.waiting import readable
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs")
-SETTLE_S = 60.0
+SETTLE_S = 100.0
 ANSWER_S = 100.0
 
 
@@ -100,7 +100,7 @@ class Client:
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(10)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -365,7 +365,7 @@ async def test_ctrl_c_ends_the_waiting_and_hangs_up(state: Path) -> None:
         child = subprocess.Popen(
             [sys.executable, "-c", code, str(state)], stderr=subprocess.PIPE, text=True
         )
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await waiting.wait()
             child.send_signal(signal.SIGINT)
             await hung_up.wait()

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-_WAIT_S = 20.0
+_WAIT_S = 60.0
 
 # The client of another host must see what is new at once, so times of the brick's own disk count.
 _BRICK = """\

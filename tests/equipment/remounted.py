@@ -32,7 +32,7 @@ LOGGED = (
 )
 DISK_MIB = 64
 # How long a drain of everything may take, and how long one is watched, in seconds.
-_DRAINED_S = 60
+_DRAINED_S = 100
 _LOOK_S = 0.4
 # A rate of the drain, in bytes a second, at which most written bytes wait.
 _SLOW = 10_000

@@ -20,7 +20,7 @@ from tests.equipment.mounts import is_mounted
 
 _CODE = Path(__file__).with_name("slowfs.c")
 _STATS = ".slowfs-stats"
-_WAIT_S = 10.0
+_WAIT_S = 60.0
 # Counters that do not count calls.
 _NO_CALLS = ("read_bytes", "write_bytes", "hanging", "loads")
 

@@ -25,7 +25,7 @@ from tests.equipment.waiting import becomes_true
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 _CONTROLLER = "ctl"
-_START_S = 60.0
+_START_S = 120.0
 # The state of a socket in /proc/net/tcp.
 _LISTENS = "0A"
 

@@ -37,6 +37,7 @@ def virtual_clock(*, patience_s: float = 0.004) -> Iterator[MockClock]:
         if not at_work or quiet >= 2:
             quiet = 0
             jump()
+
     put, deliver = ThreadPool._put, ThreadPool._deliver
 
     def put_and_wait(pool: ThreadPool, call: Any) -> None:

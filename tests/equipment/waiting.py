@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 def becomes_true(
-    holds: Callable[[], bool], *, timeout_s: float = 20.0, step_s: float = 0.01
+    holds: Callable[[], bool], *, timeout_s: float = 60.0, step_s: float = 0.01
 ) -> bool:
     """Ask again and again; False if the condition does not hold within the time."""
     deadline = time.monotonic() + timeout_s
@@ -20,7 +20,7 @@ def becomes_true(
     return True
 
 
-def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
+def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = 60.0) -> None:
     """Fail the test if the condition, which ``what`` names, does not come true."""
     assert becomes_true(holds, timeout_s=timeout_s), f"not within {timeout_s:.0f} s: {what}"
 

@@ -29,7 +29,7 @@ from monarch.errors import ConfigError
 _SHIPPED = Path(__file__).parents[2] / "conf/monarch.yaml"
 # The loader itself takes some 100 MB; PyYAML a second or two for the largest file there may be.
 _MEMORY_BYTES = 1 << 30
-_PATIENCE_S = 30
+_PATIENCE_S = 100
 
 # -- configurations --------------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ def test_the_page_of_metrics_shows_the_state_and_every_kind(
     assert address is not None
 
     def page() -> dict[str, float]:
-        with urllib.request.urlopen(address[1], timeout=10) as answer:
+        with urllib.request.urlopen(address[1], timeout=100) as answer:
             text = answer.read().decode()
         return {
             name: float(value)
@@ -212,7 +212,7 @@ def test_a_source_that_hangs_is_failing_until_it_answers(
         epoch(mounted, content, ["000.jpg"])
     finally:
         slow.rules()
-        answer, _ = reader.communicate(timeout=20)
+        answer, _ = reader.communicate(timeout=100)
     assert answer == content["001.jpg"]
     is_ok(mounted)
 

@@ -173,7 +173,7 @@ def connected(mounted: Mounted) -> Iterator[socket.socket]:
     directory = os.open(mounted.state, os.O_PATH)
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(20)
+            connection.settimeout(100)
             wait_until(lambda: _connects(connection, directory), "it takes the connection")
             yield connection
     finally:
@@ -275,7 +275,7 @@ def test_another_user_reaches_no_control_socket(
 
     def ask() -> None:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(10)
+            connection.settimeout(100)
             connection.connect("state/control.sock")
             with suppress(BrokenPipeError):
                 connection.sendall(b'{"verb": "status", "params": {}}\n')

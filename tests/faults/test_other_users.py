@@ -34,7 +34,7 @@ def acts(uid: int, directory: Path, script: str, *, groups: tuple[int, ...] = ()
         extra_groups=groups,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
     )
     return done.stdout + done.stderr
 

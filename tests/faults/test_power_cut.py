@@ -152,7 +152,7 @@ def readers(
         thread.start()
     yield
     for thread in threads:
-        thread.join(20)
+        thread.join(100)
         assert not thread.is_alive(), "a reader hangs on a dead mount"
     assert wrong == []
 

@@ -140,7 +140,7 @@ def test_while_every_call_of_the_source_hangs_processes_that_need_no_call_contin
         assert calls(slow) == before
         assert all(reader.is_alive() for reader in waiting.values())
     for name, reader in waiting.items():
-        reader.join(20)
+        reader.join(100)
         assert reader.outcome == cold[name]
     epoch(mounted, content | cold)
     settled(mounted)
@@ -175,7 +175,7 @@ def test_with_a_timeout_a_read_of_a_hung_source_fails_and_the_next_one_is_tried(
     waiting = [Reader(mounted.path / name) for name in (*cold, *cold)]
     epoch(mounted, content)
     for reader in waiting:
-        reader.join(20)
+        reader.join(100)
         assert reader.outcome == errno.ETIMEDOUT
     slow.rules()
     wait_until(lambda: _served(mounted, cold), "what had timed out is read")

@@ -614,7 +614,7 @@ def test_an_open_that_waits_for_a_tier_that_hangs_does_not_hold_up_the_daemon(
         assert os.statvfs(mounted.path).f_files > 0
         # Only the watch of the tier releases the reader.
         goes_out(mounted)
-        output, _ = reader.communicate(timeout=30)
+        output, _ = reader.communicate(timeout=100)
         assert output == content
     comes_back(mounted)
     wait_until(lambda: mounted.status()["handles"]["open_files"] == 0, "it is closed")

@@ -679,7 +679,7 @@ def test_many_slow_fsyncs_delay_no_open_and_no_creation(
 
         other = Thread(target=others)
         other.start()
-        other.join(timeout=30)
+        other.join(timeout=100)
         is_held_up = other.is_alive()
         syncs.go_on()
         for thread in (*fsyncs, other):

@@ -327,7 +327,7 @@ def test_a_process_and_its_group_end_with_the_command_that_analyses_it(tmp_path:
                 assert job.poll() is None
                 # It has not been waited for, so it is a zombie.
                 analysis.kill()
-                assert job.wait(20) < 0 and job.stdout.read() == ""
+                assert job.wait(100) < 0 and job.stdout.read() == ""
             finally:
                 analysis.kill()
                 with suppress(ProcessLookupError):

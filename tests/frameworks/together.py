@@ -21,9 +21,9 @@ def in_ranks(size: int, work: Callable[[Group], T]) -> list[T]:
     def run(rank: int) -> None:
         def all_gather(message: bytes) -> list[bytes]:
             messages[rank] = message
-            meeting.wait(20)
+            meeting.wait(60)
             gathered = list(messages)
-            meeting.wait(20)
+            meeting.wait(60)
             return gathered
 
         try:

@@ -34,7 +34,7 @@ def stuck(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         finally:
             process.kill()
             os.kill(slow.pid, signal.SIGCONT)
-            process.wait(10)
+            process.wait(60)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from monarch.types import Ino
 from tests.fuse import wire
 from tests.fuse.wire import Answer, Op, Request
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 # The largest message is a read of 1 MiB.
 _SOCKET_BYTES = 4 << 20
 _SO_SNDBUFFORCE = 32

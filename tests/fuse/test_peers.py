@@ -288,7 +288,7 @@ def test_a_connection_that_the_member_has_closed_is_passed_over(tmp_path: Path) 
         job.connect()
         assert job.read("one") == contents("one", SIZE)
         job.take_events()
-        assert ended.wait(20)
+        assert ended.wait(60)
         assert job.is_passed_on("one"), "there is no other connection"
         assert job.givers[ino] == 2, "with one it is asked again"
         job.connect()

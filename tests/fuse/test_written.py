@@ -477,7 +477,7 @@ def test_to_unbind_waits_for_what_is_under_way(made: Rig, tmp_path: Path, operat
         slow.rules()
         answer = made.answer(unique)
         assert answer.error == 0
-        waiting.join(20)
+        waiting.join(60)
         assert results == [True]
         assert made.datapath.written(NEW) >= (operation == "write")
 

@@ -28,7 +28,7 @@ from tests.model.model import Version, Wrong
 from tests.model.plan import Settings
 from tests.mount.observe import copies
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 _ROOT = Path(__file__).parents[2]
 _PIECES = (1 << 20, 65_536, 5000, 131_072)
 

@@ -19,7 +19,7 @@ from monarch.tiers.ownership import own_directory
 from tests.conftest import Mounted, below, contents, trouble
 from tests.equipment.waiting import wait_until
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 # After that a young file has been checked again, with ample time for a machine under load.
 RESTED_S = 3.5
 

@@ -34,7 +34,7 @@ Samples = dict[tuple[str, frozenset[str]], float]
 
 def scraped(address: str) -> Samples:
     """The page, by name and label values."""
-    with urllib.request.urlopen(address, timeout=10) as answer:
+    with urllib.request.urlopen(address, timeout=100) as answer:
         text = answer.read().decode()
     return {
         (sample.name, frozenset(sample.labels.values())): sample.value

@@ -218,7 +218,7 @@ def _read_until_it_dies(
     reader.start()
 
     def join() -> None:
-        reader.join(20)
+        reader.join(60)
         assert not reader.is_alive(), "a reader hangs on a dead mount"
         assert wrong == []
 

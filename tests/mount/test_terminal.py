@@ -49,7 +49,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def until(self, pattern: str, *, timeout_s: float = 30) -> str:
+    def until(self, pattern: str, *, timeout_s: float = 100) -> str:
         """Read until the pattern was shown; all that was shown up to its end, and forget that."""
         deadline = time.monotonic() + timeout_s
         while (found := re.search(pattern, self.shown)) is None:
@@ -120,7 +120,7 @@ def test_watching_follows_the_size_of_the_terminal_and_leaves_it_as_it_was(
             assert any("more lines in a higher window" in line for line in frame) == (rows < 60)
         shown.type("\x03")
         shown.until(re.escape("\x1b[?1049l"))
-        assert shown.process.wait(30) == 0
+        assert shown.process.wait(100) == 0
 
 
 def command_of(directory: Path) -> Path:
@@ -171,7 +171,7 @@ def test_the_tab_key_completes_in_an_interactive_bash(
             assert shown.until("X") == "X", typed
             shown.type("\x15")
         shown.type("exit\n")
-        assert shown.process.wait(30) == 0
+        assert shown.process.wait(100) == 0
 
 
 def running(monarch: MonarchCommand) -> list[str]:
@@ -195,8 +195,8 @@ def test_nohup_and_the_background_keep_a_mount_when_the_terminal_goes(
             "it is not started",
         )
         shown.hang_up()
-        shown.process.wait(30)
-    wait_until(lambda: str(mnt) in mounts(), "it was not mounted", timeout_s=30)
+        shown.process.wait(100)
+    wait_until(lambda: str(mnt) in mounts(), "it was not mounted")
     wait_until(lambda: "source is at" in (tmp_path / "nohup.log").read_text(), "it does not say so")
     made.pid = int(made.status()["pid"])
     assert (mnt / "a").read_bytes() == b"content"

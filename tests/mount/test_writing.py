@@ -330,7 +330,7 @@ def test_closing_a_file_does_not_wait_for_a_source_that_refuses_it(
     ) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"begun\n"
         (source / "d").chmod(0o755)
-        out, _ = writer.communicate(b"go\n", timeout=30)
+        out, _ = writer.communicate(b"go\n", timeout=100)
         assert out == b"closed\n"
     wait_until(
         lambda: "d/new" in mounted.status()["writing"]["trouble"], "the source does not refuse it"

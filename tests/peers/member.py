@@ -64,7 +64,7 @@ class Member:
         # A thread that waits in accept is woken by shutdown, not by close.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         self._listener.close()
 

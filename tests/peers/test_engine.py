@@ -97,7 +97,7 @@ class Node:
     def raw(self, request: bytes) -> bytes:
         """The answer to any bytes, up to its end; empty if the engine hangs up."""
         answer = b""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
             with suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(request)
             with suppress(ConnectionResetError):
@@ -332,7 +332,7 @@ def test_the_proofs_are_of_the_port_at_which_the_hello_arrived(tmp_path: Path) -
             while True:
                 connection, _ = listener.accept()
                 with connection, socket.create_connection((HOST, port), 20) as member:
-                    connection.settimeout(20)
+                    connection.settimeout(60)
                     while part := connection.recv(4096):
                         received.append(part)
                         member.sendall(part)

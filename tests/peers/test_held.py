@@ -266,7 +266,7 @@ def test_a_directory_whose_removal_hangs_delays_no_question(
         assert begun.wait(60)
         threads.append(threading.Thread(target=ask))
         threads[1].start()
-        threads[1].join(30)
+        threads[1].join(60)
         assert answers == [(False, 0, None, [])]
     finally:
         may_end.set()

@@ -68,7 +68,7 @@ def certificate_of(authority: Path, name: str) -> Certificate:
 def ask(port: int, data: bytes) -> bytes:
     """The answer to bytes inside of TLS, up to its end."""
     answer = b""
-    plain = socket.create_connection((HOST, port), timeout=20)
+    plain = socket.create_connection((HOST, port), timeout=60)
     with client_context().wrap_socket(plain) as connection, suppress(OSError):
         connection.sendall(data)
         while part := connection.recv(65536):
@@ -246,7 +246,7 @@ def test_requests_of_any_form_leave_the_engine_answering(tmp_path: Path, authori
 def sent(port: int, data: bytes) -> bytes:
     """The answer to bytes without TLS, up to its end."""
     answer = b""
-    with socket.create_connection((HOST, port), timeout=20) as connection, suppress(OSError):
+    with socket.create_connection((HOST, port), timeout=60) as connection, suppress(OSError):
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
         while part := connection.recv(65536):

@@ -300,7 +300,7 @@ def test_two_processes_share_a_mapping(here: Place) -> None:
     def play(own: int, other: int) -> int:
         """Each adds one to what the other wrote, in turns."""
         with opened("shared", os.O_RDWR) as fd, mapped(fd) as pages:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 100
             turn = 0
             while turn < 50:
                 (seen,) = struct.unpack_from("Q", pages, other)
@@ -508,7 +508,7 @@ def test_a_writer_and_a_following_reader_agree(here: Place) -> None:
                 os.write(fd, line)
 
     def follow() -> bytes:
-        seen, deadline = b"", time.monotonic() + 30
+        seen, deadline = b"", time.monotonic() + 100
         with opened("log", os.O_RDONLY) as fd:
             while seen.count(b"\n") < len(lines) and time.monotonic() < deadline:
                 seen += os.read(fd, 10_000)

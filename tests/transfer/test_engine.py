@@ -521,7 +521,7 @@ async def test_a_copy_that_is_cancelled_while_its_tier_writes_is_no_internal_err
 
     def slow(self: Staged, data: bytes | memoryview) -> None:
         writing.set()
-        cancelled.wait(10)
+        cancelled.wait(60)
         append(self, data)
 
     monkeypatch.setattr(lots, "_write_copies", None)

@@ -203,7 +203,7 @@ async def test_opens_wake_the_task_that_counts_them(watch: OpenWatch, place: Pat
         tasks.start_soon(watch.run, lambda: counted.extend(watch.opened()))
         await watch.begin()
         open_all(place, "a", "sub/a")
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             while len(counted) < 2:
                 await trio.sleep(0.01)
         watch.close()

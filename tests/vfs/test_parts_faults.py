@@ -27,7 +27,7 @@ from tests.vfs.rig import FakeFastPath
 PLACE = 15 * MiB + 8192
 STEP = GRANULE // 2
 # After that a read counts as one that waits. One that does not wait takes milliseconds.
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def reads_of(rig: PartRig, offset: int, size: int, do: Callable[[], object]) -> None:

@@ -178,7 +178,7 @@ def test_a_file_that_was_closed_is_not_replaced(tmp_path: Path) -> None:
     def first() -> Iterator[Record]:
         yield {"n": 100}
         started.set()
-        assert closed.wait(10)
+        assert closed.wait(60)
 
     failures: list[OSError] = []
 
@@ -190,7 +190,7 @@ def test_a_file_that_was_closed_is_not_replaced(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=replace)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     file.close()
     closed.set()
     thread.join()
