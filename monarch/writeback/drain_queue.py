@@ -30,6 +30,7 @@ from monarch.writeback.conflicts import PathSet, PendingNames
 from monarch.writeback.expected import Conflict
 from monarch.writeback.op import Op, above
 from monarch.writeback.source_contents import Place
+from monarch.writeback.tier_objects import FULL
 from monarch.writeback.wakeups import BACKOFF_S, Cause, Wakeups
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 # A change is set aside after this number of refusals, over at least this time in seconds.
 _TRIES = 8
 _ASIDE_S = 600.0
+# What gives room at the source.
+_REMOVALS = frozenset({"unlink", "rmdir"})
 # The errors of a source without symbolic links: it will never accept one.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -189,8 +192,9 @@ class DrainQueue:
         self._renames_to: dict[bytes, list[Entry]] = {}
         self._wakeups = wakeups
         self._mark_aside = mark_aside
-        # The users, files and paths of the held changes; those of the changes that are set aside.
-        self._users: set[int | None] = set()
+        # The users of the held changes: whether the source lacks only room for them. The files and
+        # paths of the held changes; those of the changes that are set aside.
+        self._users: dict[int | None, bool] = {}
         self._subjects = _Subjects()
         self._aside_subjects = _Subjects()
         # The sequence numbers that the journal has as set aside.
@@ -232,6 +236,8 @@ class DrainQueue:
         """Removes the change at the front: it was made, or need not be made."""
         entry = self._entries.popleft()
         self._forget_rename(entry)
+        if self._may_make_room(entry.op):
+            self._retry_s = min(self._retry_s, trio.current_time() + BACKOFF_S[0])
         self.pending.remove(entry.op)
         self.waiting_bytes -= entry.op.size
         self._aside.discard(entry.seq)
@@ -246,10 +252,17 @@ class DrainQueue:
     # -- held changes ------------------------------------------------------------------------
 
     def is_behind(self, entry: Entry) -> bool:
-        """Whether a change depends on one that is held."""
+        """Whether a change depends on one that is held. A removal does not wait only because the
+        source lacks room for changes of its user: it may make that room."""
         if entry.is_moot or not self.held:
             return False
-        return _user(entry.op) in self._users or self._subjects.meets(entry.op)
+        is_late = _user(entry.op) in self._users and not self._may_make_room(entry.op)
+        return is_late or self._subjects.meets(entry.op)
+
+    def _may_make_room(self, op: Op) -> bool:
+        """Whether a change removes something of a user for whose held changes the source lacks
+        only room."""
+        return op.kind in _REMOVALS and self._users.get(_user(op), False)
 
     def hold_front(self, error: OSError) -> None:
         """Holds the change at the front, which the source has refused."""
@@ -287,7 +300,9 @@ class DrainQueue:
         if entry.is_aside:
             self._aside_subjects.add(op)
         else:
-            self._users.add(_user(op))
+            user = _user(op)
+            lacks_room = entry.answer in FULL if entry.refusal else self._users.get(user, False)
+            self._users[user] = lacks_room and self._users.get(user, True)
 
     def set_aside(self, seqs: Collection[int]) -> None:
         """Sets refused changes aside: from the next retry on they hold up no user."""

@@ -151,6 +151,64 @@ async def test_a_directory_without_space_holds_up_no_other_user(
     model.check_all_is_there()
 
 
+@pytest.mark.promise(81)
+@pytest.mark.fault("U4")
+@pytest.mark.parametrize("error", [errno.EDQUOT, errno.ENOSPC], ids=errno.errorcode.get)
+async def test_removals_reach_a_source_whose_quota_is_full_before_what_needs_their_room(
+    model: Model,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: int,
+) -> None:
+    there = [model.source / "a", model.source / "d"]
+    refuse_while(monkeypatch, error, lambda: any(path.exists() for path in there))
+    async with draining(model) as drain:
+        late = [model.write(b"new", b"1", synced=True)]
+        await until(lambda: bool(drain.queue.held))
+        late += [model.rename(b"b", b"to"), model.mkdir(b"made")]
+        model.unlink(b"a")
+        # It depends on what waits.
+        late.append(model.unlink(b"to"))
+        model.unlink(b"d/a")
+        model.rmdir(b"d")
+        await until(lambda: not any(path.exists() for path in there))
+        await until(lambda: drain.progress.has_all(late[-1]))
+        # Then they would not have waited any more.
+        assert "set aside" not in caplog.text
+    assert not (model.source / "to").exists()
+    model.check_all_is_there()
+
+
+@pytest.mark.promise(65, 81)
+async def test_a_removal_waits_behind_changes_that_need_more_than_room(
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = [True]
+    refuse_while(monkeypatch, errno.EACCES, lambda: refused[0])
+    async with draining(model) as drain:
+        model.write(b"new", b"1", synced=True)
+        removed = model.unlink(b"a")
+        await until(lambda: drain.queue.refused > 2)
+        assert (model.source / "a").exists()
+        refused[0] = False
+        await until(lambda: drain.progress.has_all(removed))
+    model.check_all_is_there()
+
+
+def refuse_while(monkeypatch: pytest.MonkeyPatch, error: int, holds: Callable[[], bool]) -> None:
+    """The source takes no bytes as long as that is so, although its file system has room."""
+    monkeypatch.setattr(source_writer, "_FULL_BYTES", 0)
+    open_place = StagedContents.open_place
+
+    def refused(self: StagedContents, op: Op, *more: Any, **others: Any) -> int:
+        if holds():
+            raise OSError(error, os.strerror(error))
+        return open_place(self, op, *more, **others)
+
+    monkeypatch.setattr(StagedContents, "open_place", refused)
+
+
 @pytest.mark.promise(81, 149)
 async def test_a_directory_that_its_user_may_not_make_again_holds_up_no_other_user(
     model: Model, clock: Clock
