@@ -141,8 +141,14 @@ class Lock:
                 hint="unmount that mount first" + (f", or {instead}" if instead else ""),
             ) from None
         note = json.dumps({"pid": os.getpid(), "mountpoint": owner}).encode()
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, note, 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, note, 0)
+        except OSError as error:
+            # The lock is held all the same: a full disk, or quota, must not prevent a mount.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                os.close(self._fd)
+                raise
 
     def release(self) -> None:
         """May be called twice."""

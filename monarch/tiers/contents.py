@@ -177,8 +177,9 @@ def probe_file(root: int) -> Iterator[int]:
 
 def keeps_seals(root: int) -> bool:
     """Whether the files of a tier, whose own directory is ``root``, may have any modification time
-    to the nanosecond. Raises OSError."""
-    with probe_file(root) as fd:
+    to the nanosecond. Its lock is tried: a full disk has no room for another file. Raises
+    OSError."""
+    with closing_fd(opened_in(root, "lock", os.O_RDWR)) as fd:
         wanted = seal(Ino(1), Identity(0, 0, 0, 0))
         with suppress(OSError):
             os.utime(fd, ns=(wanted, wanted))

@@ -71,7 +71,7 @@ command -v chromium-headless-shell chromium >/dev/null || BROWSER=(chromium-head
 if [ "$install" ]; then
     step "system packages"
     ensure_apt "${SYSTEM_PACKAGES[@]}" "${CLIENT_PACKAGES[@]}" "${SLURM_PACKAGES[@]}" \
-        "${BROWSER[@]}" sqlite3 e2fsprogs xfsprogs glusterfs-server glusterfs-client
+        "${BROWSER[@]}" sqlite3 e2fsprogs xfsprogs btrfs-progs glusterfs-server glusterfs-client
     step "Python packages in $VENV"
     # PyTorch first and alone: as a dependency of another package pip would take a build with CUDA.
     ensure_venv

@@ -19,6 +19,7 @@ MAKE = {
     # Times in whole seconds, as file systems made long ago have them.
     "ext4 of old": ("mkfs.ext4", "-q", "-F", "-m", "0", "-I", "128"),
     "xfs": ("mkfs.xfs", "-q", "-f"),
+    "btrfs": ("mkfs.btrfs", "-q", "-f"),
 }
 
 
@@ -97,6 +98,19 @@ def in_memory(at: Path, size_mib: int) -> Iterator[Path]:
         yield at
     finally:
         subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+def fill_quota(disk: Path, count: int) -> Path:
+    """Limits a disk with btrfs to ``count`` bytes and uses all of them; returns the file that takes
+    the last ones. Then its file system takes nothing at all, not even a name for a file."""
+    for command in (("quota", "enable"), ("qgroup", "limit", str(count), "0/5")):
+        subprocess.run(["btrfs", *command, str(disk)], check=True, capture_output=True)
+    before = -1
+    while (filler := fill(disk)).stat().st_size > before:
+        before = filler.stat().st_size
+        # Metadata that is written later gives back what was claimed for it.
+        os.sync()
+    return filler
 
 
 def fill(disk: Path) -> Path:

@@ -345,6 +345,39 @@ def test_a_tier_full_of_what_is_not_drained_ends_and_mounts_and_drains(
     assert not {"removed", "x"} & {*os.listdir(slow.root)}
 
 
+@pytest.mark.promise(138)
+@pytest.mark.modes("relay")
+def test_a_tier_whose_quota_takes_nothing_at_all_is_mounted_and_drains_when_there_is_room(
+    monarch: MonarchCommand, slow: SlowSource
+) -> None:
+    if reason := disks.unavailable("btrfs"):
+        pytest.skip(reason)
+    monarch.allows_log("draining to the source has stopped|quota exceeded|No space left")
+    options, ckpt = [*OPTIONS, "writeback.reserve=0"], contents("ckpt", 2 * _MB)
+    disk = Disk(monarch.directory / "disk", "btrfs", size=256 * _MB)
+    with disk.mounted(monarch.directory / "tiers" / "fast") as tier:
+        mounted = monarch.mount(slow.path, tiers={"fast": "12MiB"}, options=options)
+        slow.rules("err create EIO .*", "err write EIO .*", "err mkdir EIO .*")
+        put(mounted.path / "ckpt", ckpt)
+        (mounted.path / "dir").mkdir()
+        mounted.kill()
+        # It was given up when the disk became full, and others took that room as well.
+        (directory,) = (tier.path / "monarch").glob("absorbed-*")
+        (directory / "reserve").unlink()
+        filler = disks.fill_quota(tier.path, 40 * _MB)
+        slow.rules()
+        mounted = monarch.mount(slow.path, tiers={"fast": "12MiB"}, options=options)
+        assert sorted(os.listdir(mounted.path)) == ["ckpt", "dir"]
+        assert (mounted.path / "ckpt").read_bytes() == ckpt
+        filler.unlink()
+        drained(mounted, "ckpt", timeout_s=60)
+        put(mounted.path / "new", b"1")
+        mounted.umount()
+        assert (slow.root / "ckpt").read_bytes() == ckpt
+        assert {"ckpt", "dir", "new"} <= {*os.listdir(slow.root)}
+        monarch.close()
+
+
 # -- a source that fails -----------------------------------------------------------------------
 
 

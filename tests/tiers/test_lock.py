@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -51,6 +52,20 @@ def test_a_note_that_cannot_be_read_still_keeps_the_second_out(
     lock = Lock(directory, "the place", "/mnt/first")
     (tmp_path / "lock").write_bytes(b"\xff not json")
     with pytest.raises(LockedError, match="another daemon"):
+        Lock(directory, "the place", "/mnt/second")
+    lock.release()
+
+
+@pytest.mark.promise(138)
+def test_a_lock_is_held_although_the_disk_has_no_room_for_its_note(
+    directory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(fd: int, length: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "ftruncate", refused)
+    lock = Lock(directory, "the place", "/mnt/first")
+    with pytest.raises(LockedError):
         Lock(directory, "the place", "/mnt/second")
     lock.release()
 
