@@ -55,6 +55,33 @@ class PathSet:
         self._themselves.clear()
 
 
+class Subjects:
+    """The files and paths of some changes."""
+
+    def __init__(self) -> None:
+        self._objects: set[int] = set()
+        self._paths = PathSet()
+        self._directories: set[bytes] = set()
+
+    def add(self, op: Op) -> None:
+        # The file that a rename replaces must stay known until the rename is done.
+        self._objects |= {op.object, op.over_object} - {0}
+        if op.names() != (b"",):
+            self._paths.add(op)
+        if op.kind == "mkdir":
+            self._directories.add(op.path)
+
+    def meets(self, op: Op) -> bool:
+        """Whether a change has one of these files or paths, or a path above or beneath one."""
+        if {op.object, op.over_object} & self._objects:
+            return True
+        if op.names() == (b"",):
+            return False
+        return self._paths.conflicts_with(op) or any(
+            directory in self._directories for path in op.names() for directory in above(path)
+        )
+
+
 class PendingNames:
     """The names of changes that the source lacks, by directory. A directory with pending names
     beneath it is a pending name of its parent."""

@@ -26,7 +26,7 @@ import trio
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
 from monarch.types import Identity
-from monarch.writeback.conflicts import PathSet, PendingNames
+from monarch.writeback.conflicts import PendingNames, Subjects
 from monarch.writeback.expected import Conflict
 from monarch.writeback.op import Op, above
 from monarch.writeback.source_contents import Place
@@ -143,33 +143,6 @@ class Backlog:
     cause: Cause = "source"
 
 
-class _Subjects:
-    """The files and paths of some changes."""
-
-    def __init__(self) -> None:
-        self._objects: set[int] = set()
-        self._paths = PathSet()
-        self._directories: set[bytes] = set()
-
-    def add(self, op: Op) -> None:
-        # The file that a rename replaces must stay known until the rename is done.
-        self._objects |= {op.object, op.over_object} - {0}
-        if op.names() != (b"",):
-            self._paths.add(op)
-        if op.kind == "mkdir":
-            self._directories.add(op.path)
-
-    def meets(self, op: Op) -> bool:
-        """Whether a change has one of these files or paths, or a path above or beneath one."""
-        if {op.object, op.over_object} & self._objects:
-            return True
-        if op.names() == (b"",):
-            return False
-        return self._paths.conflicts_with(op) or any(
-            directory in self._directories for path in op.names() for directory in above(path)
-        )
-
-
 class DrainQueue:
     """Belongs to the event loop. Changes that are ``held`` are before all others.
 
@@ -195,8 +168,8 @@ class DrainQueue:
         # The users of the held changes: whether the source lacks only room for them. The files and
         # paths of the held changes; those of the changes that are set aside.
         self._users: dict[int | None, bool] = {}
-        self._subjects = _Subjects()
-        self._aside_subjects = _Subjects()
+        self._subjects = Subjects()
+        self._aside_subjects = Subjects()
         # The sequence numbers that the journal has as set aside.
         self._aside: set[int] = set()
         self._retry_s = math.inf
@@ -339,7 +312,7 @@ class DrainQueue:
             self.held.clear()
             self.retries += 1
             self._users.clear()
-            self._subjects, self._aside_subjects = _Subjects(), _Subjects()
+            self._subjects, self._aside_subjects = Subjects(), Subjects()
         else:
             while self._entries and self.is_behind(self.front):
                 self._hold(self._entries.popleft())

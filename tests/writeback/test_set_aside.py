@@ -197,7 +197,7 @@ async def test_a_removal_waits_behind_changes_that_need_more_than_room(
 
 
 def refuse_while(monkeypatch: pytest.MonkeyPatch, error: int, holds: Callable[[], bool]) -> None:
-    """The source takes no bytes as long as that is so, although its file system has room."""
+    """The source takes no bytes while ``holds`` returns true, though its file system has room."""
     monkeypatch.setattr(source_writer, "_FULL_BYTES", 0)
     open_place = StagedContents.open_place
 
