@@ -68,8 +68,9 @@ class Recovery:
     # Since when each mount was seen without a lease, and when its files are tried again.
     _gone_s: dict[str, float] = field(default_factory=dict, init=False)
     _again_s: dict[str, float] = field(default_factory=dict, init=False)
-    # The least number of files of each mount so far, and since when it is so small.
-    _fewest: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)
+    # The objects of each mount that are left to other nodes, and since when these have written
+    # none of them.
+    _left: dict[str, tuple[set[int], float]] = field(default_factory=dict, init=False)
     _threads: ThreadPool = field(
         default_factory=lambda: ThreadPool(1, "recovery", abandon=True), init=False
     )
@@ -122,10 +123,10 @@ class Recovery:
     async def look(self) -> None:
         """Recovers the files of all mounts that are gone for long enough."""
         tokens = self._held.tokens()
-        for token in {*self._gone_s, *self._again_s, *self._fewest}.difference(tokens):
+        for token in {*self._gone_s, *self._again_s, *self._left}.difference(tokens):
             self._gone_s.pop(token, None)
             self._again_s.pop(token, None)
-            self._fewest.pop(token, None)
+            self._left.pop(token, None)
         for token in tokens:
             await self._look_at(token)
 
@@ -139,7 +140,7 @@ class Recovery:
             is_alive = True
         if is_alive:
             self._gone_s.pop(token, None)
-            self._fewest.pop(token, None)
+            self._left.pop(token, None)
             return
         is_gone = now - self._gone_s.setdefault(token, now) >= self._after_s
         if is_gone and now >= self._again_s.get(token, now):
@@ -149,13 +150,20 @@ class Recovery:
         others = self._others
         keepers = [] if others is None else await others.keepers(token)
         records, count = self._held.of(token), 0
-        waits = self._waits(token, len(records))
+        now, left = trio.current_time(), set[int]()
+        before, since_s = self._left.get(token, (left, now))
+        if not before.issubset(record.number for record in records):
+            # Another node has written one of them.
+            since_s = now
+        waits = now - since_s < _LEFT_S
         for record in records:
             if self._held.version(token, record.number) != record.version:
-                # The owner has come back.
+                # The owner has come back, or another node has written it.
+                since_s = trio.current_time()
                 continue
             if waits and others is not None and await others.is_left_to(keepers, record):
                 self._again_s[token] = trio.current_time() + _AGAIN_S
+                left.add(record.number)
                 continue
             try:
                 await self._threads.run(self._write, record)
@@ -171,22 +179,16 @@ class Recovery:
                 count += 1
                 if others is not None:
                     await others.recovered(keepers, record)
+        if waits and not left:
+            self._left.pop(token, None)
+        else:
+            self._left[token] = left, since_s
         self.recovered += count
         if count:
             log.warning(
                 "a node with the lease %s is gone: %s that it had written %s recovered",
                 *(token, counted(count, "file", "files"), "is" if count == 1 else "are"),
             )
-
-    def _waits(self, token: str, count: int) -> bool:
-        """Whether files of a mount are left to other nodes, of which this node keeps ``count``
-        now: as long as there are fewer and fewer."""
-        now = trio.current_time()
-        fewest, since_s = self._fewest.get(token, (count + 1, now))
-        if count < fewest:
-            since_s = now
-            self._fewest[token] = count, now
-        return now - since_s < _LEFT_S
 
     def _write(self, record: Record) -> None:
         """Writes a file as its user, beside the name if another file has that. Raises OSError."""

@@ -44,16 +44,20 @@ def record_of(
 
 
 class Others:
-    """Other nodes that keep files of the owner: their versions of the object 7, by their names."""
+    """Other nodes that keep files of the owner: their versions of objects, by their names, but of
+    none of those that they ``lack``."""
 
     def __init__(self, **versions: int) -> None:
         self.versions = versions
+        self.lack: set[int] = set()
         self.notified: list[tuple[str, int]] = []
 
     async def keepers(self, token: str) -> list[str]:
         return list(self.versions)
 
     async def is_left_to(self, members: Sequence[str], record: Record) -> bool:
+        if record.number in self.lack:
+            return False
         return any(self.versions[member] > record.version for member in members)
 
     async def recovered(self, members: Sequence[str], record: Record) -> None:
@@ -238,6 +242,31 @@ def test_a_node_that_never_writes_its_later_versions_keeps_no_file_from_the_sour
 
     play(rig, scene)
     assert [path.name for path in rig.mountpoint.iterdir()] == ["5"]
+
+
+@pytest.mark.fault("N7")
+def test_own_files_do_not_prolong_the_time_that_is_left_to_other_nodes(
+    tmp_path: Path,
+) -> None:
+    late = range(2, 6)
+    records = [record_of(b"%d/a" % n, number=n, version=5) for n in late]
+    rig = Rig(tmp_path, record_of(b"1", number=1, version=5), *records)
+    rig.others.versions["claims"] = 6
+    rig.others.lack.update(late)
+    for number in late:
+        # In the place of the directory, so the file of this node cannot be written yet.
+        (rig.mountpoint / str(number)).touch()
+
+    async def scene() -> None:
+        await rig.later(80)
+        for number in late:
+            assert not (rig.mountpoint / "1").exists()
+            (rig.mountpoint / str(number)).unlink()
+            await rig.later(recovery._LEFT_S / len(late))
+            assert (rig.mountpoint / str(number) / "a").read_bytes() == CONTENT
+        assert (rig.mountpoint / "1").read_bytes() == CONTENT
+
+    play(rig, scene)
 
 
 @pytest.mark.promise(331)
