@@ -169,10 +169,12 @@ class HeldFiles:
         return sorted(found, key=lambda record: (record.path, -record.version))
 
     def version(self, token: str, number: int) -> int | None:
-        """The version of an object that is kept; None if none is."""
+        """The version of an object that is kept, the latest one of the mount if the number is 0;
+        None if none is."""
         with self._lock:
-            record = self._find((token, number))
-            return None if record is None else record.version
+            kept = self._records.get(token, {})
+            found = kept.values() if number == 0 else [kept[number]] if number in kept else []
+            return max((record.version for record in found), default=None)
 
     def keeps(self, token: str) -> bool:
         """Whether any file of a mount is kept."""

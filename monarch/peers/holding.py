@@ -4,9 +4,10 @@
     /SET/record/MEMBER/OFFER    the record of the file that this node offers
     /SET/bytes/MEMBER/OFFER     its bytes
     /SET/held/TOKEN/NUMBER      whether the file of an object is kept; any if the number is 0
-    /SET/version/TOKEN/NUMBER   its version
+    /SET/version/TOKEN/NUMBER   its version; the latest one of the mount if the number is 0
     /SET/forget/TOKEN/NUMBER/VERSION
-                                removes it, up to that version; all of the mount if the number is 0
+                                removes it, up to that version; all of the mount if the number is 0,
+                                and then "not kept" says that there is a later version
 
 MEMBER is a digest of the name of the member that has the file. An OFFER is a number that is used
 once, higher than all earlier ones of the member: it is the version of the record. Bytes are served
@@ -152,7 +153,7 @@ class Holding:
             return (NOT_KEPT, b"", "") if version is None else (OK, b"%019d" % version, "")
         if kind == "forget":
             await self._removals.run(self.held.forget, whose, number, int(numbers[1]))
-            return OK, b"", ""
+            return NOT_KEPT if number == 0 and self.held.keeps(whose) else OK, b"", ""
         offer = self._offered.get(number)
         if offer is None or whose != self._own:
             return NOT_KEPT, b"", ""
@@ -274,12 +275,16 @@ class Holding:
 
     def _has_other_version(self, client: PeerClient, record: Record) -> bool:
         """Whether a member that did not take a file keeps another version of it."""
-        version = self._version_at(client, record)
+        version = self._version_at(client, record.token, record.number)
+        self._follow(version)
+        return version is not None
+
+    def _follow(self, version: int | None) -> None:
+        """Lets the next version be later than one that a member keeps: the clock of this node may
+        have been set back since."""
         if version is not None and version <= _LAST_VERSION:
-            # The clock of this node may have been set back since.
             with self._numbering:
                 self._last_offer = max(self._last_offer, version)
-        return version is not None
 
     def newest(self) -> int:
         """A version that is later than all so far."""
@@ -293,14 +298,21 @@ class Holding:
 
     async def forget(self, client: PeerClient, token: str, number: int, version: int) -> bool:
         """Lets a member remove a file up to this version, or all of a mount if the number is 0;
-        False if it does not answer, or is not asked because it has not answered."""
+        False if it does not answer, or is not asked because it has not answered, or keeps a later
+        version of the mount: then the next one of ``newest`` is later still."""
         if not client.breaker.admits(_now()):
             return False
-        return await self._is_ok(client, f"forget/{token}/{number}/{version}")
+        status = await self._asked(client, f"forget/{token}/{number}/{version}")
+        if status == NOT_KEPT:
+            self._follow(await self._requests.run(self._version_at, client, token, 0))
+        return status == OK
 
     async def _is_ok(self, client: PeerClient, name: str) -> bool:
+        return await self._asked(client, name) == OK
+
+    async def _asked(self, client: PeerClient, name: str) -> int:
         until_s = _now() + _LEAST_S
-        return await self._requests.run(self._told, client, name, lambda: _now() > until_s) == OK
+        return await self._requests.run(self._told, client, name, lambda: _now() > until_s)
 
     # -- for the files of a member that is gone ----------------------------------------------------
 
@@ -317,7 +329,9 @@ class Holding:
         version. Of the same version one of the two is the first, by their names."""
 
         async def is_first(member: str, client: PeerClient) -> bool:
-            version = await self._requests.run(self._version_at, client, record)
+            version = await self._requests.run(
+                self._version_at, client, record.token, record.number
+            )
             return version is not None and (version, self._own) > (record.version, member)
 
         return bool(await self._those(members, is_first))
@@ -339,11 +353,11 @@ class Holding:
                 nursery.start_soon(ask_one, member)
         return sorted(found)
 
-    def _version_at(self, client: PeerClient, record: Record) -> int | None:
-        """The version of an object that a member keeps; None if it keeps none, or does not
-        answer."""
+    def _version_at(self, client: PeerClient, token: str, number: int) -> int | None:
+        """The version of an object that a member keeps, the latest one of the mount if the number
+        is 0; None if it keeps none, or does not answer."""
         try:
-            answer = client.get(f"version/{record.token}/{record.number}", _DIGITS)
+            answer = client.get(f"version/{token}/{number}", _DIGITS)
             return int(answer.data) if answer.status == OK else None
         except (PeerFailed, ValueError):
             return None

@@ -311,3 +311,5 @@ class Replication:
         if not self._drain.queue.last_seq:
             with trio.move_on_after(_END_S, shield=True):
                 await self._clear()
+                # A node that has said that it keeps a later version.
+                await self._clear()

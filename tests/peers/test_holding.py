@@ -139,6 +139,23 @@ def test_the_clock_of_a_node_was_set_back(tmp_path: Path) -> None:
     with_pair(tmp_path, check)
 
 
+@pytest.mark.fault("N7")
+def test_all_files_of_a_mount_are_removed_after_the_clock_of_its_node_was_set_back(
+    tmp_path: Path,
+) -> None:
+    async def check(pair: Pair) -> None:
+        owner, other = pair.members
+        client, ahead = pair.clients[1], owner.newest() + 10**15
+        assert other.held.put(replace(pair.record(), version=ahead), lambda take: take(CONTENT))
+        # They may be of a time after this request, so they stay until the next one.
+        assert not await owner.forget(client, TOKEN, 0, owner.newest())
+        assert other.held.files == 1
+        assert await owner.forget(client, TOKEN, 0, owner.newest())
+        assert other.held.files == 0
+
+    with_pair(tmp_path, check)
+
+
 def test_a_version_that_no_clock_has_given_changes_no_later_offer(tmp_path: Path) -> None:
     class Other:
         name, breaker = "two", Breaker(10.0)
