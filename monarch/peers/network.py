@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import queue
 import re
 import socket
 import time
@@ -14,9 +15,12 @@ from pathlib import Path
 from monarch.errors import Unanswered, UsageError
 from monarch.peers.members import Endpoint
 from monarch.posix.bounded_calls import call_within
+from monarch.posix.workers import Workers
 
 # How long the DNS may take for one name, in seconds.
 _RESOLVE_S = 5.0
+# The names that are resolved at the same time.
+_AT_ONCE = 32
 _ANY_PORT = 9
 _LOCAL_V4 = re.compile(r"\|-- ([0-9.]+)\n\s+/32 host LOCAL")
 
@@ -46,8 +50,8 @@ def own_names() -> list[str]:
 
 def listening_address(members: Sequence[Endpoint], own: int) -> str:
     """The address of this node at which the other members reach it: that of its name, or, where the
-    name leads to the loopback interface, that of the way to the first member that is elsewhere and
-    that this node knows. Raises UsageError."""
+    name leads to the loopback interface, that of the way to a member that is elsewhere and that
+    this node knows. Raises UsageError."""
     host = members[own].host
     try:
         found = addresses_of(host)[0]
@@ -63,24 +67,38 @@ def listening_address(members: Sequence[Endpoint], own: int) -> str:
 
 
 def _address_towards_any(hosts: Sequence[str]) -> str | None:
-    """The address of this node on the way to the first host that is elsewhere; None if all that
-    are known are here. Raises OSError if none is known."""
-    is_known, failure = False, None
+    """The address of this node on the way to a host that is elsewhere; None if all that are known
+    are here. Many names are resolved at the same time: one for which the DNS does not answer must
+    not take the time of the others. Raises OSError if none is known."""
+    is_known = False
+    failure: OSError | None = None
     until_s = time.monotonic() + _RESOLVE_S
-    for host in hosts:
-        if (left_s := until_s - time.monotonic()) <= 0:
-            break
-        try:
-            to = addresses_of(host, within_s=left_s)[0]
-            if not ipaddress.ip_address(to).is_loopback:
-                return _address_towards(to)
-            is_known = True
-        except OSError as error:
-            # The member may be down, and not in the DNS yet.
-            failure = error
+    with Workers[list[str]](_AT_ONCE, wait_s=0.0) as workers:
+        for host in hosts:
+            workers.put(_resolved, host, until_s)
+        while workers.pending:
+            try:
+                to = workers.take(_left_s(until_s))[0]
+                if not ipaddress.ip_address(to).is_loopback:
+                    return _address_towards(to)
+                is_known = True
+            except queue.Empty:
+                failure = failure or TimeoutError(errno.ETIMEDOUT, "the DNS does not answer")
+                break
+            except OSError as error:
+                # The member may be down, and not in the DNS yet.
+                failure = error
     if failure is not None and not is_known:
         raise failure
     return None
+
+
+def _resolved(host: str, until_s: float) -> list[str]:
+    return addresses_of(host, within_s=_left_s(until_s))
+
+
+def _left_s(until_s: float) -> float:
+    return max(0.0, until_s - time.monotonic())
 
 
 def _address_towards(address: str) -> str:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -143,6 +144,30 @@ def test_a_member_that_is_not_known_does_not_hide_the_way_to_the_others(
     assert address("unknown", "here") == "127.0.1.1"
     with pytest.raises(UsageError, match=r"peers\.address"):
         address("unknown", "lost")
+
+
+def test_a_name_for_which_the_dns_does_not_answer_leaves_the_others_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {"own": "127.0.1.1", "there": "192.0.2.2"}
+    hung = threading.Event()
+
+    def resolved(name: str, *, within_s: float = 1.0) -> list[str]:
+        if name not in known:
+            hung.wait(within_s)
+            raise TimeoutError(errno.ETIMEDOUT, "the DNS does not answer")
+        return [known[name]]
+
+    monkeypatch.setattr(network, "_RESOLVE_S", 60.0)
+    monkeypatch.setattr(network, "addresses_of", resolved)
+    monkeypatch.setattr(network, "_address_towards", {"192.0.2.2": "192.0.2.9"}.__getitem__)
+    others = [Endpoint(name) for name in ("own", "hangs", "hangs too", "there")]
+    assert listening_address(others, 0) == "192.0.2.9"
+    # Without an answer the time ends, and the remedy is named.
+    monkeypatch.setattr(network, "_RESOLVE_S", 0.05)
+    with pytest.raises(UsageError, match="the DNS does not answer"):
+        listening_address(others[:3], 0)
+    hung.set()
 
 
 # -- the configuration, doctor and status ----------------------------------------------------------
