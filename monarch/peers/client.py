@@ -8,6 +8,7 @@ each connection begins with a hello (``hello.py``), and has no other use before 
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import logging
 import re
 import socket
@@ -15,8 +16,9 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from monarch.peers.breaker import Breaker
 from monarch.peers.connections import Connection, Connections, OwnConnections
@@ -28,6 +30,8 @@ from monarch.telemetry.log import Limiter
 from monarch.text import MiB
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # The header of the token in a request, and that of the digest in an answer.
 TOKEN_HEADER = "X-Monarch-Token"
@@ -116,8 +120,9 @@ class PeerClient:
         self._fields = f" HTTP/1.1\r\n{fields}".encode()
         self.connections: Connections = OwnConnections()
         self._finding = threading.Lock()
-        # The address at which it answered last.
+        # The address at which it answered last, and those that took long, the last one last.
         self._address: tuple[str, int] | None = None
+        self._slow: list[str] = []
         # The last failure; None if the last call was answered, or there was none.
         self.trouble: Kind | None = None
         self.was_asked = False
@@ -272,25 +277,36 @@ class PeerClient:
             raise PeerFailed("unreachable") from None
 
     def _find(self) -> Connection:
-        """A connection to the member at the port at which it answers for this set. Other programs,
-        and other mounts of the job, may have some of the ports. Raises PeerFailed, OSError."""
+        """A connection to the member at the address and port at which it answers for this set. It
+        may listen at one of its addresses only, and other programs, and other mounts of the job,
+        may have some of the ports. Raises PeerFailed, OSError."""
         failure = PeerFailed("unreachable")
-        found = _resolved(self._host)
-        for port in tuple(self._ports):
+        for address in itertools.product(self._addresses(), tuple(self._ports)):
             try:
-                connection = self._proven((found, port))
+                connection = self._proven(address)
             except (PeerFailed, OSError) as error:
                 if _takes_long(error):
                     # A program that does not answer must not hide the member behind it again.
-                    self._ports.remove(port)
-                    self._ports.append(port)
+                    _put_last(address[0], self._slow)
+                    _put_last(address[1], self._ports)
                     raise
                 if isinstance(error, PeerFailed):
                     failure = max(failure, error, key=_specific)
                 continue
-            self._address = found, port
+            self._address = address
             return connection
         raise failure
+
+    def _addresses(self) -> list[str]:
+        """The addresses of the member, those last that took long. Raises OSError, also if the DNS
+        takes too long."""
+        try:
+            return [str(ipaddress.ip_address(self._host))]
+        except ValueError:
+            found = addresses_of(self._host, within_s=_RESOLVE_S)
+            return [each for each in found if each not in self._slow] + [
+                each for each in self._slow if each in found
+            ]
 
     def _proven(self, address: tuple[str, int]) -> Connection:
         """A new connection to this address, at which the member has proved that it is one. Raises
@@ -345,12 +361,10 @@ def _takes_long(error: PeerFailed | OSError) -> bool:
     return not isinstance(error, ConnectionRefusedError)
 
 
-def _resolved(host: str) -> str:
-    """The first address of a host. Raises OSError, also if the DNS takes too long."""
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        return addresses_of(host, within_s=_RESOLVE_S)[0]
+def _put_last(item: T, items: list[T]) -> None:
+    with suppress(ValueError):
+        items.remove(item)
+    items.append(item)
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:

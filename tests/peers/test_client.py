@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -338,20 +338,67 @@ def test_a_port_at_which_nothing_listens_fails_at_once() -> None:
 
 
 def test_a_node_that_drops_all_packets_is_left_after_the_limit_of_a_connection() -> None:
-    """The kernel drops the packets that would open a connection while the queue is full."""
+    with dropping() as port:
+        client = client_of(port)
+        with pytest.raises(PeerFailed) as failed:
+            client.get("c/01/1", 5)
+    assert failed.value.kind == "unreachable"
+
+
+@contextmanager
+def dropping(host: str = HOST, port: int = 0) -> Iterator[int]:
+    """A port at which the kernel drops the packets that would open a connection: its queue is
+    full."""
     with ExitStack() as cleanup:
         listener = cleanup.enter_context(socket.socket())
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((host, port))
         listener.listen(0)
         for _ in range(4):
             waiting = cleanup.enter_context(socket.socket())
             waiting.setblocking(False)
             with suppress(BlockingIOError):
                 waiting.connect(listener.getsockname())
-        client = client_of(listener.getsockname()[1])
-        with pytest.raises(PeerFailed) as failed:
-            client.get("c/01/1", 5)
-    assert failed.value.kind == "unreachable"
+        yield listener.getsockname()[1]
+
+
+def test_a_member_may_listen_at_one_of_its_addresses_only(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = ["127.0.0.2", "127.0.0.3"]
+    asked: list[str] = []
+
+    def resolved(name: str, *, within_s: float) -> list[str]:
+        asked.append(name)
+        return [*others, HOST]
+
+    monkeypatch.setattr(clients, "CONNECT_S", 60.0)
+    monkeypatch.setattr(clients, "addresses_of", resolved)
+    right = member(*[say(head(5, "Connection: close") + b"hello")] * 2)
+
+    client = PeerClient(Endpoint("a-node"), [right.port], KEY, Breaker(10.0))
+    assert client.get("c/01/1", 5).data == b"hello"
+    assert client.get("c/01/1", 5).data == b"hello"
+    assert asked == ["a-node"]
+    client.close()
+
+
+def test_an_address_that_drops_all_packets_hides_the_others_once(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = ["127.0.0.2", "127.0.0.3"]
+    monkeypatch.setattr(clients, "addresses_of", lambda name, *, within_s: [*others, HOST])
+    right = member(say(head(5) + b"hello"))
+    client = PeerClient(Endpoint("a-node"), [right.port], KEY, Breaker(10.0))
+    with ExitStack() as cleanup:
+        for other in others:
+            cleanup.enter_context(dropping(other, right.port))
+        for _ in others:
+            with pytest.raises(PeerFailed) as failed:
+                client.get("c/01/1", 5)
+            assert failed.value.kind == "unreachable"
+        monkeypatch.setattr(clients, "CONNECT_S", 60.0)
+        assert client.get("c/01/1", 5).data == b"hello"
+    client.close()
 
 
 def test_a_member_that_fails_again_and_again_is_left_out() -> None:
