@@ -40,6 +40,8 @@ class Breaker:
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
         self._new = 0
         self._failures = 0
+        # Whether the last bytes of the member were wrong: then answers prove nothing.
+        self._is_damaged = False
         self._pause_s = _FIRST_PAUSE_S
         self._out_until_s: float | None = None
         # What is left of the budget, less than 0 after it was used up, and when that was computed.
@@ -100,10 +102,8 @@ class Breaker:
 
     def answered(self, latency_s: float) -> None:
         """Records that the member answered a call after ``latency_s``."""
-        self._failures = 0
-        self._pause_s = _FIRST_PAUSE_S
-        if self._budget_s >= 0:
-            self._out_until_s = None
+        if not self._is_damaged:
+            self._forgive()
         self._latencies.append(latency_s)
         self._new += 1
         if self._new >= _EACH:
@@ -111,6 +111,23 @@ class Breaker:
             ordered = sorted(self._latencies.copy())
             p99_s = ordered[(99 * len(ordered) - 1) // 100]
             self.limit_s = max(self._least_s, min(_TIMES_P99 * p99_s, _MOST_S))
+
+    def right(self) -> None:
+        """Records that the bytes of an answer were right."""
+        if self._is_damaged:
+            self._is_damaged = False
+            self._forgive()
+
+    def _forgive(self) -> None:
+        self._failures = 0
+        self._pause_s = _FIRST_PAUSE_S
+        if self._budget_s >= 0:
+            self._out_until_s = None
+
+    def damaged(self, now: float) -> None:
+        """Records that the bytes of an answer were wrong."""
+        self._is_damaged = True
+        self.failed(now)
 
     def failed(self, now: float) -> None:
         """Records that the member did not answer a call, or broke it off."""

@@ -177,6 +177,8 @@ class PeerClient:
         for latency_s in latencies_s:
             self.was_asked, self.trouble = True, None
             self.breaker.answered(latency_s)
+            # The datapath has compared the digests.
+            self.breaker.right()
         for _ in range(slow):
             self._noted(PeerFailed("slow"))
         longest_s = max([*latencies_s, limit_s if slow else 0.0])
@@ -192,7 +194,10 @@ class PeerClient:
                 *(self.name, error.kind, error.remedy),
             )
         now = time.monotonic()
-        self.breaker.failed(now)
+        if error.kind == "damaged":
+            self.breaker.damaged(now)
+        else:
+            self.breaker.failed(now)
         if self.breaker.is_out(now):
             # So the datapath asks it no more.
             self.connections.drop()

@@ -276,6 +276,7 @@ class Ranges:
         if known.all():
             answer = self._requests.answer(client, span.name_at_engine, size, span.offset)
             if self._is_right(answer, file, span):
+                client.breaker.right()
                 return answer.data
             # The member may have made its copy anew, and may lack these granules.
             known[:] = 0
@@ -285,6 +286,7 @@ class Ranges:
             self._requests.note_not_kept()
             return None
         if answer.digest is not None and self._is_right(answer, file, span):
+            client.breaker.right()
             return answer.data
         file.not_kept[span.block] = time.monotonic() + _NOT_KEPT_S
         self._limiter.warning(

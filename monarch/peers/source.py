@@ -296,6 +296,7 @@ class Peers:
         # The member may have made the copy anew, with another digest, and then it says so.
         if found == (known if answer.digest is None else answer.digest):
             self._digests[ino] = found
+            client.breaker.right()
             return answer.data
         self._digests[ino] = self._givers[ino] = 0
         self._limiter.warning(

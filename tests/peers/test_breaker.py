@@ -52,6 +52,27 @@ def test_after_the_pause_one_call_tries_the_member_and_its_result_counts() -> No
     assert breaker.admits(21.0), "the first pause again"
 
 
+def test_answers_forgive_wrong_bytes_only_if_their_bytes_are_right() -> None:
+    breaker = Breaker(0.05)
+    for _ in range(3):
+        assert breaker.admits(0.0)
+        breaker.answered(0.01)
+        breaker.damaged(0.0)
+    assert breaker.admits(5.0)
+    breaker.answered(0.01)
+    assert breaker.is_out(5.0), "its bytes are not known yet"
+    breaker.damaged(5.0)
+    assert not breaker.admits(14.9), "the pause has doubled"
+    assert breaker.admits(15.0)
+    breaker.answered(0.01)
+    breaker.right()
+    assert breaker.admits(15.0) and not breaker.is_failing
+    for _ in range(2):
+        breaker.failed(16.0)
+    breaker.answered(0.01)
+    assert breaker.admits(16.0)
+
+
 def test_the_pause_has_a_limit() -> None:
     breaker, now = Breaker(0.05), 0.0
     for _ in range(30):

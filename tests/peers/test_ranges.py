@@ -49,15 +49,18 @@ class Owner:
             if isinstance(played, str):
                 self.breaker.failed(0.0)
                 raise PeerFailed(played)
+            self.breaker.answered(0.0)
             return played
         assert offset is not None
         data = CONTENT[offset : offset + size]
         assert len(data) == size
+        self.breaker.answered(0.0)
         if name.startswith("s/"):
             return Answer(200, bytes(size) if self.is_anew else data, None)
         return Answer(200, data, span_digest(granule_digests(data)))
 
     def damaged(self) -> PeerFailed:
+        self.breaker.damaged(0.0)
         return PeerFailed("damaged")
 
     def late(self, seconds: float) -> None:
@@ -196,6 +199,23 @@ def test_bytes_without_the_right_digest_are_not_used_and_not_requested_again(
     for _ in range(3):
         assert not read(ranges, offset, 10)
     assert (requests.failures, len(other.asked), third.asked) == ({"damaged": 1}, 1, [])
+
+
+@pytest.mark.promise(270)
+def test_an_owner_that_gives_wrong_bytes_three_times_in_a_row_is_left_out() -> None:
+    wrong = Answer(200, bytes(GRANULE), 5)
+    other, out = Owner(), []
+    other.breaker.admits = lambda now: True  # type: ignore[method-assign]
+    ranges, _ = ranges_of(None, other, most_held=0)
+    offset = block_of(ranges, 1) * BLOCK
+    for is_right in (False, False, True, False, False, False, True):
+        # The block would not be requested again for a minute.
+        ranges._known(INO).not_kept.clear()
+        # At its engine and at its daemon.
+        other.plays = [] if is_right else [wrong, wrong]
+        assert read(ranges, offset, 10) == is_right
+        out.append(other.breaker.is_failing)
+    assert out == [False] * 5 + [True, False]
 
 
 @pytest.mark.promise(270)

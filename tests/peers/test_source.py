@@ -48,9 +48,11 @@ class FakeMember:
         if isinstance(answer, str):
             self.breaker.failed(0.0)
             raise PeerFailed(answer)
+        self.breaker.answered(0.0)
         return answer
 
     def damaged(self) -> PeerFailed:
+        self.breaker.damaged(0.0)
         return PeerFailed("damaged")
 
     def late(self, seconds: float) -> None:
@@ -151,6 +153,19 @@ def test_bytes_without_the_right_digest_are_never_used(answers: tuple[Answer, ..
     assert peers.fetch(ino, identity(ino)) is None
     assert peers.failures == {"damaged": 1}
     assert third.asked == [], "the source has the right bytes"
+
+
+@pytest.mark.promise(270)
+def test_a_member_that_gives_wrong_bytes_three_times_in_a_row_is_left_out() -> None:
+    wrong = Answer(200, b"the wrong bytes", digest_of(BYTES))
+    other = FakeMember(wrong, wrong, RIGHT, wrong, wrong, wrong, RIGHT)
+    other.breaker.admits = lambda now: True  # type: ignore[method-assign]
+    peers, out = peers_of(None, other), []
+    ino = first(peers, 1)
+    for _ in range(7):
+        peers.fetch(ino, identity(ino))
+        out.append(other.breaker.is_failing)
+    assert out == [False] * 5 + [True, False]
 
 
 @pytest.mark.promise(270)
