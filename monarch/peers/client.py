@@ -162,7 +162,8 @@ class PeerClient:
         now = time.monotonic()
         self.breaker.late(now, seconds)
         if seconds > 0 and self.breaker.is_out(now):
-            self.trouble = "slow"
+            # The member may be left out for another reason, and its failure was late, too.
+            self.trouble = self.trouble or "slow"
             # So the datapath asks it no more.
             self.connections.drop()
 

@@ -410,3 +410,15 @@ def test_a_member_that_fails_again_and_again_is_left_out() -> None:
         with pytest.raises(PeerFailed):
             client.get("c/01/1", 5)
     assert not client.breaker.admits(0.0)
+
+
+def test_a_failure_that_is_late_too_keeps_its_name() -> None:
+    client = client_of(1)
+    for _ in range(3):
+        client.damaged()
+    client.late(2.0)
+    assert client.trouble == "damaged"
+    # Late answers alone.
+    client = client_of(1)
+    client.late(20.0)
+    assert client.trouble == "slow"
