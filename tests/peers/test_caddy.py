@@ -45,6 +45,7 @@ def caddy(monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "check",
     [
+        test_engine.test_a_member_may_have_an_ipv6_address_only,
         test_engine.test_copies_come_from_the_engine_and_other_files_from_the_daemon_once,
         test_engine.test_granules_come_from_the_engine_if_the_file_has_them_and_otherwise_from_the_daemon,
         test_engine.test_without_the_token_or_outside_of_the_set_nothing_is_served,

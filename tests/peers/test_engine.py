@@ -22,7 +22,7 @@ from monarch.errors import MonarchError, UsageError
 from monarch.peers import engine as engines
 from monarch.peers.answers import Answers, Found, Wanted, digest_of
 from monarch.peers.breaker import Breaker
-from monarch.peers.client import PeerClient, PeerFailed
+from monarch.peers.client import OK, Answer, PeerClient, PeerFailed
 from monarch.peers.engine import Engine, find_engine
 from monarch.peers.hello import PROOFS_BYTES, MemberKey, hello_request, new_challenge
 from monarch.peers.members import Endpoint
@@ -86,13 +86,13 @@ class Files:
 class Node:
     """An engine that runs, and how a member reaches it."""
 
-    def __init__(self, files: Files, engine: Engine, port: int) -> None:
-        self.files, self.engine, self.port = files, engine, port
+    def __init__(self, files: Files, engine: Engine, host: str, port: int) -> None:
+        self.files, self.engine, self.host, self.port = files, engine, host, port
 
     def client(
         self, *, key: MemberKey = KEY, port: int = 0, tls: ssl.SSLContext | None = None
     ) -> PeerClient:
-        return PeerClient(Endpoint(HOST), [port or self.port], key, Breaker(10.0), tls)
+        return PeerClient(Endpoint(self.host), [port or self.port], key, Breaker(10.0), tls)
 
     def raw(self, request: bytes) -> bytes:
         """The answer to any bytes, up to its end; empty if the engine hangs up."""
@@ -116,6 +116,7 @@ def with_node(
     directory: Path,
     check: Callable[[Node], Awaitable[None]],
     certificate: Certificate | None = None,
+    host: str = HOST,
 ) -> None:
     """Runs ``check`` beside an engine and its daemon."""
 
@@ -130,7 +131,7 @@ def with_node(
             most_held=8_000_000,
             certificate=certificate,
         )
-        site = Site(files.tiers, KEY, HOST, [port], certificate)
+        site = Site(files.tiers, KEY, host, [port], certificate)
         engine = Engine(find_engine(None), peers, site)
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
@@ -138,7 +139,7 @@ def with_node(
                 nursery.start_soon(engine.run)
                 await engine.settled.wait()
                 assert engine.port == port, (peers / "nginx.log").read_text()
-                await check(Node(files, engine, port))
+                await check(Node(files, engine, host, port))
                 nursery.cancel_scope.cancel()
         assert engine.port is None
         with pytest.raises(ConnectionRefusedError):
@@ -151,6 +152,21 @@ def with_node(
 
 async def call(function: Callable[[], object]) -> object:
     return await trio.to_thread.run_sync(function)
+
+
+def test_a_member_may_have_an_ipv6_address_only(tmp_path: Path) -> None:
+    async def check(node: Node) -> None:
+        node.files.put(FIRST, b"a copy", 1)
+        node.files.may_arrive.set()
+        client = node.client()
+        for ino, content in ((FIRST, b"a copy"), (SMALL, node.files.source[SMALL])):
+            answer = await call(partial(client.get, f"d/{ino}", len(content)))
+            assert answer == Answer(OK, content, digest_of(content))
+        client.close()
+
+    if "00000000000000000000000000000001" not in Path("/proc/net/if_inet6").read_text():
+        pytest.skip("this machine has no IPv6")
+    with_node(tmp_path, check, host="::1")
 
 
 @pytest.mark.promise(271)
