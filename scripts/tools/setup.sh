@@ -14,7 +14,7 @@ SYSTEM_PACKAGES=(fuse3 libfuse3-dev gcc pkg-config python3-dev python3-venv)
 CLIENT_PACKAGES=(rsync git tar attr)
 PATH=$PATH:/usr/sbin command -v nginx >/dev/null || CLIENT_PACKAGES+=(nginx-light)
 # A Slurm that tests start themselves.
-SLURM_PACKAGES=(slurmctld slurmd slurm-client munge iproute2)
+SLURM_PACKAGES=(slurmctld slurmd slurmdbd slurm-client munge iproute2 mariadb-server-core)
 
 # Debian asks this program whether the installation of a package may start a service.
 SERVICE_POLICY=/usr/sbin/policy-rc.d
@@ -27,13 +27,13 @@ shift
 if [ ! -e "$policy" ]; then
     trap "rm -f \"\$policy\"" EXIT
     trap "exit 1" HUP INT TERM
-    printf "%s\n" "#!/bin/sh" "case \${1%.service} in nginx|slurmctld|slurmd|munge) exit 101 ;; esac" >"$policy"
+    printf "%s\n" "#!/bin/sh" "case \${1%.service} in nginx|slurmctld|slurmd|slurmdbd|munge) exit 101 ;; esac" >"$policy"
     chmod 755 "$policy"
 fi
 # Configuration, not environment: sudo clears the environment.
 apt="apt-get -q -o Dpkg::Use-Pty=0 -o APT::Install-Recommends=false -y"
 $apt install "$@" || { $apt update && $apt install "$@"; } || exit 1
-for service in nginx slurmctld slurmd munge; do
+for service in nginx slurmctld slurmd slurmdbd munge; do
     case " $* " in *" $service "* | *" $service-light "*) update-rc.d "$service" disable ;; esac
 done
 '

@@ -16,14 +16,15 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from tests.equipment import hosts
+from tests.equipment import accounting, hosts
+from tests.equipment.accounting import Accounting
 from tests.equipment.hosts import Hosts, address
 from tests.equipment.mounts import mount_table
 from tests.equipment.processes import is_running
 from tests.equipment.waiting import becomes_true
 
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
-_PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
+_PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", *accounting.PROGRAMS)
 _CONTROLLER = "ctl"
 _START_S = 120.0
 # The state of a socket in /proc/net/tcp.
@@ -74,6 +75,7 @@ class SlurmLab:
         self.disk = self.directory / "disk"
         # A directory of the disk that ordinary users may write.
         self.scratch = self.disk / "scratch"
+        self._accounting = Accounting(self.directory, _CONTROLLER)
         self.prolog, self.epilog = self.directory / "prolog", self.directory / "epilog"
         self._environment = {
             **environment,
@@ -171,6 +173,7 @@ class SlurmLab:
         # This machine's may be closed to ordinary users.
         os.mknod(self.directory / "fuse", 0o020666, os.makedev(10, 229))
         (self.directory / "fuse").chmod(0o666)
+        self._accounting.prepare()
         munge = self.directory / "munge"
         munge.mkdir(mode=0o755)
         (munge / "key").write_bytes(os.urandom(1024))
@@ -219,6 +222,7 @@ SlurmdTimeout=120
 KillWait=20
 MinJobAge=300
 SlurmdParameters=config_overrides
+{self._accounting.settings()}\
 {nodes}
 PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -234,6 +238,7 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         if own.stdout.readline() != b"ready\n":
             raise RuntimeError("the namespace of Slurm was not made")
         self._machine = _child(own.pid)
+        self._started(self._within(*self._accounting.database()))
         munge = self.directory / "munge"
         self._started(
             self._within("munged", "--force", "--foreground", f"--key-file={munge}/key")
@@ -242,6 +247,17 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         )
         if not becomes_true((munge / "socket").exists, timeout_s=_START_S):
             raise RuntimeError(f"munged does not start\n{self.logs()}")
+        if not becomes_true(self._accounting.is_ready, timeout_s=_START_S):
+            raise RuntimeError(f"the database does not start\n{self.logs()}")
+        environment = [f"{name}={value}" for name, value in self._accounting.environment().items()]
+        self._started(self._on(_CONTROLLER, ["env", *environment, "slurmdbd", "-D"]))
+
+        def is_accounting() -> bool:
+            return self.run("sacctmgr", "--noheader", "show", "cluster").returncode == 0
+
+        # The controller ends if it finds no accounting at its start.
+        if not becomes_true(is_accounting, timeout_s=_START_S, step_s=0.05):
+            raise RuntimeError(f"slurmdbd does not start\n{self.logs()}")
         self._started(self._on(_CONTROLLER, ["slurmctld", "-D", "-c"]))
         for node in self.nodes:
             unshare = ["unshare", "--mount", "--propagation", "private", "--uts"]
