@@ -25,6 +25,8 @@ CONTENT = {f"d{n % 4}/f{n:03}": contents(f"f{n}", 500 + 41 * n) for n in range(6
 FAULTS = ("engine", "daemon", "link")
 # A seed of a cut link: tests/peers/test_nodes.py kills a daemon and an engine.
 _OF_A_LINK = 2
+# The seeds with --soak, and those of one job of four nodes.
+_SEEDS, _LOT = 50, 10
 # With more, an epoch that meets a cut link would take long.
 PATIENCE = "peers.patience=1"
 # The longest that a read may take: two nodes are asked, each with a connection (0.2 s), a hello
@@ -95,10 +97,18 @@ def read_with(made: Lab, network: Hosts, fault: Fault, chance: random.Random) ->
     return max(longest)
 
 
-@pytest.mark.timeout(1500)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    lots = [range(_OF_A_LINK, _OF_A_LINK + 1)]
+    if metafunc.config.getoption("--soak"):
+        lots = [range(first, first + _LOT) for first in range(0, _SEEDS, _LOT)]
+    if "seeds" in metafunc.fixturenames:
+        metafunc.parametrize("seeds", lots, ids=lambda lot: f"from_{lot.start}")
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.promise(270, 273, 274)
 def test_a_failure_at_any_moment_costs_no_byte_and_at_most_the_files_of_its_node(
-    tmp_path: Path, tree: Tree, network: Hosts, request: pytest.FixtureRequest
+    tmp_path: Path, tree: Tree, network: Hosts, seeds: range, request: pytest.FixtureRequest
 ) -> None:
     soak = bool(request.config.getoption("--soak"))
     tree(CONTENT)
@@ -107,7 +117,7 @@ def test_a_failure_at_any_moment_costs_no_byte_and_at_most_the_files_of_its_node
             made.mount(number, PATIENCE)
             made.commands[-1].allows_log("nginx, which serves copies to the other nodes, ended")
         made.read_all(CONTENT)
-        for seed in range(50) if soak else (_OF_A_LINK,):
+        for seed in seeds:
             chance = random.Random(seed)
             kind = FAULTS[seed % len(FAULTS)]
             fault = Fault(kind, chance.randint(1, NODES), chance.randrange(len(CONTENT)))
@@ -118,6 +128,7 @@ def test_a_failure_at_any_moment_costs_no_byte_and_at_most_the_files_of_its_node
             # A request of each reader may have been under way.
             assert opens <= len(lost) + NODES - 1, (seed, fault, opens)
             if soak:
+                print(f"seed {seed}: {fault}, {opens} opens, {longest_s:.2f} s")
                 assert longest_s <= LONGEST_S, (seed, fault, longest_s)
             fault.ends(made, network)
             wait_until(
