@@ -13,6 +13,8 @@ MiB = 1 << 20
 GiB = 1 << 30
 TiB = 1 << 40
 PiB = 1 << 50
+# Numbers of bytes have 64 bits with a sign.
+MOST_BYTES = (1 << 63) - 1
 
 _BYTES = {
     **{"": 1, "B": 1},
@@ -72,7 +74,10 @@ def parse_bytes(text: str) -> int:
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None or match[2].upper() not in _BYTES:
         raise ValueError(f"{text!r} is not a size; write it like 500MB, 800GiB or 2T")
-    return int(Decimal(match[1]) * _BYTES[match[2].upper()])
+    size = int(Decimal(match[1]) * _BYTES[match[2].upper()])
+    if size > MOST_BYTES:
+        raise ValueError(f"{text[:40]!r} is more bytes than a file system can have")
+    return size
 
 
 def parse_seconds(text: str) -> float:

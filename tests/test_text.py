@@ -50,6 +50,14 @@ def test_a_text_that_is_not_a_size_is_refused_with_examples(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["9223372036854775808", "8192PiB", "9" * 5000])
+def test_a_size_beyond_64_bits_is_refused_in_a_short_line(text: str) -> None:
+    assert parse_bytes("9223372036854775807") == (1 << 63) - 1
+    with pytest.raises(ValueError, match="is more bytes than a file system can have") as raised:
+        parse_bytes(text)
+    assert len(str(raised.value)) < 100
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
