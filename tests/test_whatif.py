@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click import BadParameter
 from click.testing import CliRunner, Result
 
 from monarch.analysis.profile import encode
@@ -67,6 +68,10 @@ def test_nodes_and_packs_are_predicted_and_what_is_not_known_is_said(measured: P
     ("options", "complaint"),
     [
         (("--nodes", "99999"), "at most 16,384 nodes"),
+        (("--tier", "9" * 400), "more bytes than"),
+        (("--source", "9" * 400), "more bytes than"),
+        (("--network", "9" * 400), "more bytes than"),
+        (("--pack", "9" * 400), "more bytes than"),
         (
             ("--tier", ",".join(["1MB"] * 200), "--cores", ",".join(["1"] * 100)),
             "more than 10,000 predictions",
@@ -75,7 +80,7 @@ def test_nodes_and_packs_are_predicted_and_what_is_not_known_is_said(measured: P
 )
 def test_too_much_is_refused(measured: Path, options: tuple[str, ...], complaint: str) -> None:
     error = whatif(measured, *options).exception
-    assert isinstance(error, UsageError) and complaint in str(error)
+    assert isinstance(error, UsageError | BadParameter) and complaint in str(error)
 
 
 def test_no_more_combinations_are_made_than_are_shown(
@@ -106,6 +111,15 @@ def test_a_profile_without_two_shares_predicts_nothing(tmp_path: Path) -> None:
     [
         lambda raw: raw["runs"][0]["report"].update(train_s=[0.0]),
         lambda raw: raw["runs"][0]["report"].update(train_s=[float("nan")] * 5),
+        # The rates, or the quotients of two, would be infinite, which JSON has no number for.
+        lambda raw: raw["runs"][1]["report"].update(train_s=[1e-320] * 5),
+        lambda raw: raw["runs"][1]["report"].update(load_s=[1e308] * 5),
+        lambda raw: raw["runs"][0]["report"].update(train_s=[1e-320, 1e308]),
+        lambda raw: raw["runs"][0]["report"].update(window=10**400),
+        lambda raw: raw["runs"][2]["report"].update(source_bytes=1 << 63),
+        lambda raw: raw["runs"][2]["report"].update(epoch_batches=10**400),
+        lambda raw: raw.update(tier_bytes=10**400),
+        lambda raw: raw.update(cores=10**9),
         lambda raw: raw["runs"][0]["report"].update(window=0),
         lambda raw: raw["runs"][1]["report"].update(hits=-1),
         lambda raw: raw["runs"][1]["report"].update(workers=-1),

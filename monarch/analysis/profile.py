@@ -9,6 +9,7 @@ from typing import Final
 from monarch.analysis.loader_model import JobModel, Kind, Point, fitted
 from monarch.analysis.stalls import Measured, Run, Verdict, measured, stalls_with, verdict_on
 from monarch.telemetry.report import Report
+from monarch.text import MOST_BYTES
 
 # The version of the format; it changes if a reader of the earlier version would misread a profile.
 VERSION: Final = 1
@@ -102,7 +103,8 @@ def profile_of(raw: object) -> Profile:
     if raw["monarch_profile"] != VERSION:
         raise ValueError(f"its format has version {raw['monarch_profile']!r}, not {VERSION}")
     profile = Profile.from_dict(raw)
-    if profile.cores < 1 or profile.data_bytes < 0 or profile.source_limit < 0:
+    sizes = (profile.data_bytes, profile.tier_bytes, profile.source_limit)
+    if not 1 <= profile.cores < 1 << 20 or not all(0 <= each <= MOST_BYTES for each in sizes):
         raise ValueError("it has a number out of its range")
     measured(profile.runs)
     return profile

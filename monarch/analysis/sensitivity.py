@@ -11,18 +11,21 @@ those of the model that describes a measured job best (profile.py).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from monarch.analysis.loader_model import JobModel
 from monarch.telemetry.report import Report
+from monarch.text import MOST_BYTES
 
 VERSION = 1
 
 _MOST_OPTIONS = 10_000
 _MOST_GPUS = 1_000_000
+_MOST_CORES = 1 << 40
+# The rates, in files or batches a second, with which quotients and sums are numbers.
+_LEAST_RATE, _MOST_RATE = 1e-9, 1e15
 # Fewer cores are as good if they cost at most this share of the rate.
 _SAME = 0.10
 # A job is limited by its source if it is slower than its fetches by more than this share.
@@ -300,22 +303,26 @@ def job_of(found: Sensitivity) -> Job:
         raise ValueError(f"gpus is {found.gpus}")
     if not found.job.isprintable() or not 1 <= len(found.job) <= 200:
         raise ValueError("job is not a short name")
-    for name, axis, least in (("cores", found.cores, 1), ("tier_bytes", found.tier_bytes, 0)):
+    for name, axis, least, most in (
+        ("cores", found.cores, 1, _MOST_CORES),
+        ("tier_bytes", found.tier_bytes, 0, MOST_BYTES),
+    ):
         if (
             not axis
             or axis[0] < least
+            or axis[-1] > most
             or any(low >= high for low, high in itertools.pairwise(axis))
         ):
-            raise ValueError(f"{name} does not rise from {least}")
+            raise ValueError(f"{name} does not rise from {least}, to at most {most:,}")
     if len(found.cores) * len(found.tier_bytes) > _MOST_OPTIONS:
         raise ValueError(f"there are more than {_MOST_OPTIONS:,} rates")
     for name, matrix in (("rates", found.rates), ("source", found.source)):
         if [len(row) for row in matrix] != [len(found.tier_bytes)] * len(found.cores):
             raise ValueError(f"{name} has not a row for each of cores, with each of tier_bytes")
-        if not all(0 <= value < math.inf for row in matrix for value in row):
+        if not all(0 <= value <= MOST_BYTES for row in matrix for value in row):
             raise ValueError(f"{name} has a value that is no rate")
-    if not all(value > 0 for row in found.rates for value in row):
-        raise ValueError("a rate is 0")
+    if not all(_LEAST_RATE <= value <= _MOST_RATE for row in found.rates for value in row):
+        raise ValueError(f"a rate is not within {_LEAST_RATE:g} and {_MOST_RATE:g}")
     options = (
         Option(cores, tier, found.rates[row][column], found.source[row][column])
         for row, cores in enumerate(found.cores)

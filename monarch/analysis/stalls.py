@@ -8,7 +8,6 @@ script cannot distinguish them. Only waiting that the training does not hide cou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, pstdev
@@ -25,6 +24,10 @@ MOST_DRIFT = 0.10
 LEAST_STALL = 0.05
 # With fewer hits among its opens, run 2 was not served by the tiers.
 LEAST_HITS = 0.98
+# The durations of windows, in seconds, and the counts that a report may have: what is beyond them
+# was not measured, and its quotients have no number.
+_LEAST_S, _MOST_S = 1e-9, 1e9
+_MOST_COUNT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +141,12 @@ def measured(runs: Sequence[Run]) -> Measured:
 def _is_possible(run: Run) -> bool:
     report = run.report
     counts = (report.hits, report.misses, report.source_bytes, report.batches)
-    lengths = (report.workers, report.epoch_batches)
+    lengths = (report.workers or 0, report.epoch_batches or 0)
     return (
         0 <= run.share <= 1
-        and report.window > 0
-        and min(counts) >= 0
-        and all(each is None or each >= 0 for each in lengths)
-        and all(0 < seconds < math.inf for seconds in (*report.train_s, *report.load_s))
+        and 0 < report.window < _MOST_COUNT
+        and all(0 <= each < _MOST_COUNT for each in (*counts, *lengths))
+        and all(_LEAST_S <= seconds <= _MOST_S for seconds in (*report.train_s, *report.load_s))
     )
 
 
