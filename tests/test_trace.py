@@ -76,6 +76,16 @@ def test_a_trace_that_was_cut_off_has_no_end(tmp_path: Path, name: str) -> None:
         assert trace.end is None
 
 
+@pytest.mark.promise(184)
+def test_the_content_of_a_trace_says_whether_it_is_compressed(tmp_path: Path) -> None:
+    content = "".join(TEXT).encode()
+    (tmp_path / "packed").write_bytes(gzip.compress(content))
+    (tmp_path / "plain.gz").write_bytes(content)
+    for name in ("packed", "plain.gz"):
+        with read_trace(tmp_path / name) as trace:
+            assert list(trace) == OPENS
+
+
 def test_other_files_and_versions_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     newer = object_line(replace(HEADER, monarch_trace=VERSION + 1).to_dict())
@@ -96,10 +106,11 @@ def test_other_files_and_versions_are_refused(tmp_path: Path) -> None:
     [
         *("[]\n", "{}\n", '{"t":1.0,"file":8}\n', '{"t":1.0,"file":7,"epoch":"x"}\n'),
         '{"end":"x"}\n',
+        '{"lost":1,"new":"\xe9"}\n',
         # It is not read until its end, which may be farther away than the memory is large.
         '{"file":8,"path":"' + "a" * MOST_LINE,
     ],
-    ids=["list", "empty", "file", "epoch", "end", "long"],
+    ids=["list", "empty", "file", "epoch", "end", "not ASCII", "long"],
 )
 def test_a_line_that_is_damaged_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "file").write_text("".join(TEXT[:2]) + line)

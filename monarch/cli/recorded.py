@@ -15,11 +15,10 @@ from monarch.errors import UsageError
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import may_replace
 from monarch.placement.epochs import Epochs
-from monarch.telemetry.trace import read_trace
+from monarch.telemetry.trace import GZIP, read_trace
 from monarch.text import escape_text
 from monarch.types import ROOT_INO, Ino, Progress
 
-_GZIP = b"\x1f\x8b"
 # Entries of a snapshot, and opens of a trace, between two reports of the progress.
 _REPORTED = 1 << 16
 # The sums of sizes have 64 bits.
@@ -46,7 +45,7 @@ def read(path: Path, progress: Progress) -> Recorded:
         raise UsageError(f"{name} is not a regular file", hint="write a trace into a file first")
     with path.open("rb") as file:
         head = file.read(2)
-    is_trace = head == _GZIP or head[:1] == b"{"
+    is_trace = head == GZIP or head[:1] == b"{"
     if not is_trace and not may_replace(path):
         raise UsageError(
             f"{name} is neither a snapshot nor a trace",

@@ -19,10 +19,11 @@ from typing import Any, Literal, TextIO, cast
 
 from monarch.errors import MonarchError
 from monarch.telemetry.report import Report
+from monarch.text import MOST_BYTES
 
 VERSION = 1
-# No file system has larger files.
-MOST_FILE_BYTES = (1 << 63) - 1
+# The first bytes of a compressed file.
+GZIP = b"\x1f\x8b"
 # The header has two paths of 4096 bytes each, and a line of a file one; escaped bytes take six
 # characters.
 MOST_LINE = 1 << 18
@@ -119,7 +120,7 @@ class Trace:
                     yield self._open(time_s, *files[file], rest, lost)
                     lost = 0
                 case {"file": int(file), "path": str(path), "bytes": int(size)} if (
-                    0 <= size <= MOST_FILE_BYTES
+                    0 <= size <= MOST_BYTES
                 ):
                     files[file] = path, size
                 case {"end": str(), **_rest}:
@@ -146,7 +147,7 @@ class Trace:
         """The next object; None at the end of the file. The last line may be cut off."""
         try:
             line = next(self._lines, "")
-        except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError):
+        except (EOFError, zlib.error, gzip.BadGzipFile):
             line = ""
         if not line.endswith("\n") and len(line) < MOST_LINE:
             return None
@@ -155,7 +156,7 @@ class Trace:
             raw = json.loads(line)
         except (ValueError, RecursionError):
             raw = None
-        if not isinstance(raw, dict):
+        if not isinstance(raw, dict) or not line.isascii():
             raise self._damaged()
         return raw
 
@@ -171,8 +172,8 @@ class Trace:
 
 @contextmanager
 def read_trace(path: Path) -> Iterator[Trace]:
-    """Opens a trace; a name that ends with ``.gz`` is of a compressed one. Its memory is that of
-    the names of its files. Raises OSError, and MonarchError as ``Trace``."""
+    """Opens a trace, compressed or not, whatever its name. Its memory is that of the names of its
+    files. Raises OSError, and MonarchError as ``Trace``."""
     with open_text(path, "r") as file:
         # A line without an end may be larger than the memory.
         yield Trace(iter(partial(file.readline, MOST_LINE), ""), str(path))
@@ -182,16 +183,22 @@ def read_trace(path: Path) -> Iterator[Trace]:
 def open_text(
     path: Path, mode: Literal["r", "w"], descriptor: int | None = None
 ) -> Iterator[TextIO]:
-    """Opens a file of lines in ASCII. ``descriptor``: the file is open already, and stays open.
-    Raises OSError."""
+    """Opens a file of lines in ASCII; bytes that are not ASCII are read as surrogate escapes. A new
+    file is compressed if its name ends with ``.gz``. ``descriptor``: the file is open already, and
+    stays open. Raises OSError."""
     is_new = descriptor is None
     with open(path if descriptor is None else descriptor, f"{mode}b", closefd=is_new) as file:
-        if path.suffix != ".gz":
-            with io.TextIOWrapper(file, encoding="ascii") as plain:
+        is_packed = path.suffix == ".gz"
+        if isinstance(file, io.BufferedReader):
+            is_packed = file.peek(len(GZIP)).startswith(GZIP)
+        if not is_packed:
+            with io.TextIOWrapper(file, encoding="ascii", errors="surrogateescape") as plain:
                 yield plain
             return
         # The least compression: a trace must be written as fast as files are opened.
-        with gzip.open(file, f"{mode}t", compresslevel=1, encoding="ascii") as packed:
+        with gzip.open(
+            file, f"{mode}t", compresslevel=1, encoding="ascii", errors="surrogateescape"
+        ) as packed:
             assert isinstance(packed, io.TextIOBase)
             yield cast(TextIO, packed)
 
