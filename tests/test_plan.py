@@ -206,6 +206,11 @@ def test_jobs_without_a_place_are_named(
         ("nodes: [{names: a, gpus: 0, cores: 1, tier: 1GB}]", "gpus of a is 0"),
         ("nodes: [{names: a, gpus: 1, cores: x, tier: 1GB}]", "cores of a is 'x'"),
         ("nodes: [{names: a, gpus: 1, cores: 1, tier: big}]", "'big' is not a size"),
+        # YAML has another value for each of these than the name of a host.
+        ("nodes: [{names: , gpus: 1, cores: 1, tier: 1GB}]", "names is None; write one text"),
+        ("nodes: [{names: yes, gpus: 1, cores: 1, tier: 1GB}]", "names is True; write one text"),
+        ("nodes: [{names: [a, b], gpus: 1, cores: 1, tier: 1GB}]", "names is ['a', 'b']; write"),
+        ("source: 9000PB\nnodes: [{names: a, gpus: 1, cores: 1, tier: 9999PB}]", "more bytes than"),
         ("nodes: [{names: 'a[', gpus: 1, cores: 1, tier: 1GB}]", "no host name"),
         ("nodes: [{names: 'a,a', gpus: 1, cores: 1, tier: 1GB}]", "listed twice"),
         ("nodes: [{names: '', gpus: 1, cores: 1, tier: 1GB}]", "no node is named"),

@@ -378,11 +378,15 @@ def _nodes_of(raw: Any) -> tuple[float | None, list[Server]]:
     for group in raw["nodes"]:
         if not isinstance(group, dict) or group.keys() != {"names", "gpus", "cores", "tier"}:
             raise ValueError("each of nodes has names, gpus, cores and tier")
+        if not isinstance(group["names"], str):
+            raise ValueError(
+                f"names is {group['names']!r}; write one text in quotes, like 'n[1-4]'"
+            )
         for key in ("gpus", "cores"):
             if type(group[key]) is not int or not 1 <= group[key] < 1 << 20:
                 raise ValueError(f"{key} of {group['names']} is {group[key]!r}")
         tier = parse_bytes(str(group["tier"]))
-        names = expand_as_written(str(group["names"]))
+        names = expand_as_written(group["names"])
         servers += [Server(name, group["gpus"], group["cores"], tier) for name in names]
     if not servers:
         raise ValueError("no node is named")
