@@ -51,11 +51,18 @@ def test_nodes_that_are_alike_are_one_group_and_each_counts_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["n1|8|0|(null)", "n[1|8|0|(null)|idle", "n1|many|0|(null)|idle", "slurm_load: error"]
+    "line",
+    [
+        *("n1|8|0|(null)", "n[1|8|0|(null)|idle", "n1|many|0|(null)|idle", "slurm_load: error"),
+        # `monarch plan allocate` would refuse the file.
+        *("n1|0|9|gpu:1|idle", "n1|-4|9|gpu:1|idle", "n1|4|-9|gpu:1|idle", "n1|4444444|9|gpu:1|a"),
+        "x" * 10_000,
+    ],
 )
 def test_a_line_that_is_not_known_is_named(line: str) -> None:
-    with pytest.raises(MonarchError, match="a line that is not known"):
+    with pytest.raises(MonarchError, match="a line that is not known") as raised:
         groups_of([line], tier=1, gpus=1)
+    assert len(str(raised.value)) < 300
 
 
 @given(st.sets(st.from_regex(r"[a-cA-C]{1,2}[0-9]{0,4}", fullmatch=True), max_size=40))

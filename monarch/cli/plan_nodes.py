@@ -30,6 +30,10 @@ _MARKS = "*~#!%$@^-+"
 # An entry of a generic resource: gpu:a100:4(S:0-1), gpu:4.
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:([0-9]{1,6})(?:\([^()]*\))?")
 _NUMBERED = re.compile(r"(.*?)([0-9]+)")
+# CPUs and MB of a node. With several values in a group Slurm shows the least one and a plus sign.
+_CORES, _DISK = re.compile(r"([1-9][0-9]{0,5})\+?"), re.compile(r"([0-9]{1,12})\+?")
+# Characters of a line in a message.
+_LONGEST = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +188,11 @@ def groups_of(
 def _fields(line: str) -> tuple[list[str], int, int, str, str]:
     try:
         names, cores, disk, given, state = line.strip().split("|")
-        # With several values in a group Slurm shows the least one and a plus sign.
-        return expand_as_written(names), int(cores.rstrip("+")), int(disk.rstrip("+")), given, state
-    except (ValueError, UsageError) as error:
-        raise MonarchError(
-            f"sinfo printed a line that is not known: {escape_text(line)}"
-        ) from error
+        if (number := _CORES.fullmatch(cores)) and (size := _DISK.fullmatch(disk)):
+            return expand_as_written(names), int(number[1]), int(size[1]), given, state
+    except (ValueError, UsageError):
+        pass
+    raise MonarchError(f"sinfo printed a line that is not known: {escape_text(line[:_LONGEST])}")
 
 
 def _gpus_in(given: str) -> int:
