@@ -43,8 +43,7 @@ from monarch.vfs.binding import Bindings
 from monarch.vfs.kernel_view import KernelView
 from monarch.vfs.promotions import Promotions
 from monarch.vfs.revalidation import Revalidation
-from monarch.writeback import journal_found
-from monarch.writeback import setup as absorbing_module
+from monarch.writeback import commits, front, journal_found, others, replication, setup
 from monarch.writeback.front import Reading
 from monarch.writeback.open_file import SourceBytes
 from monarch.writeback.setup import build_write_back
@@ -78,7 +77,8 @@ class Rig:
             path.mkdir(parents=True, exist_ok=True)
         self.boot_again()
         self.monkeypatch.setattr(journal_found, "_BOOT", self.root / "boot")
-        self.monkeypatch.setattr(absorbing_module, "ThreadPool", self._threads)
+        for module in (setup, front, commits, others, replication):
+            self.monkeypatch.setattr(module, "ThreadPool", self._threads)
 
     @property
     def source(self) -> Path:
@@ -123,6 +123,12 @@ class Rig:
         for threads in self.threads.values():
             while threads._under_way or not threads._calls.empty():
                 await trio.lowlevel.checkpoint()
+                threading.Event().wait(0.0002)
+
+    def finish_calls(self) -> None:
+        """What was begun in threads is over. Its answers come to the tasks later."""
+        for threads in self.threads.values():
+            while len(threads._answers) < len(threads._under_way):
                 threading.Event().wait(0.0002)
 
     def settings(
