@@ -307,10 +307,12 @@ def test_python_takes_connections_back_and_drops_them(tmp_path: Path) -> None:
         assert found[1] == SHORT_US
         assert datapath.take_connection(1) is None
         assert job.is_passed_on("one")
-        taken = socket.socket(fileno=found[0])
-        taken.sendall(b"GET /x HTTP/1.1\r\n\r\n")
-        assert taken.recv(4) == b"HTTP"
-        assert datapath.keep_connection(1, taken.detach(), LONG_US)
+        with socket.socket(fileno=found[0]) as taken:
+            # The descriptor itself does not block.
+            taken.settimeout(60)
+            taken.sendall(b"GET /x HTTP/1.1\r\n\r\n")
+            assert taken.recv(4) == b"HTTP"
+            assert datapath.keep_connection(1, taken.detach(), LONG_US)
         datapath.drop_connections(1)
         assert job.is_passed_on("one")
         assert not datapath.keep_connection(7, 0, LONG_US)
