@@ -59,7 +59,7 @@ async def listed(session: Session) -> None:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    with trio.fail_after(100):
+    with trio.fail_after(10_000):
         while not holds():
             await trio.sleep(0.5)
 
