@@ -26,7 +26,8 @@ SIZE = 8
 
 
 class Job:
-    """``stop`` is ``[event, n]``: the job waits in its n-th preparation (P) or use (U)."""
+    """``stop`` is ``[event, n]``: the job waits in its n-th preparation (P) or use (U). Without
+    ``closes`` it does not close the area."""
 
     def __init__(self, root: Path, name: str, options: dict[str, Any]) -> None:
         self._go = root / f"{name}.go"
@@ -44,7 +45,8 @@ class Job:
                 assert isinstance(batch, dict)
                 assert batch["epoch"] == epoch
                 self._note("U", *batch["ids"].tolist())
-        area.close()
+        if self._options["closes"]:
+            area.close()
         del batch, batches
         gc.collect()
         report = area.report

@@ -38,6 +38,7 @@ class Jobs:
         stop: tuple[str, int] | None = None,
         count: int = 50,
         epochs: int = 1,
+        closes: bool = True,
         **area: Any,
     ) -> None:
         options = {
@@ -45,6 +46,7 @@ class Jobs:
             "count": count,
             "epochs": epochs,
             "stop": stop,
+            "closes": closes,
         }
         for name in names:
             self.processes[name] = subprocess.Popen(
@@ -138,6 +140,14 @@ def test_jobs_of_different_areas_prepare_every_batch_each(tmp_path: Path) -> Non
     finally:
         for area in areas:
             area.close()
+
+
+def test_a_job_that_does_not_close_its_area_has_more_descriptors(jobs: Jobs) -> None:
+    """Those that the tests beside this one count."""
+    jobs.start("job", count=20, jobs=1, closes=False)
+    jobs.wait()
+    ((_, _, before, after, *_),) = jobs.lines("job", "D")
+    assert after > before
 
 
 @pytest.mark.promise(258)

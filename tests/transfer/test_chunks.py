@@ -9,19 +9,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import trio
 from trio.testing import MockClock
 
 from monarch.errors import SourceError
 from monarch.foresight import foresight
+from monarch.packmount.source import FetchedRun, PackSource
 from monarch.packs.pack import chunk_name, large_name
 from monarch.transfer import chunk_jobs, chunks, tier_monitor
 from monarch.transfer.queue import Flight
 from monarch.types import Ino
 from tests.conftest import contents
 from tests.transfer.ahead_rig import InlinePool, until
-from tests.transfer.pack_rig import PackRig, packed
+from tests.transfer.pack_rig import CountingPack, PackRig, packed
 from tests.transfer.sources import Bandwidth, Latency
 
 FILES, CHUNKS, SIZE = 120, 12, 1000
@@ -129,6 +132,24 @@ async def test_in_a_random_order_of_files_no_byte_is_read_that_does_not_stay(
         await read(rig, order)
     assert rig.source.nbytes == (2 * FILES - admitted) * SIZE
     assert sorted(Counter(rig.source.reads.values())) == [1, 2 * FILES // CHUNKS]
+
+
+async def test_whole_chunks_for_files_that_do_not_stay_are_many_more_bytes(
+    rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of the test before are counted one by one."""
+
+    def of_its_chunk(self: CountingPack, numbers: npt.NDArray[np.uint32]) -> FetchedRun:
+        PackSource.fetch_run(self, self.files.members(int(self.files.chunk[numbers[0]])))
+        return PackSource.fetch_run(self, numbers)
+
+    monkeypatch.setattr(CountingPack, "fetch_run", of_its_chunk)
+    rig = rigs(in_tier=0.3)
+    order = [ino for chunk in rig.by_chunk() for ino in chunk]
+    random.Random(1).shuffle(order)
+    async with rig.running():
+        await read(rig, order)
+    assert rig.source.nbytes > 3 * FILES * SIZE
 
 
 async def test_readers_of_one_chunk_wait_for_its_read(rigs: Rigs, clock: MockClock) -> None:
