@@ -78,7 +78,7 @@ def by_files(place: Place, *, together: bool = False) -> Epoch:
     return _timed(_loader(torch.utils.data.DataLoader, place, order, together), begin)
 
 
-def by_chunks(place: Place, *, together: bool = False) -> Epoch:
+def by_chunks(place: Place, *, group: int = GROUP, together: bool = False) -> Epoch:
     """The chunk-wise order of a pack, announced, as docs/packs.md recommends."""
     import torch.utils.data
 
@@ -86,7 +86,7 @@ def by_chunks(place: Place, *, together: bool = False) -> Epoch:
 
     assert place.pack is not None
     begin = time.perf_counter()
-    sampler = pack_sampler(place.pack, place.names, group=GROUP, seed=place.seed)
+    sampler = pack_sampler(place.pack, place.names, group=group, seed=place.seed)
     loader = _loader(torch.utils.data.DataLoader, place, sampler, together)
     return _timed(announce(loader), begin)
 
