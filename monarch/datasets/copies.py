@@ -23,6 +23,8 @@ from monarch.posix.mounts import MONARCH_TYPE, mount_table
 # no check, ``acls`` whether files may have access control lists, and ``directories`` the path of
 # the copies of each place of a record.
 ATTRIBUTE = "user.monarch.copies"
+# Of the root of a mount: JSON, with the mode of the mount.
+STATUS_ATTRIBUTE = "user.monarch.status"
 
 # The interval in which the mount is asked again, in seconds.
 _ASK_S = 1.0
@@ -96,6 +98,19 @@ def _value(directory: int) -> bytes:
     if not found or not found <= {(MONARCH_TYPE, 0), (MONARCH_TYPE, os.geteuid())}:
         raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
     return value
+
+
+def reads_ahead(directory: int) -> bool:
+    """Whether ``directory`` is of a mount with ``open: none``. There an open waits for nothing, and
+    the kernel reads a file without a thread that waits for it, if it is asked to."""
+    with suppress(OSError, ValueError, AttributeError):
+        number = os.fstat(directory).st_dev
+        device = f"{os.major(number)}:{os.minor(number)}"
+        for each in mount_table():
+            if each.device == device and each.kind == MONARCH_TYPE:
+                status = json.loads(os.getxattr(each.mount_point, STATUS_ATTRIBUTE))
+                return bool(status.get("open") == "none")
+    return False
 
 
 def _asked(directory: int, opened: Opened | None) -> Opened | None:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-from monarch.datasets.copies import Copies
+from monarch.datasets.copies import Copies, reads_ahead
 from monarch.posix.workers import Workers
 from monarch.text import KiB
 
@@ -34,7 +34,7 @@ Places = npt.NDArray[np.int64]
 # The place and size of each file, the bytes that all need, and how many files have none.
 Found = tuple[bytes, int, int]
 ReadMany = Callable[
-    [int, "tuple[Name, ...]", memoryview, bool, int, int, "bytes | array[int]"], Found
+    [int, "tuple[Name, ...]", memoryview, bool, int, int, "bytes | array[int]", bool], Found
 ]
 
 
@@ -81,6 +81,7 @@ class Dataset:
         self._threads = threads
         self._fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._copies = Copies()
+        self._reads_ahead: bool | None = None
         self._mean_bytes = float(_FIRST_BYTES)
         # The buffers of the last calls, the newest at the end. One is used again when the caller
         # has no view of it any more. Two: in a loop the caller has those of the call before.
@@ -176,7 +177,10 @@ class Dataset:
         # Kept until all files are read.
         copies = None if _read_many is None else self._copies.now(self._fd)
         table = b"" if copies is None else copies.table
-        found, needed, unread = read(self._fd, names, buffer, has_gaps, least, most, table)
+        if self._reads_ahead is None:
+            self._reads_ahead = reads_ahead(self._fd)
+        ahead = self._reads_ahead
+        found, needed, unread = read(self._fd, names, buffer, has_gaps, least, most, table, ahead)
         if unread:
             self._require_read(names, _places(found))
         return found, needed, unread
@@ -260,6 +264,7 @@ def _read_in_python(
     least: int,
     most: int,
     copies: bytes | array[int],
+    ahead: bool,
 ) -> Found:
     """As ``read_many`` of _many.c, in threads of the interpreter, without copies and gaps."""
     places = np.zeros((len(names), 2), np.int64)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from monarch.datasets import copies
+from monarch.datasets import copies, files
 from monarch.datasets.files import Dataset
 from monarch.posix.mounts import MountedFileSystem
 from monarch.tiers.contents import copy_name, put_seal
 from monarch.tiers.records import Record, Records
 from monarch.types import Identity, Ino
 from tests.equipment.slowfs import SlowSource
+from tests.equipment.waiting import wait_until
 
 SIZE = 9000
 NAMES = ("a/1", "a/2", "b/3")
@@ -377,3 +382,113 @@ def test_a_file_takes_room_once_although_its_copy_cannot_be_read(
                 ValueError, match="3 files have 27,000 bytes, and the buffer 26,999"
             ):
                 dataset.get_many(NAMES, into=bytearray(3 * SIZE - 1))
+
+
+class _Signalled(Exception):
+    pass
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowSource]:
+    """Eight files as of a mount, which do not come before the rules are changed."""
+    monkeypatch.setattr(files, "reads_ahead", lambda directory: True)
+    root = tmp_path / "root"
+    root.mkdir()
+    for number in range(8):
+        (root / f"{number}").write_bytes(b"%d" % number * SIZE)
+    with SlowSource(root, tmp_path / "slow") as source:
+        source.rules("hang read /")
+        yield source
+
+
+def _wait_until_all_are_asked_for(source: SlowSource) -> None:
+    wait_until(lambda: source.counters()["hanging"] == 8, "all files are asked for")
+
+
+@pytest.mark.promise(251)
+def test_one_thread_asks_for_all_small_files_before_the_first_has_come(
+    waiting: SlowSource,
+) -> None:
+    found: list[memoryview] = []
+
+    def read() -> None:
+        with Dataset(waiting.path, threads=8) as dataset:
+            found.extend(dataset.get_many(f"{number}" for number in range(8)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        _wait_until_all_are_asked_for(waiting)
+    finally:
+        waiting.rules()
+        reader.join()
+    assert found == [b"%d" % number * SIZE for number in range(8)]
+
+
+@pytest.mark.promise(251)
+def test_no_more_files_are_asked_for_than_there_may_be_threads(waiting: SlowSource) -> None:
+    def read() -> None:
+        with Dataset(waiting.path, threads=5) as dataset:
+            found.extend(dataset.get_many(f"{number}" for number in range(8)))
+
+    found: list[memoryview] = []
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        wait_until(lambda: waiting.counters()["hanging"] == 5, "five files are asked for")
+        # It waits for the first of them.
+        assert waiting.counters()["open"] == 5
+    finally:
+        waiting.rules()
+        reader.join()
+    assert found == [b"%d" % number * SIZE for number in range(8)]
+
+
+@pytest.mark.promise(250)
+def test_few_free_descriptors_are_enough_for_files_that_are_asked_for_together(
+    waiting: SlowSource,
+) -> None:
+    waiting.rules()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Dataset(waiting.path, threads=8) as dataset:
+        # Before the limit: the mode of the mount is asked for once.
+        assert dataset.get_many(["0"]) == [b"0" * SIZE]
+        free = os.open(os.devnull, os.O_RDONLY)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, limits[1]))
+        try:
+            found = dataset.get_many(f"{number}" for number in range(8))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == [b"%d" % number * SIZE for number in range(8)]
+
+
+@pytest.mark.promise(250)
+def test_an_exception_of_a_signal_handler_leaves_no_file_open_that_was_asked_for(
+    waiting: SlowSource,
+) -> None:
+    def handle(number: int, frame: object) -> None:
+        raise _Signalled
+
+    def send() -> None:
+        try:
+            _wait_until_all_are_asked_for(waiting)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            # The handlers of signals run in intervals of a tenth of a second.
+            time.sleep(0.2)
+        finally:
+            waiting.rules()
+
+    earlier = signal.signal(signal.SIGUSR1, handle)
+    sender = threading.Thread(target=send)
+    try:
+        with Dataset(waiting.path, threads=8) as dataset:
+            before = set(os.listdir("/proc/self/fd"))
+            sender.start()
+            with pytest.raises(_Signalled):
+                dataset.get_many(f"{number}" for number in range(8))
+            sender.join()
+            assert set(os.listdir("/proc/self/fd")) <= before
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, earlier)

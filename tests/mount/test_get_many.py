@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import monarch as library
-from monarch.datasets.copies import ATTRIBUTE
+from monarch.datasets.copies import ATTRIBUTE, reads_ahead
+from monarch.posix.files import closing_fd
 from tests.conftest import MonarchCommand, Mounted, Tree
 from tests.equipment.waiting import wait_until
 from tests.mount.command import needs_fuse, needs_root
@@ -68,3 +69,31 @@ def test_a_mount_that_reports_opens_names_no_copies(monarch: MonarchCommand, tre
     wait_until(lambda: len(resident(mounted, content)) == 3, "every file has a copy")
     assert places(mounted.path) is None
     read_all(mounted, content)
+
+
+def is_read_ahead(path: Path) -> bool:
+    with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+        return reads_ahead(fd)
+
+
+@pytest.mark.promise(251)
+@pytest.mark.modes("no_open")
+def test_the_kernel_reads_ahead_on_a_mount_that_reports_no_opens(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    content = files(40)
+    mounted = monarch.mount(tree(content))
+    # The kernel agrees to send no opens at the first one.
+    read_all(mounted, content)
+    assert is_read_ahead(mounted.path)
+    assert not is_read_ahead(tmp_path)
+    read_all(mounted, content)
+
+
+@pytest.mark.promise(251)
+@pytest.mark.modes("relay", "passthrough")
+def test_the_kernel_is_not_asked_to_read_where_each_open_is_reported(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    mounted = monarch.mount(tree(files(3)))
+    assert not is_read_ahead(mounted.path)

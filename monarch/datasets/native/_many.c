@@ -26,6 +26,25 @@ struct found {
 #define LARGE (64 << 10)
 #define PAGE 4096
 
+/* The most bytes of a file that the kernel is asked to read while the next ones
+ * are opened, and the most such files: one thread waits for all of them. */
+#define AHEAD_BYTES (128 << 10)
+#define MOST_AHEAD 64
+
+/* What a file has taken of the buffer; at first nothing. */
+struct place {
+  size_t offset;
+  size_t size;
+};
+
+/* An open file of ``size`` bytes, or the copy of one. */
+struct opened {
+  size_t index;
+  int fd;
+  int64_t size;
+  bool is_copy;
+};
+
 struct many {
   int directory;
   const struct copies *copies; /* NULL: there are none */
@@ -37,12 +56,12 @@ struct many {
   int has_gaps; /* whether there may be unused bytes between the files */
   atomic_size_t used;
   atomic_size_t missing; /* the bytes for which there was no room */
-};
-
-/* What a file has taken of the buffer; at first nothing. */
-struct place {
-  size_t offset;
-  size_t size;
+  /* The files that the kernel reads, at most ``most_ahead`` at the same time,
+   * and how many there were so far. */
+  struct opened *opened;
+  _Atomic(struct opened *) ahead[MOST_AHEAD];
+  size_t most_ahead;
+  atomic_size_t begun;
 };
 
 /* The first byte of the buffer, from ``used`` on, for a file of ``size`` bytes.
@@ -109,27 +128,12 @@ static struct found read_open(struct many *many, int fd, int64_t size,
                    : (struct found){(int64_t)place->offset, count};
 }
 
-/* Reads the copy of a file; FAILED if the file must be read itself. */
-static struct found read_copy(struct many *many, const char *name,
-                              struct place *place) {
-  struct found found = failed(ENOENT);
-  int64_t size;
-  int fd =
-      copy_open(many->copies, many->directories, many->directory, name, &size);
-
-  if (fd < 0)
-    return found;
-  found = read_open(many, fd, size, place);
-  close(fd);
-  /* The daemon has emptied a damaged copy. */
-  return found.offset >= 0 && found.size < size ? failed(EIO) : found;
-}
-
-static struct found read_itself(struct many *many, const char *name,
-                                struct place *place) {
-  struct found found;
+/* Opens a file, not its copy. Returns its descriptor and its size, or -1 with
+ * errno. */
+static int open_itself(const struct many *many, const char *name,
+                       int64_t *size) {
   struct stat status;
-  int fd;
+  int fd, error = 0;
 
   /* O_NONBLOCK: a fifo must not wait for a process that writes to it. */
   do
@@ -137,29 +141,118 @@ static struct found read_itself(struct many *many, const char *name,
                 O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   while (fd < 0 && errno == EINTR);
   if (fd < 0)
-    return failed(errno);
+    return -1;
   if (fstat(fd, &status) != 0)
-    found = failed(errno);
+    error = errno;
   else if (!S_ISREG(status.st_mode))
-    found = failed(S_ISDIR(status.st_mode) ? EISDIR : EINVAL);
-  else
-    found = read_open(many, fd, status.st_size, place);
+    error = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
+  if (error) {
+    close(fd);
+    errno = error;
+    return -1;
+  }
+  *size = status.st_size;
+  return fd;
+}
+
+static struct found read_itself(struct many *many, const char *name,
+                                struct place *place) {
+  struct found found;
+  int64_t size;
+  int fd = open_itself(many, name, &size);
+
+  if (fd < 0)
+    return failed(errno);
+  found = read_open(many, fd, size, place);
   close(fd);
   return found;
 }
 
-static struct found read_file(struct many *many, const char *name) {
+/* Reads an open file, and closes it. */
+static void finish(struct many *many, const struct opened *opened) {
   struct place place = {0};
-  struct found found =
-      many->copies ? read_copy(many, name, &place) : failed(ENOENT);
+  struct found found = read_open(many, opened->fd, opened->size, &place);
 
-  return found.offset == FAILED ? read_itself(many, name, &place) : found;
+  close(opened->fd);
+  /* A short copy: the daemon has emptied it, since it is damaged. */
+  if (opened->is_copy && (found.offset == FAILED ||
+                          (found.offset >= 0 && found.size < opened->size)))
+    found = read_itself(many, many->names[opened->index], &place);
+  many->found[opened->index] = found;
 }
 
-static void read_next(void *of, size_t index) {
-  struct many *many = of;
+/* Has the kernel read a small file, and finishes the one for which it was asked
+ * to ``most_ahead`` files before. */
+static void read_ahead(struct many *many, const struct opened *opened) {
+  struct opened *kept = &many->opened[opened->index], *before;
+  size_t turn = atomic_fetch_add(&many->begun, 1);
 
-  many->found[index] = read_file(many, many->names[index]);
+  posix_fadvise(opened->fd, 0, opened->size, POSIX_FADV_WILLNEED);
+  *kept = *opened;
+  before = atomic_exchange(&many->ahead[turn % many->most_ahead], kept);
+  if (before)
+    finish(many, before);
+}
+
+static bool finish_next(void *of, size_t place) {
+  struct many *many = of;
+  struct opened *opened = atomic_exchange(&many->ahead[place], NULL);
+
+  if (opened)
+    finish(many, opened);
+  return false;
+}
+
+/* As open_itself. Without a free descriptor, those of the files that the kernel
+ * reads are given back first. */
+static int open_or_finish(struct many *many, const char *name, int64_t *size) {
+  int fd = open_itself(many, name, size);
+  size_t place;
+
+  if (fd >= 0 || (errno != EMFILE && errno != ENFILE) || !many->most_ahead)
+    return fd;
+  for (place = 0; place < many->most_ahead; place++)
+    finish_next(many, place);
+  return open_itself(many, name, size);
+}
+
+static bool read_next(void *of, size_t index) {
+  struct many *many = of;
+  const char *name = many->names[index];
+  struct opened opened = {.index = index, .fd = -1};
+
+  if (many->copies)
+    opened.fd = copy_open(many->copies, many->directories, many->directory,
+                          name, &opened.size);
+  opened.is_copy = opened.fd >= 0;
+  if (opened.fd < 0)
+    opened.fd = open_or_finish(many, name, &opened.size);
+  if (opened.fd < 0) {
+    many->found[index] = failed(errno);
+    return true;
+  }
+  if (many->most_ahead && !opened.is_copy && opened.size <= AHEAD_BYTES) {
+    read_ahead(many, &opened);
+    return false;
+  }
+  finish(many, &opened);
+  return true;
+}
+
+/* Reads all files. False with the exception of a signal handler. */
+static bool read_all(struct many *many, size_t count, int least, int most) {
+  struct parallel begin = {.piece = read_next, .of = many, .count = count};
+  struct parallel end = {.piece = finish_next, .of = many};
+  bool is_done = parallel_run(&begin, least, most);
+  size_t begun = atomic_load(&many->begun), place;
+
+  end.count = begun < many->most_ahead ? begun : many->most_ahead;
+  if (is_done && end.count)
+    is_done = parallel_run(&end, 1, 1);
+  for (place = 0; !is_done && place < MOST_AHEAD; place++)
+    if (many->ahead[place])
+      close(many->ahead[place]->fd);
+  return is_done;
 }
 
 /* The C string of a name that the system has in the same form, a str of ASCII
@@ -219,41 +312,48 @@ static Py_ssize_t count_unread(const struct many *many, size_t count) {
   return unread;
 }
 
-/* read_many(directory, names, buffer, has_gaps, least, most, copies): two
- * 64-bit numbers for each name of the tuple ``names``, as bytes; the bytes that
- * all files need; and how many files have none in the buffer. ``copies`` is a
- * table of copies.py, or empty. */
+/* read_many(directory, names, buffer, has_gaps, least, most, copies, ahead):
+ * two 64-bit numbers for each name of the tuple ``names``, as bytes; the bytes
+ * that all files need; and how many files have none in the buffer. ``copies``
+ * is a table of copies.py, or empty; with ``ahead`` the kernel is asked to read
+ * small files while others are opened. */
 static PyObject *read_many(PyObject *module, PyObject *args) {
   PyObject *encoded = NULL, *result = NULL;
   PyObject *names;
   Py_buffer buffer, table;
   struct many many = {0};
-  struct parallel work = {.piece = read_next, .of = &many};
-  int least, most;
+  size_t count;
+  int least, most, ahead;
 
   (void)module;
-  if (!PyArg_ParseTuple(args, "iO!w*piiy*", &many.directory, &PyTuple_Type,
-                        &names, &buffer, &many.has_gaps, &least, &most, &table))
+  if (!PyArg_ParseTuple(args, "iO!w*piiy*p", &many.directory, &PyTuple_Type,
+                        &names, &buffer, &many.has_gaps, &least, &most, &table,
+                        &ahead))
     return NULL;
   set_copies(&many, &table);
-  work.count = (size_t)PyTuple_GET_SIZE(names);
+  count = (size_t)PyTuple_GET_SIZE(names);
   many.buffer = buffer.buf;
   many.room = (size_t)buffer.len;
-  many.names = calloc(work.count ? work.count : 1, sizeof *many.names);
-  if (!many.names)
+  many.names = calloc(count ? count : 1, sizeof *many.names);
+  many.opened = calloc(count ? count : 1, sizeof *many.opened);
+  if (ahead && most > least)
+    many.most_ahead =
+        most - least < MOST_AHEAD ? (size_t)(most - least) : MOST_AHEAD;
+  if (!many.names || !many.opened)
     PyErr_NoMemory();
   else
-    encoded = encode(names, many.names, work.count);
+    encoded = encode(names, many.names, count);
   if (encoded)
     result = PyBytes_FromStringAndSize(
-        NULL, (Py_ssize_t)(work.count * sizeof *many.found));
+        NULL, (Py_ssize_t)(count * sizeof *many.found));
   if (result) {
     many.found = (struct found *)PyBytes_AS_STRING(result);
-    if (!parallel_run(&work, least, most))
+    if (!read_all(&many, count, least, most))
       Py_CLEAR(result);
   }
   Py_XDECREF(encoded);
   free(many.names);
+  free(many.opened);
   PyBuffer_Release(&table);
   PyBuffer_Release(&buffer);
   if (!result)
@@ -261,7 +361,7 @@ static PyObject *read_many(PyObject *module, PyObject *args) {
   return Py_BuildValue(
       "Nnn", result,
       (Py_ssize_t)(atomic_load(&many.used) + atomic_load(&many.missing)),
-      count_unread(&many, work.count));
+      count_unread(&many, count));
 }
 
 /* A range of a file, and its place in the buffer. range_reads.py has the same
@@ -279,13 +379,14 @@ struct ranges {
   int64_t *read; /* the bytes of each range, or the errno below 0 */
 };
 
-static void read_next_range(void *of, size_t index) {
+static bool read_next_range(void *of, size_t index) {
   struct ranges *ranges = of;
   const struct range *range = &ranges->of[index];
   int64_t count = read_range(ranges->fd, ranges->buffer + range->place,
                              range->size, range->offset);
 
   ranges->read[index] = count < 0 ? -errno : count;
+  return true;
 }
 
 static bool fits(const struct range *range, Py_ssize_t room) {

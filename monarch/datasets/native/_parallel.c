@@ -45,13 +45,14 @@ static int64_t now_ns(void) {
  * left. ``since`` is the time when the last piece was done. */
 static bool do_next(struct parallel *work, int64_t *since) {
   size_t index = atomic_fetch_add(&work->next, 1);
+  bool may_help;
   int64_t now;
 
   if (index >= work->count)
     return false;
-  work->piece(work->of, index);
+  may_help = work->piece(work->of, index);
   now = now_ns();
-  if (now - *since > LATE_NS) {
+  if (may_help && now - *since > LATE_NS) {
     atomic_fetch_add(&work->late, 1);
     if (atomic_load(&work->next) < work->count)
       start_thread(work);

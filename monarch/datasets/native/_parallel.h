@@ -12,8 +12,9 @@
 #include <stdint.h>
 
 struct parallel {
-  /* Set by the caller: does piece ``index``, in any thread. */
-  void (*piece)(void *of, size_t index);
+  /* Set by the caller: does piece ``index``, in any thread. Returns whether one
+   * more thread is of use if it was late. */
+  bool (*piece)(void *of, size_t index);
   void *of;
   size_t count;
   /* The pieces that have taken so long that they have waited for a server. */
