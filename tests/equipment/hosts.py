@@ -118,9 +118,10 @@ class Hosts:
     def heal(self, host: int) -> None:
         self._ip(0, f"link set p{host} master br0")
 
-    def limit(self, mbit: int) -> None:
-        """Sets the rate of all links in both directions, in Mbit/s; 0: no limit."""
-        for host in range(1, self._count + 1):
+    def limit(self, mbit: int, *numbers: int) -> None:
+        """Sets the rate of the links of some hosts, or of all, in both directions, in Mbit/s; 0: no
+        limit."""
+        for host in numbers or range(1, self._count + 1):
             for end, device in ((0, f"p{host}"), (host, "eth0")):
                 command = ["tc", "qdisc", "del", "dev", device, "root"]
                 subprocess.run(self.command(end, *command), stderr=subprocess.DEVNULL)

@@ -6,7 +6,9 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +129,37 @@ def test_a_damaged_copy_and_a_killed_engine_give_no_wrong_byte_and_no_error(
         )
         made.read_all(CONTENT, [1])
         assert first.pid != second.pid
+
+
+@pytest.mark.promise(270, 274)
+def test_a_node_behind_a_slow_link_costs_no_byte_and_is_named_so(
+    tmp_path: Path, tree: Tree, network: Hosts | None
+) -> None:
+    if network is None:
+        pytest.skip("there are no network namespaces")
+    content = {f"f{n:02}": contents(f"f{n}", 1_200_000 + 41 * n) for n in range(16)}
+    tree(content)
+    with lab(tmp_path, tmp_path / "source", 3, network) as made:
+        for number in (1, 2, 3):
+            made.mount(number, "peers.patience=1", tier="30MiB")
+        made.read_all(content)
+        # 0.5 MB/s: a MiB takes longer than the second that it may.
+        network.limit(4, 3)
+
+        def seen_by(number: int) -> dict[str, Any]:
+            (found,) = (p for p in made.peers(number)["peers"] if p["name"] == made.address(3))
+            return dict(found)
+
+        def is_named(number: int) -> bool:
+            before = seen_by(number)
+            made.read_all(content, (number,))
+            after = seen_by(number)
+            was_asked = any(before[key] != after[key] for key in ("files", "failed"))
+            # Bytes of earlier answers in the queue of the link can hold up a new connection.
+            return not was_asked or after["state"] in ("slow", "unreachable")
+
+        for number in (1, 2):
+            wait_until(partial(is_named, number), "it is slow", timeout_s=120)
 
 
 @pytest.mark.promise(272, 275)
