@@ -17,6 +17,7 @@ from monarch.foresight.messages import (
     encode_limit,
     request_number,
 )
+from monarch.posix.files import closing_fd
 from monarch.text import KiB, escape_text
 
 # How often a message is sent while the daemon has too many, and the interval in seconds.
@@ -32,12 +33,14 @@ _WHY = {
 
 
 class JobLimits:
-    """The limits of the session of this process. They end with the process. Raises NotMountedError
-    if the mount cannot measure it; OSError if there is no directory ``mountpoint``."""
+    """The limits of the session of this process. They end with the process. Methods raise
+    MonarchError; NotMountedError if the mount cannot measure the session.
+
+    No directory stays open between two messages: it would keep the mount from being unmounted."""
 
     def __init__(self, mountpoint: str) -> None:
-        self._mountpoint = mountpoint
-        self._fd = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # The directory of the process may change.
+        self._mountpoint = os.path.abspath(mountpoint)
 
     def limit(self, share: float, source_limit: int) -> None:
         """From now on ``share`` of the files may be read from tiers, and the source gives at most
@@ -49,9 +52,6 @@ class JobLimits:
         from the source, in whole KiB."""
         hits, misses, kib = (self._send(encode_count(n)) for n in (HITS, MISSES, SOURCE_KIB))
         return hits, misses, kib * KiB
-
-    def close(self) -> None:
-        os.close(self._fd)
 
     def _send(self, message: bytes) -> int:
         try:
@@ -65,8 +65,10 @@ class JobLimits:
         """Sends a message again while too many wait. Raises OSError."""
         number = request_number(len(message))
         for _ in range(_TRIES):
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
             try:
-                return int(fcntl.ioctl(self._fd, number, bytearray(message), True))
+                with closing_fd(os.open(self._mountpoint, flags)) as fd:
+                    return int(fcntl.ioctl(fd, number, bytearray(message), True))
             except OSError as error:
                 if error.errno != errno.EBUSY:
                     raise

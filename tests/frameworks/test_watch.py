@@ -294,11 +294,10 @@ def test_a_plan_that_is_not_one_is_an_error(monkeypatch: pytest.MonkeyPatch, tex
 
 def test_a_directory_that_is_no_mount_is_named(tmp_path: Path) -> None:
     limits = JobLimits(os.fspath(tmp_path))
-    try:
-        with pytest.raises(monarch.errors.NotMountedError, match="not a mount of Monarch"):
-            limits.limit(0.5, 0)
-    finally:
-        limits.close()
+    with pytest.raises(monarch.errors.NotMountedError, match="not a mount of Monarch"):
+        limits.limit(0.5, 0)
+    with pytest.raises(monarch.errors.MonarchError, match="No such file"):
+        JobLimits(os.fspath(tmp_path / "missing")).counts()
 
 
 def process_id(number: int, space: str | None = None) -> ProcessId:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from monarch.errors import MonarchError
 from monarch.frameworks.job_limits import JobLimits
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.processes import is_running
@@ -122,6 +123,20 @@ def test_a_job_reads_as_with_a_smaller_tier_and_other_jobs_do_not(mounted: Mount
     report = account(mounted)
     assert report["residency"]["files"] == len(FILES) + len(LARGE)
     assert report["errors"] == {}
+
+
+@pytest.mark.promise(342)
+@pytest.mark.modes(*MEASURED)
+def test_a_measured_job_between_two_reads_does_not_keep_a_mount_from_being_unmounted(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    mounted = monarch.mount(tree(FILES))
+    limits = JobLimits(os.fspath(mounted.path))
+    limits.limit(0.5, 0)
+    assert len(measured(mounted)) == 1
+    mounted.umount()
+    with pytest.raises(MonarchError):
+        limits.counts()
 
 
 @pytest.mark.promise(294)
