@@ -12,6 +12,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -135,30 +136,39 @@ class Foresight:
         elif stream.pattern == "skewed":
             self._skewed_open(ino)
 
-    def opened_all(self, inos: array[int]) -> None:
-        """As ``opened`` for each of ``inos``, at least one, in an array of type I, by an unknown
-        process of no known job."""
-        numbers = np.frombuffer(inos, np.uint32)
-        stream = self._stream_of_all(range(int(numbers.min()), int(numbers.max()) + 1))
-        marks = np.frombuffer(self._marks.of, np.uint8)
-        if stream is None or not bool((marks[numbers] == READ).all()):
-            for ino in inos:
-                self.opened(Ino(ino), job=0)
+    def opened_all(
+        self, inos: array[int], job: int = 0, processes: Sequence[int] | None = None
+    ) -> None:
+        """As ``opened`` for each of ``inos``, at least one, in an array of type I, each by the one
+        of ``processes`` at its place (None: unknown)."""
+        stream = self._stream_of_all(inos, job)
+        if stream is None:
+            for ino, process in zip(inos, processes or repeat(0), strict=False):
+                self.opened(Ino(ino), job, process)
             return
-        is_complete = stream.opened_all(inos)
+        is_complete = stream.opened_all(inos, frozenset(processes or (0,)))
         self.has_learned |= is_complete and stream.pattern == "same order"
         is_ahead = is_complete and stream.reach > 0 and not self._have_copies(stream.subtree.files)
         if is_ahead or stream.is_filling:
             self._wake()
 
-    def _stream_of_all(self, inos: range) -> Stream | None:
-        """The stream that an open of each of ``inos`` belongs to, if no other part records
-        them."""
-        stream = next(iter(self._job(0).streams), None)
+    def _stream_of_all(self, inos: array[int], job: int) -> Stream | None:
+        """The stream of the job that an open of each of ``inos`` belongs to, if no other part
+        records them; counts the opens of the job then."""
+        known = self._job(job)
+        stream = next(iter(known.streams), None)
         if stream is None or stream.pattern == "skewed" or self.announced.has_orders:
             return None
         files = stream.subtree.files
-        return stream if inos[0] in files and inos[-1] in files else None
+        if min(inos) not in files or max(inos) not in files:
+            return None
+        marks = np.frombuffer(self._marks.of, np.uint8)
+        if not bool((marks[np.frombuffer(inos, np.uint32)] == READ).all()):
+            return None
+        self._opens += len(inos)
+        known.last = self._opens
+        known.announced = max(0, known.announced - len(inos))
+        return stream
 
     def left(self, ino: Ino) -> None:
         """Records that a file was removed, or is written: it is read from the source no more, and

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Literal
 
 Pattern = Literal["unknown", "sequential", "strided", "same order", "shuffled", "skewed"]
@@ -79,11 +78,10 @@ def is_uniform(positions: Sequence[int], n: int) -> bool:
     of the positions, and the number of ascents, whose variance is (m + 1) / 12 (Knuth, The Art of
     Computer Programming 3, 5.1.3)."""
     m = len(positions)
-    ordered = sorted(positions)
-    ahead = [(position + 0.5) / n - index / m for index, position in enumerate(ordered)]
-    distance: float = max(max(ahead), 1 / m - min(ahead))
-    # Half of a place is the error of whole numbers.
-    if distance - 0.5 / n > _uniform_distance(m):
+    # The distances are in ranks. Those of whole numbers are half a place too long.
+    scale = m / n
+    ahead = [position * scale - rank for rank, position in enumerate(sorted(positions))]
+    if max(max(ahead), 1 - scale - min(ahead)) > m * _uniform_distance(m):
         return False
     deviation = abs(_excess_ascents(positions))
     return math.erfc(max(0.0, deviation - 0.5) / math.sqrt(2)) >= _ALPHA_UNIFORM
@@ -123,12 +121,11 @@ def _excess_ascents(numbers: Sequence[int]) -> float:
 def stride(positions: Sequence[int]) -> tuple[int, int]:
     """The step of a local window and the remainder of its positions: (1, 0) for one that leaves no
     position out regularly."""
-    places = sorted(set(positions))
-    gaps = Counter(b - a for a, b in pairwise(places))
-    if not gaps:
-        return 1, 0
-    step, count = gaps.most_common(1)[0]
-    if step < _STRIDED or count < _EQUAL_GAPS * (len(places) - 1):
+    places = sorted(positions)
+    gaps = sorted(map(operator.sub, places[1:], places))
+    # If most gaps are equal, the middle one is among them.
+    step = gaps[len(gaps) // 2] if gaps else 1
+    if step < _STRIDED or gaps.count(step) < _EQUAL_GAPS * len(gaps):
         return 1, 0
     remainder, matching = Counter(place % step for place in places).most_common(1)[0]
     return (step, remainder) if matching >= (1 - 2 * _NOISE) * len(places) else (1, 0)
@@ -138,8 +135,10 @@ def is_skewed(opens: int, repeats: int, n: int) -> bool:
     """Whether files come again too often for ``opens`` draws of ``n`` with equal weights: then the
     number of repeats is about Poisson distributed, with the mean opens - n (1 - (1 - 1/n)**opens)
     (Feller, An Introduction to Probability Theory 1, IV.2)."""
+    if repeats <= _NOISE * opens:
+        return False
     mean = opens + n * math.expm1(opens * math.log1p(-1 / n))
-    return repeats > _NOISE * opens and poisson_tail(mean, repeats) < _ALPHA_REPEATS
+    return poisson_tail(mean, repeats) < _ALPHA_REPEATS
 
 
 def binomial_tail(trials: int, least: int, probability: float) -> float:

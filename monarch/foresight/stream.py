@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -164,6 +164,8 @@ class _Order:
         self.positions: npt.NDArray[np.uint32] = np.frombuffer(positions, np.uint32)
         # Not filled, since that takes as long: a place counts only if it has the position.
         self._places = np.empty(n, np.uint32)
+        # The same, of which single numbers are read faster.
+        self._order, self._place_of = self.positions.data, self._places.data
         self._known = 0
         self.extend()
 
@@ -175,19 +177,17 @@ class _Order:
 
     def place(self, position: int) -> int | None:
         """The place of a position; None if the epoch did not read it, or it is not known yet."""
-        place = int(self._places[position])
-        is_known = place < self._known and self.positions[place] == position
-        return place if is_known else None
+        found = self.places((position,))
+        return found[0] if found else None
 
     def places(self, positions: Sequence[int]) -> list[int]:
         """The places of the positions that have one."""
-        found = self._places[positions]
-        wanted = np.array(positions, np.uint32)
-        # A place that is not known counts as the first one, which has another position.
-        candidates = np.where(found < self._known, found, 0)
-        is_known = (found < self._known) & (self.positions[candidates] == wanted)
-        known: list[int] = found[is_known].tolist()
-        return known
+        order, place_of, known = self._order, self._place_of, self._known
+        return [
+            place
+            for position in positions
+            if (place := place_of[position]) < known and order[place] == position
+        ]
 
 
 class Stream:
@@ -207,9 +207,10 @@ class Stream:
         self._had_mixed_epoch = False
         self._n = len(subtree.files)
         self._start = subtree.files.start
-        # The files that were opened since the last test, and the process of each; then the window
-        # that is tested, and the one before.
-        self._latest: dict[int, int] = {}
+        # The files that were opened since the last test, and the processes that did it; then the
+        # window that is tested, and the one before.
+        self._latest: dict[int, None] = {}
+        self._processes: set[int] = set()
         self._window: list[int] = []
         self._before: list[int] = []
         self._window_size = recognition.window_of(self._n)
@@ -273,7 +274,8 @@ class Stream:
         complete."""
         position, latest = ino - self._start, self._latest
         if position not in latest:
-            latest[position] = process
+            latest[position] = None
+            self._processes.add(process)
         elif not self._is_whole or position in self._run:
             # Some formats open a file twice for one sample. After all files, it is one of the next
             # epoch.
@@ -291,17 +293,19 @@ class Stream:
             self._fill_credit = min(_MOST_FILL, self._fill_credit + _FILL_PER_OPEN)
         return self._ends_window()
 
-    def opened_all(self, inos: array[int]) -> bool:
-        """As ``opened`` for each of ``inos``, an array of type I, by unknown processes; whether any
-        window is complete. Only the last window of many opens is tested: a test takes as long as
-        some hundred opens, and readers this fast gain nothing by fetches ahead."""
+    def opened_all(self, inos: array[int], processes: Set[int]) -> bool:
+        """As ``opened`` for each of ``inos``, an array of type I, by several ``processes`` (0:
+        unknown); whether any window is complete. Only the last window of many opens is tested: a
+        test takes as long as some hundred opens, and readers this fast gain nothing by fetches
+        ahead."""
         is_complete, at, size = False, 0, self._window_size
         keep = len(inos) if len(inos) < _MANY_WINDOWS * size else size
         while at < len(inos) and self._can_count():
-            at, is_new = self._count(inos, at, keep)
+            at, is_new = self._count(inos, at, keep, processes)
             is_complete |= is_new
+        process = next(iter(processes)) if len(processes) == 1 else 0
         for ino in inos[at:]:
-            is_complete |= self.opened(Ino(ino))
+            is_complete |= self.opened(Ino(ino), process)
         return is_complete
 
     def _can_count(self) -> bool:
@@ -309,7 +313,7 @@ class Stream:
         is_usual = self.pattern != "skewed" and len(self._run) < passes.MOST_RUN
         return is_usual and passes.can_count()
 
-    def _count(self, inos: array[int], at: int, keep: int) -> tuple[int, bool]:
+    def _count(self, inos: array[int], at: int, keep: int, processes: Set[int]) -> tuple[int, bool]:
         """Counts opens from the index ``at`` on, up to the end of an epoch, or of a window that
         fewer than ``keep`` opens follow, which is tested. The index of the next open, and whether a
         window is complete."""
@@ -330,11 +334,13 @@ class Stream:
             credit = self._fill_credit + _FILL_PER_OPEN * (now.opens - self.opens)
             self._fill_credit = min(_MOST_FILL, credit)
         self.opens, self._seen.count, self.repeats = now.opens, now.files, now.repeats
-        self._run, self._latest = dict.fromkeys(now.run), dict.fromkeys(now.window, 0)
+        self._run, self._latest = dict.fromkeys(now.run), dict.fromkeys(now.window)
         if self._order is not None:
             self._order.extend(now.new)
         if now.windows:
             self._window = now.last_window
+            self._processes.clear()
+        self._processes |= processes
         if passes.ends_pass(len(self._run), self._seen.count):
             self._begin_epoch()
         return at, self._ends_window() or bool(now.windows)
@@ -344,11 +350,11 @@ class Stream:
         latest = self._latest
         if len(latest) < self._window_size:
             return False
-        processes = set(latest.values())
         self._before, self._window = self._window, list(latest)
         latest.clear()
         self._judge()
-        self._has_one_process = len(processes) == 1 and 0 not in processes
+        self._has_one_process = len(self._processes) == 1 and 0 not in self._processes
+        self._processes.clear()
         return True
 
     def left(self, ino: Ino) -> None:
@@ -410,9 +416,9 @@ class Stream:
         self._vote, self._voted = vote, found
 
     def _count_inner_repeats(self) -> None:
-        now = self.opens, self.repeats + len(self._run)
-        opens, repeats = (a - b for a, b in zip(now, self._tested, strict=True))
-        self._tested = now
+        opens, repeats = self._tested
+        self._tested = self.opens, self.repeats + len(self._run)
+        opens, repeats = self._tested[0] - opens, self._tested[1] - repeats
         if repeats <= _NEXT_EPOCH * opens:
             self._inner_repeats += repeats
 
@@ -429,8 +435,9 @@ class Stream:
                     known, self._last.places(self._before)
                 ):
                     return "same order", found
-        found = recognition.locality(window, self._n)
-        step, remainder = recognition.stride(window)
+        ordered = sorted(window)
+        found = recognition.locality(ordered, self._n)
+        step, remainder = recognition.stride(ordered)
         if found is not None and recognition.advances(window, self._before):
             self.step, self._remainder = step, remainder
             return "sequential" if step == 1 else "strided", found

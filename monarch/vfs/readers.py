@@ -24,6 +24,7 @@ import trio
 
 from monarch.errors import SourceChanged, SourceError
 from monarch.foresight.foresight import Foresight
+from monarch.foresight.opens import Opens
 from monarch.placement.epochs import Epochs
 from monarch.placement.residency import SOURCE
 from monarch.posix.processes import Sessions
@@ -464,6 +465,7 @@ class Readers:
         caller, job, latency_s = CALLER.get(), self._job(), time.perf_counter() - started
         pid, user = (0, None) if caller is None else (caller.pid, caller.uid)
         self._count_open(binding.ino, binding.tier, pid, job, user, latency_s)
+        self._foresight.opened(binding.ino, job, pid)
 
     def _job(self) -> int:
         """The session of the process whose call is answered, 0: unknown."""
@@ -503,7 +505,6 @@ class Readers:
         ):
             size = self._names.attributes(ino).size
             self.quotas.opened(ino, size, user=user, pid=pid, session=job)
-        self._foresight.opened(ino, job, pid)
         if self.traced is not None:
             self.traced(ino, tier, latency_s, job)
 
@@ -512,9 +513,9 @@ class Readers:
         if self.traced is not None:
             for ino in inos:
                 self._count_open(Ino(ino), None, 0, 0)
-            return
-        self._epochs.opened_all(inos)
-        self._unknown += len(inos)
+        else:
+            self._epochs.opened_all(inos)
+            self._unknown += len(inos)
         self._foresight.opened_all(inos)
 
     @property
@@ -532,6 +533,7 @@ class Readers:
             self._count_watched(opened)
         # The events happened since the last call.
         since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
+        opens = Opens(self._foresight)
         for ino, what, content, pid, job, user in self._fast.served():
             if what == RELEASED:
                 self._old_version_released(ino)
@@ -545,6 +547,9 @@ class Readers:
                 continue
             tier = what
             self._sessions.saw(pid, job)
+            if tier == SOURCE or content is not None or self._foresight.announced.has_orders:
+                # Placement asks what is foreseen.
+                opens.flush()
             if content is not None:
                 self._promotions.keep_fetched(ino, content, job, since_ns)
                 self._fast.taken(ino)
@@ -555,6 +560,8 @@ class Readers:
                 self._promotions.accessed(ino, tier)
             if not is_watched:
                 self._count_open(ino, tier, pid, job, user)
+                opens.add(ino, job, pid)
+        opens.flush()
 
     def catch_up_all(self) -> None:
         """Handles the events and adds up the totals of the datapath. Called before the metrics are

@@ -12,6 +12,7 @@ import os
 import random
 import statistics
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,9 @@ SLICES = 40
 class _Nothing(Foresight):
     """Foresees nothing, and records no open."""
 
-    def opened(self, ino: Ino, job: int, process: int = 0) -> None:
+    def opened_all(
+        self, inos: array[int], job: int = 0, processes: Sequence[int] | None = None
+    ) -> None:
         return
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 import tracemalloc
 from array import array
 from dataclasses import dataclass, field
+from types import FrameType
 
 import pytest
 
@@ -605,6 +607,56 @@ def test_opens_that_are_recorded_together_are_recognised(kind: str, lot: int) ->
     assert stream.share is not None
     assert stream.share > 0.95
     assert stream.pattern == {"in order": "same order"}.get(kind, kind)
+
+
+@pytest.mark.parametrize("lot", [16, 64, 500])
+@pytest.mark.parametrize("processes", [[7], [7, 8], [0]])
+@pytest.mark.parametrize("kind", ["shuffled", "in order"])
+def test_opens_of_a_job_are_recorded_together_as_one_by_one(
+    kind: str, processes: list[int], lot: int
+) -> None:
+    """Another job, and readers of another directory, open files before, between and after."""
+    jobs = [Job(rate=0), Job(rate=0)]
+    rng, files = random.Random(lot), jobs[0].files(TRAIN)
+    for epoch in range(3):
+        inos = [*files] if kind == "in order" else shuffled(files, epoch)
+        for start in range(0, len(inos), lot):
+            part = inos[start : start + lot]
+            by = [rng.choice(processes) for _ in part]
+            jobs[0].foresight.opened_all(array("I", part), JOB, by)
+            for ino, process in zip(part, by, strict=True):
+                jobs[1].foresight.opened(Ino(ino), JOB, process)
+            for job in jobs:
+                job.open([rng.choice(job.files(VAL))] * (start == 0), OTHER_JOB)
+        together, single = (job.foresight for job in jobs)
+        assert together.report(counts_opens=True) == single.report(counts_opens=True)
+        assert together.is_scan(Ino(files[0])) == single.is_scan(Ino(files[0]))
+        assert together.is_expected_again(Ino(files[9]), OTHER_JOB) == single.is_expected_again(
+            Ino(files[9]), OTHER_JOB
+        )
+
+
+def test_an_open_of_a_shuffled_lot_takes_less_than_one_step() -> None:
+    """In files that were read before, as all are from the second epoch on."""
+    job, lot = Job(rate=0), 64
+    files = job.files(TRAIN)
+    steps = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal steps
+        steps += event == "call"
+
+    for epoch in range(3):
+        inos = array("I", shuffled(files, epoch))
+        lots = [inos[start : start + lot] for start in range(0, len(inos), lot)]
+        sys.setprofile(count if epoch else None)
+        try:
+            for each in lots:
+                job.foresight.opened_all(each, JOB, [7] * len(each))
+        finally:
+            sys.setprofile(None)
+    opens = 2 * len(files)
+    assert steps < opens
 
 
 def test_memory_grows_by_at_most_16_bytes_a_file() -> None:

@@ -103,6 +103,36 @@ async def test_the_events_of_the_datapath_are_counted_in_their_order(rigs: Rigs)
     assert rig.residency.tier_of(fetched) == 1
 
 
+async def test_opens_are_foreseen_together_for_each_job_and_before_a_decision(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = FakeFastPath()
+    rig = rigs(fast=fast)
+    copied, fetched, readers = rig.copy("small"), rig.ino("d/other"), rig.filesystem.readers
+    happened: list[object] = []
+    monkeypatch.setattr(
+        readers._foresight,
+        "opened_all",
+        lambda inos, job, processes: happened.append((job, [*inos], processes)),
+    )
+    monkeypatch.setattr(readers._promotions, "keep_fetched", lambda ino, *_: happened.append(ino))
+    fast.events = [
+        (copied, 1, None, 70, 7, 0),
+        (copied, 1, None, 80, 8, 0),
+        (copied, 1, None, 71, 7, 0),
+        (fetched, 0, memoryview(FILES["d/other"]), 71, 7, 0),
+        (copied, 1, None, 70, 7, 0),
+    ]
+    readers.catch_up()
+    assert happened == [
+        (7, [copied, copied], [70, 71]),
+        (8, [copied], [80]),
+        fetched,
+        (7, [fetched, copied], [71, 70]),
+    ]
+    assert rig.epochs.epochs()[-1].opens == 5
+
+
 async def test_unknown_processes_are_a_job_until_ten_minutes_without_an_open(
     rigs: Rigs, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
