@@ -172,10 +172,12 @@ class Foresight:
 
     def left(self, ino: Ino) -> None:
         """Records that a file was removed, or is written: it is read from the source no more, and
-        its opens are not recorded. If it is opened all the same, it is back."""
+        its opens are not recorded, nor a fetch. If it is opened all the same, it is back."""
         if ino >= len(self._marks.of) or not _is_file(self._names, ino):
             return
-        self._marks.set(ino, self._marks.of[ino] & ~READ | GONE)
+        if self._marks.of[ino] & FETCHED:
+            self._unread_bytes -= self._names.attributes(ino).size
+        self._marks.set(ino, GONE)
         for stream in self.streams_with(ino):
             stream.left(ino)
 

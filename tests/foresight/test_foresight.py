@@ -377,6 +377,22 @@ def test_files_that_are_gone_are_not_given_out() -> None:
         job.open(order[:1])
 
 
+def test_a_file_that_is_gone_is_no_file_that_was_fetched_and_not_read() -> None:
+    job = Job(rate=0)
+    job.open(shuffled(job.files(TRAIN), 1)[:400])
+    there, under_way = given = job.foresight.next(2)
+    job.foresight.fetched(there, SIZE)
+    assert unread(job) == (1, SIZE)
+    for ino in given:
+        job.foresight.left(ino)
+    job.foresight.fetched(under_way, SIZE)
+    assert unread(job) == (0, 0)
+    allowed = len(job.foresight.next(1000))
+    assert allowed == 40, "others are fetched in their place: a tenth of the files that were read"
+    job.open([there])
+    assert unread(job) == (0, 0)
+
+
 def test_a_job_whose_files_are_all_gone_is_not_shown() -> None:
     for together in (False, True):
         job = Job(rate=0, tree=Tree((1, 100), (1, 100)))
