@@ -298,6 +298,19 @@ def test_a_connection_that_the_member_has_closed_is_passed_over(tmp_path: Path) 
         assert job.givers[ino] == 0
 
 
+def test_a_member_that_takes_requests_and_closes_late_is_slow(tmp_path: Path) -> None:
+    def closes_late(connection: socket.socket) -> None:
+        time.sleep(0.35)
+        hang_up(connection)
+
+    with job_of(tmp_path, closes_late) as job:
+        job.connect(400_000)
+        assert job.is_passed_on("one")
+        # Later than the limit, it is slow as well.
+        assert job.givers[job.rig.ino("one")] == SLOW
+        assert job.rig.datapath.received(1, LONG_US)[2] == 1
+
+
 def test_python_takes_connections_back_and_drops_them(tmp_path: Path) -> None:
     with job_of(tmp_path, gives("one")) as job:
         datapath = job.rig.datapath

@@ -396,6 +396,9 @@ struct content *peers_fetch(struct peers *peers, uint64_t ino, uint64_t size, in
         bool whole = outcome == ANSWERED || outcome == NOT_KEPT || head.status == 202;
         if (outcome == ANSWERED && !is_right(peers, ino, content, head.digest))
             outcome = OTHER;
+        /* Or it takes requests and closes late: each connection would hold the reader up. */
+        if (outcome == CLOSED && now_us() - begin_us > limit_us / 2)
+            outcome = SLOW;
         if (!whole || !head.is_kept || !keep(peers, member, used, drops))
             end(used);
     }
