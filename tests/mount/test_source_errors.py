@@ -153,13 +153,21 @@ _LATE = """
 import os
 from pathlib import Path
 import trio
+from monarch.cli import source_watch
 from monarch.daemon import mount as daemon_mount
+
+watch = source_watch._wait
+def watch_when_made(source, give_up, answered, ended):
+    while not Path(os.environ["MADE"]).exists():
+        if ended.wait(0.01):
+            return
+    watch(source, give_up, answered, ended)
 
 async def wait(mountpoint):
     Path(os.environ["MADE"]).touch()
     await trio.sleep_forever()
 
-daemon_mount.wait_until_answered = wait
+source_watch._wait, daemon_mount.wait_until_answered = watch_when_made, wait
 """
 
 
