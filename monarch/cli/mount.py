@@ -183,6 +183,15 @@ def _give_up(settings: MountSettings) -> NoReturn:
     os._exit(error.exit_code)
 
 
+def _unmount(settings: MountSettings) -> None:
+    """Unmounts what was mounted since this process began, when nothing was mounted there."""
+    from monarch.fuse import mountpoint as mountpoints
+
+    with suppress(MonarchError):
+        if mountpoints.mount_at(settings.mountpoint) is not None:
+            mountpoints.unmount(settings.mountpoint, lazy=True)
+
+
 def _report_missing_snapshot(file: Path) -> None:
     try:
         os.lstat(file)
@@ -200,13 +209,9 @@ def _report_missing_snapshot(file: Path) -> None:
 def _serve_here(settings: MountSettings, refresh: bool, scanning: Scanning) -> None:
     """Serves the mount in this process until the mount ends."""
     from monarch.daemon import run as daemon
-    from monarch.fuse import mountpoint as mountpoints
 
     def give_up() -> NoReturn:
-        # Nothing was mounted there when this process began.
-        with suppress(MonarchError):
-            if mountpoints.mount_at(settings.mountpoint) is not None:
-                mountpoints.unmount(settings.mountpoint, lazy=True)
+        _unmount(settings)
         _give_up(settings)
 
     with ExitStack() as until_ready:
@@ -273,6 +278,7 @@ def _start(settings: MountSettings, serve: Serve, scanning: Scanning) -> list[st
     def give_up() -> None:
         gave_up.set()
         if not _end(pid):
+            _unmount(settings)
             _give_up(settings)
 
     try:
