@@ -280,9 +280,9 @@ class _Waited:
 
 async def _end_if_failed(write_back: WriteBack, scope: trio.CancelScope) -> None:
     """Cancels a wait for a drain that stands still, since the journal accepts no marks before the
-    next mount."""
-    recorder, file = write_back.front.recorder, write_back.place.journal.file
-    while not (file.failed or (recorder.is_broken and write_back.drain.stopped)):
+    next mount. One whose syncs fail gets another file soon, if the disk takes that."""
+    recorder, journal = write_back.front.recorder, write_back.place.journal
+    while not (journal.is_beyond_repair or (recorder.is_broken and write_back.drain.stopped)):
         await trio.sleep(_LOOK_S)
     scope.cancel()
 

@@ -88,6 +88,8 @@ class Journal:
         self._replay: Replay | None = None
         # The length of the file after it was shortened last, in bytes.
         self._short_bytes = 0
+        # Whether syncs fail, and no other file could take the place of this one.
+        self.is_beyond_repair = False
 
     @classmethod
     def open(cls, directory: Path, *, source: bytes, boot: str | None = None) -> Journal:
@@ -309,18 +311,19 @@ class Journal:
         return is_long and self.file.has_left(self._short_bytes)
 
     def shorten(self, pause: Callable[[], object] = nothing) -> None:
-        """Rewrite the journal without what does not matter any more, unless nearly all matters.
+        """Rewrite the journal without what does not matter any more, unless nearly all matters and
+        its syncs do not fail.
 
         Appends continue meanwhile, and syncs wait for no more than a rename. The file is read
         several times, and its records are not held. ``pause`` is called after each few records.
         Raises OSError, and ValueError if a change would be left out that is not done.
         """
-        position = self.file.position
-        shortening = Shortening(self.file, position, pause)
+        position, has_failed = self.file.position, bool(self.file.failed)
+        shortening = Shortening(self.file, position, pause, is_due=has_failed)
         if not shortening.is_needless:
             lines = partial(shortening.lines, self._boot)
             self._rewrite(shortening.kept, lines, position, pause)
-        self._short_bytes = self.file.position
+        self._short_bytes, self.is_beyond_repair = self.file.position, False
 
     def _found_at(self, position: int) -> Found:
         """The state after the records before ``position``. Raises OSError."""

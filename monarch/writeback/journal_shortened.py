@@ -28,15 +28,19 @@ _KNOWN = b' {"known":'
 class Shortening:
     """The records of ``file`` before ``position``, at which a record ends. ``kept``: the sequence
     numbers of the changes that still matter. ``is_needless``: all changes matter, and their records
-    are most of the journal; there is nothing else then. ``pause`` is called after each few records.
+    are most of the journal; there is nothing else then. Never so with ``is_due``. ``pause`` is
+    called after each few records.
 
     The constructor and ``lines`` wait for the disk, and raise OSError.
     """
 
-    def __init__(self, file: JournalFile, position: int, pause: Callable[[], object]) -> None:
+    def __init__(
+        self, file: JournalFile, position: int, pause: Callable[[], object], *, is_due: bool = False
+    ) -> None:
         self._lines = lines = _Lines(file, position, pause)
         self._state = state = _summed_up(lines)
-        self.is_needless = not state.may_leave_out and 2 * state.change_bytes > position
+        all_matters = not state.may_leave_out and 2 * state.change_bytes > position
+        self.is_needless = all_matters and not is_due
         self.kept = Numbers()
         if self.is_needless:
             return

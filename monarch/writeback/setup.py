@@ -115,11 +115,12 @@ class WriteBack:
         return tasks
 
     async def _keep_journal_short(self) -> None:
-        """Removes obsolete records from the journal, until cancelled."""
+        """Removes obsolete records from the journal, and replaces its file if that has failed,
+        until cancelled."""
         journal, threads = self.place.journal, ThreadPool(1, "journal", abandon=True)
         while True:
             await trio.sleep(_JOURNAL_CHECK_S)
-            if not journal.is_long:
+            if not (journal.is_long or journal.file.failed):
                 continue
             # The shorter journal is written beside the old one. On a full disk it may fit into the
             # reserve, and then gives back the room of the old one.
@@ -127,7 +128,8 @@ class WriteBack:
             try:
                 await threads.run(journal.shorten, partial(time.sleep, _RECORDS_PAUSE_S))
             except OSError as error:
-                log.warning("the journal cannot be shortened: %s", error.strerror)
+                journal.is_beyond_repair = bool(journal.file.failed)
+                log.warning("the journal cannot be rewritten: %s", error.strerror)
                 took_s = trio.current_time() - begun_s
                 pause_s = max(_JOURNAL_PAUSE_FULL_S, _PAUSE_TIMES * took_s)
                 await trio.sleep(pause_s if is_full else _JOURNAL_PAUSE_S)

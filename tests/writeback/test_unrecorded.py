@@ -301,6 +301,26 @@ async def test_a_wait_without_a_limit_ends_when_the_journal_has_failed(
             assert (call == "append") == session.front.recorder.is_broken
 
 
+@pytest.mark.promise(72, 139)
+async def test_a_wait_goes_on_when_another_file_takes_the_place_of_a_failed_journal(
+    rig: Rig, clock: trio.testing.MockClock
+) -> None:
+    async with rig.mount() as session:
+        ino = await drained_and_open(session)
+        file = session.write_back.place.journal.file
+        with pytest.MonkeyPatch.context() as patched, trio.fail_after(3600):
+            patched.setattr(journal_file.os, "fdatasync", _no_disk)
+            with suppress(Refused):
+                await rewrite(session, ino)
+            while not file.failed:
+                await trio.sleep(0.01)
+        with trio.fail_after(3600):
+            report = await waited(session, timeout_s=None)
+        assert report.drained and not file.failed
+    assert (rig.source / "a").read_bytes() == SECOND
+    assert not inspect(rig.directory).operations
+
+
 async def test_a_file_whose_path_cannot_be_read_is_reported_all_the_same(
     rig: Rig, clock: trio.testing.MockClock
 ) -> None:
