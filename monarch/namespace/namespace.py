@@ -17,7 +17,7 @@ from monarch.namespace import listing as listings
 from monarch.namespace.overlay import Node
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.tree import Tree, first_name
-from monarch.posix.acl import NO_ACLS, Acls
+from monarch.posix.acl import NO_ACLS, Acls, limited
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 
 _KINDS = frozenset(
@@ -161,7 +161,8 @@ class Namespace(Tree):
         ino: Ino | None = None,
     ) -> Node:
         """A new inode of the kind in ``mode``: ``target`` of a symbolic link, ``rdev`` of a device,
-        ``object`` of a file. In a directory with the set-group-ID bit it gets that group.
+        ``object`` of a file. In a directory with the set-group-ID bit it gets that group. It gets
+        no rights that the default ACL of the directory does not give.
 
         Its number is the next one, or ``ino``, as in a replay. Raises Refused; ValueError if
         ``ino`` is used.
@@ -179,6 +180,8 @@ class Namespace(Tree):
             gid = directory.gid
             if is_dir:
                 mode |= stat.S_ISGID
+        if self.has_acls and kind != stat.S_IFLNK:
+            mode = limited(mode, self.acls(parent).default)
         size = _DIRECTORY_BYTES if is_dir else len(target)
         node = Node(
             ino=number,

@@ -78,6 +78,15 @@ def narrowed(mode: int, acls: Acls) -> int:
     return mode & ~0o070 if acls.access else mode
 
 
+def limited(mode: int, default: bytes) -> int:
+    """``mode`` of a new entry, with no more rights than the default ACL of its directory gives."""
+    bits = {tag: bits for tag, bits, _ in _entries(default) or ()}
+    if not {_OWNER, _GROUP_OWNER, _OTHERS} <= bits.keys():
+        return mode
+    group = bits[_GROUP_OWNER] & bits.get(_MASK, 7)
+    return mode & (~0o777 | bits[_OWNER] << 6 | group << 3 | bits[_OTHERS])
+
+
 def allows(access: bytes, mode: int, *, uid: int, gid: int, by: Credentials, wanted: int) -> bool:
     """Whether ``by`` has the permissions ``wanted``, as the bits of one class of a mode, for an
     entry with these attributes and a stored access ACL, which may be empty (acl(5)). An invalid ACL
