@@ -311,8 +311,7 @@ class Journal:
         return is_long and self.file.has_left(self._short_bytes)
 
     def shorten(self, pause: Callable[[], object] = nothing) -> None:
-        """Rewrite the journal without what does not matter any more, unless nearly all matters and
-        its syncs do not fail.
+        """Rewrite the journal without what does not matter, unless most matters and syncs work.
 
         Appends continue meanwhile, and syncs wait for no more than a rename. The file is read
         several times, and its records are not held. ``pause`` is called after each few records.
@@ -321,8 +320,7 @@ class Journal:
         position, has_failed = self.file.position, bool(self.file.failed)
         shortening = Shortening(self.file, position, pause, is_due=has_failed)
         if not shortening.is_needless:
-            lines = partial(shortening.lines, self._boot)
-            self._rewrite(shortening.kept, lines, position, pause)
+            self._rewrite(shortening.kept, partial(shortening.lines, self._boot), position, pause)
         self._short_bytes, self.is_beyond_repair = self.file.position, False
 
     def _found_at(self, position: int) -> Found:
