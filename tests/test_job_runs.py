@@ -23,15 +23,17 @@ from monarch.posix.signals import interruptible_where_heeded
 from tests.equipment.waiting import wait_until
 
 
+# `timeout` has a process group of its own, and so have the jobs of an interactive shell.
 @pytest.mark.promise(293)
+@pytest.mark.parametrize("begin", ["sleep 300", "timeout 600 sleep 300"])
 def test_processes_that_outlive_the_first_one_and_ignore_signals_end_with_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str
 ) -> None:
     monkeypatch.setattr(job_runs, "_GRACE_S", 0.1)
     number = tmp_path / "number"
     script = f"""
         trap '' TERM
-        sleep 300 & echo $! > {number}.part && mv {number}.part {number}
+        {begin} & echo $! > {number}.part && mv {number}.part {number}
     """
     runs = JobRuns(["sh", "-c", script], "/mnt/data", 10, 1, 0)
     with pytest.raises(MonarchError, match="before it was measured"), runs.begun():
@@ -50,7 +52,7 @@ def test_no_thread_is_left_of_the_runs() -> None:
     assert not asking.is_alive()
 
 
-def test_processes_that_cannot_be_read_are_not_of_the_group(
+def test_processes_that_cannot_be_read_are_not_of_the_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def stat(pid: int) -> list[bytes] | None:
@@ -66,10 +68,31 @@ def test_processes_that_cannot_be_read_are_not_of_the_group(
         left = int(first.stdout.readline())
         try:
             first.wait()
-            assert job_runs._group_runs(first)
+            assert job_runs._running(first) == {left}
         finally:
             os.kill(left, signal.SIGKILL)
-        wait_until(lambda: not job_runs._group_runs(first), "the other process has ended")
+        wait_until(lambda: not job_runs._running(first), "the other process has ended")
+
+
+def test_the_output_of_a_command_takes_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_runs, "_MOST_LOGGED", 1000)
+    monkeypatch.setattr(job_runs, "_LOOK_MOUNT_S", 0.02)
+    # It ends when its output is smaller than before.
+    script = """
+        size=0
+        while [ $(stat -Lc %s /dev/fd/2) -ge $size ]; do
+            size=$(stat -Lc %s /dev/fd/2)
+            echo 'a line of the output'
+        done
+        echo 'the last line' >&2
+        exit 7
+    """
+    said: list[str] = []
+    monkeypatch.setattr(job_runs, "remark", said.append)
+    runs = JobRuns(["sh", "-c", script], "/mnt/data", 10, 1, 0)
+    with pytest.raises(MonarchError, match="exit code 7"), runs.begun():
+        pass
+    assert said[-1] == "  | the last line"
 
 
 _ANALYSIS = """

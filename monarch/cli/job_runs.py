@@ -37,7 +37,7 @@ from monarch.posix.files import closing_fd
 from monarch.posix.mounts import MONARCH_TYPE, is_dead, mount_table
 from monarch.posix.processes import process_space
 from monarch.posix.signals import Interruption, interruptible_where_heeded
-from monarch.text import escape_text
+from monarch.text import MiB, escape_text
 from monarch.types import Progress
 
 # The interval in which it is checked whether the mount has ended.
@@ -45,8 +45,9 @@ _LOOK_MOUNT_S = 1.0
 # How long the processes of a run may take to end.
 _GRACE_S = 5.0
 _LOOK_S = 0.02
-# Lines of the output of a command that has failed, of so many bytes at its end.
-_SHOWN, _READ = 15, 1 << 16
+# Lines of the output of a command that has failed, of so many bytes at its end. The file is emptied
+# when it is larger than the last number.
+_SHOWN, _READ, _MOST_LOGGED = 15, 1 << 16, 64 * MiB
 # How a directory is opened.
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Characters of a command in a message.
@@ -132,7 +133,9 @@ class JobRuns:
             analysis=self._analysis,
         )
         environment = {**os.environ, VARIABLE: encode(plan), PHASE_VARIABLE: phase}
-        with log.open("wb") as output:
+        log.unlink(missing_ok=True)
+        # For appending: what is written after the file was emptied is at its begin.
+        with log.open("ab") as output:
             code = self._run(interruption, environment, output.fileno(), cores)
         if not report.exists():
             self._require_mount()
@@ -181,6 +184,8 @@ class JobRuns:
                         return process.wait(_LOOK_MOUNT_S)
                     # A job may wait for ever for what it has not read.
                     self._require_mount()
+                    if os.fstat(output).st_size > _MOST_LOGGED:
+                        os.ftruncate(output, 0)
         finally:
             _end(process)
 
@@ -266,42 +271,41 @@ def _on_cores(count: int | None) -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends all processes of the group that the command has begun."""
+    """Ends all processes of the session that the command has begun."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
         until = time.monotonic() + _GRACE_S
-        while runs := _group_runs(process):
+        told: set[int] = set()
+        while running := _running(process):
+            for pid in running - told:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            told |= running
             if time.monotonic() > until:
                 break
             time.sleep(_LOOK_S)
-        if not runs:
+        if not running:
             return
 
 
-def _group_runs(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process of the group of the command runs: others may outlive the first one. A
-    zombie does not run; it stays where nothing waits for the orphans of a container."""
-    if process.poll() is None:
-        return True
-    with suppress(PermissionError):
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return False
-    group = str(process.pid).encode()
-    return any(_runs_in(group, int(name)) for name in os.listdir("/proc") if name.isdecimal())
+def _running(process: subprocess.Popen[bytes]) -> set[int]:
+    """The processes of the session of the command that run: others may outlive the first one, also
+    in process groups of their own. A zombie does not run; it stays where nothing waits for the
+    orphans of a container."""
+    first = set() if process.poll() is not None else {process.pid}
+    session = str(process.pid).encode()
+    pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    return first | {pid for pid in pids if _runs_in(session, pid)}
 
 
-def _runs_in(group: bytes, pid: int) -> bool:
-    """Whether the process ``pid`` runs, and is of the process group ``group``."""
+def _runs_in(session: bytes, pid: int) -> bool:
+    """Whether the process ``pid`` runs, and is of the session ``session``."""
     try:
         stat = process_stat(pid)
     except PermissionError:
         # /proc is mounted with hidepid=1, and the process is one of another user, which this
         # process cannot end either.
         return False
-    return stat is not None and stat[2] == group and stat[0] != b"Z"
+    return stat is not None and stat[3] == session and stat[0] != b"Z"
 
 
 def _last_lines(log: Path) -> list[str]:
