@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,11 @@ from pathlib import Path
 import click
 
 from monarch.analysis.plan import WINDOWS
+from monarch.cli.overview import public_status
 from monarch.errors import MountPointError, NotMountedError, UsageError
 from monarch.foresight.messages import LEAST_LIMIT, MOST_LIMIT
 from monarch.posix.mounts import MONARCH_TYPE, mount_table
 from monarch.text import escape_text
-
-# The attribute of the root of a mount that has its public figures.
-_FIGURES = "user.monarch.status"
 
 ITERS = click.option(
     "--iters",
@@ -37,7 +34,7 @@ WARMUP = click.option(
 PLACE = click.option(
     "--mount",
     "place",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=click.Path(path_type=Path),
     metavar="MOUNT",
     help="The mount that the job reads. Default: the only mount of this node.",
 )
@@ -56,19 +53,14 @@ class MeasuredMount:
 
 
 def measured_mount(place: Path | None) -> MeasuredMount:
-    """The mount at or above ``place``, or the only one of this node. Raises NotMountedError, and
-    MountPointError if no job that reads it can be measured."""
-    mountpoint = _mountpoint(place)
-    where = escape_text(mountpoint)
-    try:
-        figures = json.loads(os.getxattr(mountpoint, _FIGURES))
-    except OSError as error:
-        raise NotMountedError(f"the mount {where} does not answer: {error.strerror}") from error
+    """The mount at or above ``place``, or the only one of this node. Raises MonarchError if it does
+    not answer, and MountPointError if no job that reads it can be measured."""
+    mountpoint, figures = public_status(_only() if place is None else place)
     for key, value in (("open", "none"), ("datapath", "python")):
         if figures[key] == value:
             raise MountPointError(
-                f"{where} is mounted with `{key}: {value}`, so its daemon does not see which job"
-                " opens a file, and cannot measure one",
+                f"{escape_text(mountpoint)} is mounted with `{key}: {value}`, so its daemon does"
+                " not see which job opens a file, and cannot measure one",
                 hint="mount it again with -o open=open,datapath=auto",
             )
     return MeasuredMount(
@@ -76,16 +68,10 @@ def measured_mount(place: Path | None) -> MeasuredMount:
     )
 
 
-def _mountpoint(place: Path | None) -> str:
-    found = [os.fspath(mount.mount_point) for mount in mount_table() if mount.kind == MONARCH_TYPE]
-    if place is not None:
-        real = os.path.realpath(place)
-        above = [each for each in found if f"{real}/".startswith(f"{each.rstrip('/')}/")]
-        if not above:
-            raise NotMountedError(f"{escape_text(os.fspath(place))} is not in a mount of Monarch")
-        return max(above, key=len)
+def _only() -> Path:
+    found = [mount.mount_point for mount in mount_table() if mount.kind == MONARCH_TYPE]
     if len(found) != 1:
-        which = ", ".join(map(escape_text, found)) or "none"
+        which = ", ".join(escape_text(os.fspath(each)) for each in found) or "none"
         raise NotMountedError(
             f"the job needs one mount of Monarch, and there are: {which}",
             hint="name it with --mount",

@@ -283,7 +283,7 @@ def test_a_job_that_cannot_be_measured_is_named(
         return monarch("analyze", "run", "--out", _out(monarch), *arguments, check=False)
 
     away = run("--mount", str(tmp_path), "--", "true")
-    assert away.returncode == 9 and "not in a mount" in one_line(away)
+    assert away.returncode == 9 and "not in a Monarch mount" in one_line(away)
     mount = ("--mount", str(mounted.path))
     unmeasured = run(*mount, "--", "sh", "-c", "echo no loop; exit 3")
     assert unmeasured.returncode == 1 and "| no loop" in unmeasured.stderr
@@ -296,6 +296,20 @@ def test_a_job_that_cannot_be_measured_is_named(
     assert not Path(_out(monarch)).exists()
     Path(_out(monarch)).write_text("{}")
     assert "not a profile" in one_line(monarch("analyze", "report", _out(monarch), check=False))
+
+
+@pytest.mark.modes("relay")
+def test_a_mount_that_does_not_answer_is_not_waited_for(
+    monarch: MonarchCommand, mounted: Mounted
+) -> None:
+    os.kill(mounted.pid, signal.SIGSTOP)
+    try:
+        for command in (("analyze", "run", "--out"), ("plan", "profile", "job", "-o")):
+            mount = ("--mount", str(mounted.path), "--", "true")
+            done = monarch(*command, _out(monarch), *mount, check=False, timeout_s=100)
+            assert done.returncode == 1 and "does not answer" in one_line(done)
+    finally:
+        os.kill(mounted.pid, signal.SIGCONT)
 
 
 @pytest.mark.promise(320)
