@@ -55,6 +55,8 @@ class MeasuredLoader:
         self._plan = plan
         self._limits: JobLimits | None = None
         self._is_over = False
+        # What ``next`` continues, of a loader that is an iterator.
+        self._begun: Iterator[Any] | None = None
         # Batches that were taken from the loader.
         self._taken = 0
 
@@ -65,6 +67,11 @@ class MeasuredLoader:
 
     def __len__(self) -> int:
         return len(self._loader)
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            self._begun = iter(self)
+        return next(self._begun)
 
     def __iter__(self) -> Iterator[Any]:
         plan = self._plan

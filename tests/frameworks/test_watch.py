@@ -267,6 +267,17 @@ def test_a_loop_that_is_left_early_begins_again_and_one_that_continues_ends_the_
     assert limits.asked == [(0.0, 0)]
 
 
+@pytest.mark.promise(295)
+def test_a_loader_that_is_an_iterator_may_be_asked_for_each_batch(
+    tmp_path: Path, limits: type[FakeLimits]
+) -> None:
+    watched = MeasuredLoader(iter(range(1000)), plan(tmp_path, "real"))
+    assert [next(watched) for _ in range(5)] == list(range(5))
+    with pytest.raises(SystemExit):
+        list(iter(lambda: next(watched), None))
+    assert (tmp_path / "report").exists()
+
+
 def test_a_measured_loader_has_the_length_and_the_attributes_of_the_loader(tmp_path: Path) -> None:
     watched: Any = MeasuredLoader(Loader(BATCHES), plan(tmp_path, "real"))
     assert len(watched) == 20 and watched.name == "train"
