@@ -150,7 +150,9 @@ def test_the_node_of_a_mount_may_have_other_capital_letters_in_the_plan(
     plan = write(tmp_path, [grant(f"j-{each}", each, 7) for each in ("GPU-1", "gpu-1", "GPU-2")])
     done = run(plan, "--mount", "/mnt", "--job", f"j-{found}=user:0", "--json")
     assert done.exception is None, done.output
-    assert json.loads(done.stdout)["node"] == found and len(asked) == 1
+    assert json.loads(done.stdout)["node"] == found
+    # The mount is first asked whether it accepts the quotas.
+    assert [each["dry"] for each in asked] == [True, False]
 
 
 def test_a_mount_that_refuses_leaves_no_files(
@@ -165,6 +167,16 @@ def test_a_mount_that_refuses_leaves_no_files(
     options = ("--mount", "/m", "--node", "n01", "--job", "resnet=user:0", "-o", tmp_path / "out")
     assert "no quotas" in str(run(plan, *options).exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_refuses_the_files_leaves_the_quotas(
+    plan: Path, tmp_path: Path, asked: list[dict[str, Any]]
+) -> None:
+    (tmp_path / "out").write_text("a file, no directory")
+    options = ("--mount", "/m", "--node", "n01", "--job", "resnet=user:0")
+    failed = run(plan, *options, "-o", tmp_path / "out" / "new").exception
+    assert isinstance(failed, OSError)
+    assert [each["dry"] for each in asked] == [True]
 
 
 @pytest.mark.parametrize(

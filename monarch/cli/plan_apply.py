@@ -17,6 +17,7 @@ from monarch.cli.options import FILE
 from monarch.cli.output import remark, show
 from monarch.cli.plan_file import GrantReport, PlanReport, read_plan, whole_limit
 from monarch.cli.written_files import replace_whole
+from monarch.control.registry import MountRecord
 from monarch.errors import UsageError
 from monarch.telemetry.quota_changes import QuotaChange, QuotaChanges
 from monarch.text import escape_text, format_bytes
@@ -144,24 +145,29 @@ def apply(
         if not whos:
             raise UsageError("--mount: name the processes of a job with --job, such as a=user:bob")
     files = {} if output is None else _files(plan, whos, tier_path)
-    # The mount may refuse the quotas, so it is asked first.
-    changes, mountpoint, skipped = [], None, []
-    if place is not None:
-        record = mount_of(place)
-        mountpoint = record.mountpoint
-        skipped = [job for job in whos if here not in jobs[job].gpus]
-        wanted = [_quota(jobs[job], who, here) for job, who in whos.items() if job not in skipped]
-        params = {"quotas": wanted, "dry": dry_run}
-        changes = ask(record, "quotas", params, answer=QuotaChanges).changes if wanted else []
+    record = None if place is None else mount_of(place)
+    skipped = [job for job in whos if here not in jobs[job].gpus] if record is not None else []
+    wanted = [_quota(jobs[job], who, here) for job, who in whos.items() if job not in skipped]
+    # The mount may refuse the quotas, and the disk the files: the quotas are changed last.
+    changes = [] if record is None else _ask(record, wanted, dry_run=True)
     if output is not None and not dry_run:
         output.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             replace_whole(output / name, text)
+    if record is not None and not dry_run:
+        changes = _ask(record, wanted, dry_run=False)
+    mountpoint = None if record is None else record.mountpoint
     paths = {os.fspath((output or Path()) / name): text for name, text in files.items()}
     applied = Applied(dry_run, paths, mountpoint, here, changes, skipped)
     show(asdict(applied), as_json, *_lines(applied))
     for job in skipped:
         remark(f"monarch: {escape_text(job)} has no GPUs on {escape_text(here)}: no quota")
+
+
+def _ask(record: MountRecord, wanted: list[dict[str, Any]], *, dry_run: bool) -> list[QuotaChange]:
+    """Changes the quotas of a mount, or only asks it for the changes."""
+    params = {"quotas": wanted, "dry": dry_run}
+    return ask(record, "quotas", params, answer=QuotaChanges).changes if wanted else []
 
 
 def _node_of(plan: PlanReport, node: str, *, named: bool) -> str:
