@@ -120,10 +120,15 @@ def _note(identity: str, owner: Owner) -> dict[str, object]:
 
 def _write_note(own: int, identity: str, owner: Owner) -> None:
     # A power cut must not leave an empty file: every copy would be a stranger's.
-    with open(opened_in(own, "tier.part", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-        json.dump(_note(identity, owner), file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(opened_in(own, "tier.part", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            json.dump(_note(identity, owner), file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):
+            os.unlink("tier.part", dir_fd=own)
+        raise
     failpoints.failpoint("tier-name-staged")
     os.rename("tier.part", "tier.json", src_dir_fd=own, dst_dir_fd=own)
     os.fsync(own)

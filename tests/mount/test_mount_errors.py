@@ -427,11 +427,11 @@ def test_a_state_directory_without_room_is_the_error_of_the_mount(
 
 
 @needs_root
-def test_a_state_directory_too_full_for_a_log_is_an_error_of_the_state(
+def test_a_state_directory_without_room_for_a_note_in_its_lock_is_the_error_of_the_snapshot(
     monarch: MonarchCommand, tree: Tree, mnt: Path, full: Path
 ) -> None:
     _fill(full)
-    refused(monarch, tree({"a": 1}), mnt, "--state", str(full / "s"), code=6, words="No space left")
+    refused(monarch, tree({"a": 1}), mnt, "--state", str(full / "s"), code=5, words="No space left")
 
 
 def test_a_metrics_port_in_use_is_the_error_of_the_mount(
@@ -460,7 +460,7 @@ def test_a_log_file_that_cannot_be_written_is_the_error_of_the_mount(
 
 
 @needs_root
-def test_a_tier_without_room_for_its_lock_is_reported(
+def test_a_tier_without_room_for_its_name_is_reported(
     monarch: MonarchCommand, tree: Tree, mnt: Path, full: Path
 ) -> None:
     _fill(full)
