@@ -147,7 +147,7 @@ MISTAKES = {
     "negative capacity": ("tiers: [{path: /t, capacity: -1}]", "at least 1"),
     "negative capacity in words": ("tiers: [{path: /t, capacity: -1GiB}]", "is not a size"),
     "no capacity": ("tiers: [{path: /t, capacity: 0}]", "at least 1"),
-    "capacity beyond 64 bits": ("tiers: [{path: /t, capacity: 99999P}]", "at most"),
+    "capacity beyond 64 bits": ("tiers: [{path: /t, capacity: 99999P}]", "more bytes than"),
     "half a byte": ("tiers: [{path: /t, capacity: 1.5}]", "is not a size"),
     "true as a size": ("tiers: [{path: /t, capacity: true}]", "is not a size"),
     "tier without a path": ("tiers: [{capacity: 1GB}]", "path is missing; add 'path: ...'"),
