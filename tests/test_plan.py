@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,24 @@ def test_a_job_is_described_in_one_way(run: Run, snapshot: Path, tmp_path: Path)
         with pytest.raises(click.BadParameter, match="is no list like 1,2,4"):
             run("sensitivity", "a", "-o", tmp_path / "a.json", "--cores", cores)
     assert not (tmp_path / "a.json").exists()
+
+
+@pytest.mark.promise(289)
+def test_the_same_input_gives_the_same_plan_byte_for_byte(
+    jobs: dict[str, Path], tmp_path: Path
+) -> None:
+    nodes = str(nodes_file(tmp_path))
+    files = [str(jobs["image"]), str(jobs["text"])]
+    plans = []
+    for seed, given in (("1", files), ("2", files), ("2", files[::-1])):
+        command = [sys.executable, "-m", "monarch", "plan", "allocate", nodes, *given, "--json"]
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, check=True
+        )
+        plans.append(done.stdout)
+    assert plans[0] == plans[1] and json.loads(plans[0])["jobs"]
+    first, other = (sorted(json.loads(plan)["jobs"], key=str) for plan in plans[1:])
+    assert first == other, "the order of the jobs changes nothing"
 
 
 @pytest.mark.promise(289)

@@ -127,7 +127,7 @@ def test_the_bound_is_that_of_all_combinations() -> None:
                     for tier in (0, 20, 30)
                 ),
             )
-            for n in range(chosen.randint(1, 4))
+            for n in range(chosen.randint(1, 5))
         ]
         best = 0.0
         fair = {job.name: Needs.of(job, servers).fair.rate for job in jobs}

@@ -94,6 +94,15 @@ def test_the_plain_model_does_not_describe_them(regime: str, workers: int, least
     assert largest_error(plain, regime, workers) > least
 
 
+@pytest.mark.promise(290)
+@pytest.mark.parametrize(
+    ("regime", "workers"), [("fetch", 8), ("prep", 8), *((regime, 16) for regime in REGIMES)]
+)
+def test_the_serial_model_errs_little_with_many_workers(regime: str, workers: int) -> None:
+    # At most as many as there are cores prepare at once, and others queue for these.
+    assert largest_error(serial, regime, workers) < 0.10
+
+
 def test_both_models_miss_the_queueing_of_eight_workers_at_the_crossover() -> None:
     assert 0.05 < largest_error(serial, "crossover", 8) < 0.15
     assert 0.05 < largest_error(plain, "crossover", 8) < 0.15
