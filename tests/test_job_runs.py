@@ -67,11 +67,30 @@ def test_processes_that_cannot_be_read_are_not_of_the_session(
         assert first.stdout is not None
         left = int(first.stdout.readline())
         try:
-            first.wait()
+            assert job_runs._ends_within(60, first.pid)
             assert job_runs._running(first) == {left}
         finally:
             os.kill(left, signal.SIGKILL)
         wait_until(lambda: not job_runs._running(first), "the other process has ended")
+
+
+@pytest.mark.promise(293)
+def test_no_other_session_can_have_the_number_of_a_command_whose_processes_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states: list[bytes] = []
+    running = job_runs._running
+
+    def seen(process: subprocess.Popen[bytes]) -> set[int]:
+        stat = process_stat(process.pid)
+        states.append(b"free" if stat is None else stat[0])
+        return running(process)
+
+    monkeypatch.setattr(job_runs, "_running", seen)
+    with pytest.raises(MonarchError, match="before it was measured"):
+        with JobRuns(["true"], "/mnt/data", 10, 1, 0).begun():
+            pass
+    assert states == [b"Z"]
 
 
 def test_the_output_of_a_command_takes_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,15 +179,16 @@ class JobRuns:
             raise UsageError(f"{name} cannot be run: {error.strerror}") from error
         try:
             with interruption.heeded():
-                while True:
-                    with suppress(subprocess.TimeoutExpired):
-                        return process.wait(_LOOK_MOUNT_S)
+                while not _ends_within(_LOOK_MOUNT_S, process.pid):
                     # A job may wait for ever for what it has not read.
                     self._require_mount()
                     if os.fstat(output).st_size > _MOST_LOGGED:
                         os.ftruncate(output, 0)
         finally:
             _end(process)
+            # Not before, or another session may have its number.
+            process.poll()
+        return process.wait()
 
     def _is_in_table(self) -> bool:
         return any(
@@ -270,6 +271,19 @@ def _on_cores(count: int | None) -> Iterator[None]:
             os.sched_setaffinity(0, usable)
 
 
+def _ends_within(seconds: float, pid: int) -> bool:
+    """Whether a child ends in this time. It stays a zombie, so its number belongs to no other
+    process, nor to a session of another one."""
+    until = time.monotonic() + seconds
+    # Without a zombie where SIGCHLD is ignored.
+    with suppress(ChildProcessError):
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK_S)
+    return True
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends all processes of the session that the command has begun."""
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -291,7 +305,7 @@ def _running(process: subprocess.Popen[bytes]) -> set[int]:
     """The processes of the session of the command that run: others may outlive the first one, also
     in process groups of their own. A zombie does not run; it stays where nothing waits for the
     orphans of a container."""
-    first = set() if process.poll() is not None else {process.pid}
+    first = set() if _ends_within(0.0, process.pid) else {process.pid}
     session = str(process.pid).encode()
     pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
     return first | {pid for pid in pids if _runs_in(session, pid)}
