@@ -278,8 +278,8 @@ class Journal:
     def sync(self) -> None:
         """Wait until everything appended so far is on the disk; callers share the wait.
 
-        Raises OSError, and after a failure again and again until ``compact`` has written another
-        file: the kernel forgets what it could not write.
+        Raises OSError, and after a failure again and again until another file has taken the place
+        of this one: the kernel forgets what it could not write.
         """
         self.file.sync()
 

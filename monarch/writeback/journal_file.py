@@ -288,7 +288,7 @@ class JournalFile:
 
         Appends continue meanwhile. Syncs and appends wait for no more than a rename and a few
         records: those that come meanwhile are copied before, with a ``pause`` after each few.
-        Raises OSError; the file is then unchanged.
+        Raises OSError. The file is then unchanged, or its name may not be durable: then syncs fail.
         """
         try:
             self._replace(first(), end, pause)
@@ -312,7 +312,10 @@ class JournalFile:
                     self._turn.wait()
                 self._syncing = True
             try:
-                fd = self._take_over(fd, staged, end)
+                fd, synced = self._take_over(fd, staged, end)
+                self._sync_name()
+                # Not before: callers of ``sync`` rely on it.
+                self.synced, self._failed = synced, None
             finally:
                 self._end_turn()
         except OSError:
@@ -333,9 +336,9 @@ class JournalFile:
             end = later
         return end
 
-    def _take_over(self, fd: int, staged: Path, end: int) -> int:
+    def _take_over(self, fd: int, staged: Path, end: int) -> tuple[int, int]:
         """Continues in another file, which replaces all records before ``end``; returns the
-        descriptor of the old file."""
+        descriptor of the old file, and how many records are on the disk once the name is."""
         with self._lock:
             later = self.position
         if _write(fd, self.records(end, later)):
@@ -350,11 +353,16 @@ class JournalFile:
             fd, self.fd = self.fd, fd
             self.position = os.fstat(self.fd).st_size
             self.synced_bytes, self._said, self._room = synced, 0, 0
-            self.synced = self.written - late
-            self._failed = None
-        # Before any caller learns that a record in it is durable.
-        sync_path(self.path.parent)
-        return fd
+            return fd, self.written - late
+
+    def _sync_name(self) -> None:
+        """Makes the name of another file durable. If that fails, a power cut may bring the old file
+        back, and so syncs fail until the next file. Raises OSError, EIO."""
+        try:
+            sync_path(self.path.parent)
+        except OSError as error:
+            self._failed = error
+            raise OSError(errno.EIO, error.strerror, os.fspath(self.path)) from error
 
     def close(self) -> None:
         # A thread in ``replace`` may still run: it must not replace the file of another daemon.

@@ -13,7 +13,9 @@ import pytest
 import xxhash
 
 from monarch.errors import TierError
+from monarch.text import errno_words
 from monarch.types import ANY_SIZE, Identity
+from monarch.writeback import journal_file
 from monarch.writeback.journal_file import JournalFile
 from monarch.writeback.journal_found import Found, read_journal, read_replay
 from monarch.writeback.journal_records import (
@@ -168,6 +170,42 @@ def test_a_replacement_that_fails_leaves_the_file(
     assert os.listdir(file.path.parent) == ["journal"]
     file.replace(lambda: [{"n": 100}], file.position)
     assert not file.failed and file.synced == file.written
+
+
+@pytest.mark.promise(139)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+def test_records_go_into_the_new_file_although_its_name_may_not_be_durable(
+    file: JournalFile, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    file.append({"n": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(journal_file, "sync_path", fail)
+        with pytest.raises(OSError):
+            file.replace(lambda: [{"n": 100}], file.position)
+    file.append({"n": 2})
+    assert [record["n"] for record in lines(file)] == [100, 2]
+    assert file.failed == errno_words(number)
+    with pytest.raises(OSError):
+        file.sync()
+    file.replace(lambda: [{"n": 200}], file.position)
+    assert [record["n"] for record in lines(file)] == [200]
+    file.sync()
+    assert not file.failed and file.synced == file.written
+
+
+@pytest.mark.promise(139)
+def test_no_record_counts_as_synced_before_the_name_of_the_new_file_is_durable(
+    file: JournalFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.append({"n": 1})
+    synced: list[int] = []
+    monkeypatch.setattr(journal_file, "sync_path", lambda path: synced.append(file.synced))
+    file.replace(lambda: [{"n": 100}], file.position)
+    assert synced == [0]
+    assert file.synced == file.written
 
 
 def test_a_file_that_was_closed_is_not_replaced(tmp_path: Path) -> None:

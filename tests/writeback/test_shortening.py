@@ -436,7 +436,7 @@ def test_few_records_are_copied_while_changes_wait_for_the_shortened_journal(
         def pause() -> None:
             seqs.extend(journal.append(content(b"log", 1)) for _ in range(2))
 
-        def taken_over(file: JournalFile, fd: int, staged: Path, end: int) -> int:
+        def taken_over(file: JournalFile, fd: int, staged: Path, end: int) -> tuple[int, int]:
             left.append(file.position - end)
             return take_over(file, fd, staged, end)
 
