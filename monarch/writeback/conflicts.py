@@ -62,6 +62,8 @@ class Subjects:
         self._objects: set[int] = set()
         self._paths = PathSet()
         self._directories: set[bytes] = set()
+        # Of which attributes are changed.
+        self._changed: set[bytes] = set()
 
     def add(self, op: Op) -> None:
         # The file that a rename replaces must stay known until the rename is done.
@@ -70,6 +72,13 @@ class Subjects:
             self._paths.add(op)
         if op.kind == "mkdir":
             self._directories.add(op.path)
+        elif op.kind in ("attr", "xattr"):
+            self._changed.add(op.path)
+
+    def may_permit(self, op: Op) -> bool:
+        """Whether attributes of a directory above the path of a change are changed: its mode, or a
+        list, may not let the change be made before."""
+        return any(directory in self._changed for directory in above(op.path))
 
     def meets(self, op: Op) -> bool:
         """Whether a change has one of these files or paths, or a path above or beneath one."""

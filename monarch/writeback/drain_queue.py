@@ -229,7 +229,9 @@ class DrainQueue:
         source lacks room for changes of its user: it may make that room."""
         if entry.is_moot or not self.held:
             return False
-        is_late = _user(entry.op) in self._users and not self._may_make_room(entry.op)
+        is_late = _user(entry.op) in self._users and (
+            not self._may_make_room(entry.op) or self._subjects.may_permit(entry.op)
+        )
         return is_late or self._subjects.meets(entry.op)
 
     def _may_make_room(self, op: Op) -> bool:

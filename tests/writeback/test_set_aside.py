@@ -196,6 +196,28 @@ async def test_a_removal_waits_behind_changes_that_need_more_than_room(
     model.check_all_is_there()
 
 
+@pytest.mark.promise(65, 81)
+@pytest.mark.parametrize("kind", ["mode", "list"])
+async def test_a_removal_waits_behind_changed_attributes_of_a_directory_above_it(
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """They may be what lets the user remove it."""
+    refused = [True]
+    refuse_while(monkeypatch, errno.EDQUOT, lambda: refused[0])
+    async with draining(model) as drain:
+        model.write(b"new", b"1", synced=True)
+        if kind == "mode":
+            model.chmod(b"d", 0o755)
+        else:
+            model.setxattr(b"d", b"user.list", b"1")
+        removed = model.unlink(b"d/a")
+        await until(lambda: drain.queue.refused > 2)
+        assert (model.source / "d/a").exists()
+        refused[0] = False
+        await until(lambda: drain.progress.has_all(removed))
+    assert not (model.source / "d/a").exists()
+
+
 def refuse_while(monkeypatch: pytest.MonkeyPatch, error: int, holds: Callable[[], bool]) -> None:
     """The source takes no bytes while ``holds`` returns true, though its file system has room."""
     monkeypatch.setattr(source_writer, "_FULL_BYTES", 0)
