@@ -174,6 +174,9 @@ class DrainQueue:
         self._aside: set[int] = set()
         self._retry_s = math.inf
         self._retry_pause_s = BACKOFF_S[0]
+        # When the held changes were released last, and how long the try of the first one took then.
+        self._released_s = math.inf
+        self._try_s = 0.0
         self._limiter = Limiter(log)
 
     def load(self, aside: Collection[int]) -> None:
@@ -210,7 +213,9 @@ class DrainQueue:
         entry = self._entries.popleft()
         self._forget_rename(entry)
         if self._may_make_room(entry.op):
-            self._retry_s = min(self._retry_s, trio.current_time() + BACKOFF_S[0])
+            # Further removals may follow, and a try may copy many bytes: both get their time.
+            pause_s = max(BACKOFF_S[0], self._try_s)
+            self._retry_s = min(self._retry_s, trio.current_time() + pause_s)
         self.pending.remove(entry.op)
         self.waiting_bytes -= entry.op.size
         self._aside.discard(entry.seq)
@@ -256,6 +261,7 @@ class DrainQueue:
         if not self.held:
             self._retry_s = now + self._wakeups.begin_pause(self._retry_pause_s)
             self._retry_pause_s = min(2 * self._retry_pause_s, BACKOFF_S[1])
+            self._try_s = max(0.0, now - self._released_s)
         entry.tries += 1
         entry.refused_s = min(entry.refused_s, now)
         is_long = now - entry.refused_s >= _ASIDE_S
@@ -313,6 +319,7 @@ class DrainQueue:
             self._entries.extendleft(reversed(self.held))
             self.held.clear()
             self.retries += 1
+            self._released_s = trio.current_time()
             self._users.clear()
             self._subjects, self._aside_subjects = Subjects(), Subjects()
         else:

@@ -112,6 +112,30 @@ async def test_held_changes_are_retried_in_their_order_after_pauses_that_double(
     assert rig.progress.has_all(2)
 
 
+async def test_removals_have_as_much_time_as_the_tries_of_what_needs_their_room(
+    rig: Rig, clock: Clock
+) -> None:
+    rig.put(b"new", by=1)
+    for name in (b"a", b"b"):
+        rig.put(name, by=1, kind="unlink")
+    rig.refuse(errno.EDQUOT)
+    for _ in range(6):
+        await trio.sleep(rig.queue.retry_in_s())
+        assert rig.front() == 1
+        await trio.sleep(20)
+        rig.refuse(errno.EDQUOT)
+    assert rig.front() == 2
+    rig.make()
+    assert rig.queue.retry_in_s() == pytest.approx(20)
+    # A short one is followed by others soon.
+    await trio.sleep(20)
+    assert rig.front() == 1
+    rig.refuse(errno.EDQUOT)
+    assert rig.front() == 3
+    rig.make()
+    assert rig.queue.retry_in_s() == pytest.approx(1)
+
+
 async def test_a_change_that_is_refused_for_ten_minutes_does_not_hold_up_its_user(
     rig: Rig, clock: Clock
 ) -> None:
