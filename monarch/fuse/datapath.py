@@ -369,6 +369,12 @@ class Datapath:
         """Answers a read that was passed on; releases the interpreter lock meanwhile."""
         self._native.answer(token, data)
 
+    def reader(self, token: int) -> tuple[int, int, int] | None:
+        """The process, user and group that have sent a read that was passed on; None if it does not
+        wait any more."""
+        found: tuple[int, int, int] | None = self._native.reader(token)
+        return found
+
     def store(self, ino: Ino, data: bytes) -> bool:
         """Stores the first bytes of an inode in the page cache; no read of it may be waiting."""
         return bool(self._native.store(ino, data))

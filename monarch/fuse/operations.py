@@ -194,9 +194,15 @@ class Operations(pyfuse3.Operations):
     @_answered
     async def read(self, fh: int, off: int, size: int) -> bytes:
         ino, token = split_handle(fh)
-        data = await self._filesystem.read(ino, off, size)
-        if token and self._datapath is not None:
-            self._datapath.answer(token, data)
+        datapath = self._datapath if token else None
+        caller = None
+        if datapath is not None and self._filesystem.limits_jobs:
+            # pyfuse3 does not tell who reads.
+            found = datapath.reader(token)
+            caller = None if found is None else Caller(*found)
+        data = await self._filesystem.read(ino, off, size, caller)
+        if datapath is not None:
+            datapath.answer(token, data)
             return b""
         # pyfuse3 accepts any buffer and does not use it after the reply.
         return cast(bytes, data)

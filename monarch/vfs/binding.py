@@ -17,6 +17,7 @@ from monarch.namespace.namespace import Namespace
 from monarch.placement.residency import SOURCE
 from monarch.text import MiB
 from monarch.tiers.source import SourceFile
+from monarch.transfer.source_calls import Caller
 from monarch.types import Ino
 from monarch.vfs.interfaces import FastPath
 from monarch.vfs.measured import MeasuredJob
@@ -58,6 +59,7 @@ class Binding:
     ``pause_s``. ``copy`` is the origin of ``fd``. ``is_watched``: its first reads decide how it is
     copied. ``has_old_pages``: at its first open the kernel may have had pages of another version,
     or its pages must not be used. ``job`` is measured, so its reads of the source come here.
+    ``opener`` was the last process that opened the file, if it is known.
     ``is_shared``: other nodes may give bytes in the place of ``file``, so all reads come here.
     """
 
@@ -71,6 +73,7 @@ class Binding:
     is_watched: bool = False
     has_old_pages: bool = False
     job: MeasuredJob | None = None
+    opener: Caller | None = None
     is_shared: bool = False
     users: int = 0
     outdated: bool = False

@@ -21,6 +21,7 @@ from monarch.posix import acl
 from monarch.posix.buckets import bucket
 from monarch.posix.credentials import Credentials
 from monarch.tiers.tier import Space
+from monarch.transfer.source_calls import Caller
 from monarch.types import Attributes, Ino
 from monarch.vfs.measured import MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
@@ -123,12 +124,19 @@ class FileSystem:
             await trio.sleep(pause_s)
         raise Refused(errno.ETXTBSY)
 
-    def read(self, ino: Ino, offset: int, size: int) -> Awaitable[bytes | bytearray | memoryview]:
-        """Up to ``size`` bytes from ``offset`` on of an open file; short only at its end. Raises
-        SourceError."""
+    @property
+    def limits_jobs(self) -> bool:
+        """Whether it matters which process reads."""
+        return self.readers.quotas is not None or not self.measured.is_empty
+
+    def read(
+        self, ino: Ino, offset: int, size: int, caller: Caller | None = None
+    ) -> Awaitable[bytes | bytearray | memoryview]:
+        """Up to ``size`` bytes from ``offset`` on of an open file; short only at its end.
+        ``caller`` reads it, if that is known. Raises SourceError."""
         if self.writing is not None and self.writing.files.is_open(ino):
             return self.writing.files.read(ino, offset, size)
-        return self.readers.read(ino, offset, size)
+        return self.readers.read(ino, offset, size, caller)
 
     async def attributes(self, ino: Ino) -> Attributes:
         """The attributes for ``stat``; asks the source only for a file that was gone and is not

@@ -28,7 +28,7 @@ from monarch.foresight.opens import Opens
 from monarch.placement.epochs import Epochs
 from monarch.placement.residency import SOURCE
 from monarch.posix.processes import Sessions
-from monarch.transfer.source_calls import CALLER
+from monarch.transfer.source_calls import CALLER, Caller
 from monarch.types import WRITTEN_INO, Attributes, Ino
 from monarch.vfs.binding import Binding
 from monarch.vfs.interfaces import ABANDONED, RELEASED
@@ -107,12 +107,14 @@ class Readers:
         descriptor. Returns whether the kernel may keep its cached pages. Raises as ``_enter``."""
         started = time.perf_counter()
         self.catch_up()
-        job = self._measured_caller()
+        job = self._measured_caller(CALLER.get())
         binding = await self._enter(ino, renew=True, store=True, job=job)
         try:
             if binding.users > 1 and binding.file is not None:
                 await self._source_files.notice_rewriting(ino, binding.file)
-            if binding.job is None:
+            binding.opener = CALLER.get()
+            if binding.job is None and (self.quotas is None or binding.fd >= 0):
+                # The bytes of the source are counted, and limited, for the job that reads them.
                 self._bindings.hand_over(binding, self._names)
         except BaseException:
             self._leave(ino)
@@ -124,12 +126,9 @@ class Readers:
         self._count(binding, started)
         return not binding.has_old_pages
 
-    def _measured_caller(self) -> MeasuredJob | None:
-        """The job that makes the present call, if it is measured."""
-        if self._measured.is_empty:
-            return None
-        caller = CALLER.get()
-        if caller is None:
+    def _measured_caller(self, caller: Caller | None) -> MeasuredJob | None:
+        """The job of a process, if it is measured."""
+        if self._measured.is_empty or caller is None:
             return None
         job = self._measured.of(self._sessions.of(caller.pid))
         return job if job is not None and job.uid == caller.uid else None
@@ -143,7 +142,7 @@ class Readers:
         read that waits has locked these pages, and storing would wait for the read for ever.
         Raises SourceError; ESTALE if the file changes all the time.
         """
-        with self._limited.payment(self._limits_of_caller(job)) as payment:
+        with self._limited.payment(self._limits_of(CALLER.get(), job)) as payment:
             while (binding := self._bindings.get(ino)) is None:
                 begun = self._bindings.begin(ino)
                 if begun is not None:
@@ -340,9 +339,11 @@ class Readers:
 
     # -- reads -----------------------------------------------------------------------------------
 
-    async def read(self, ino: Ino, offset: int, size: int) -> bytes | bytearray | memoryview:
-        """Up to ``size`` bytes from ``offset`` on; short only at the end of the file. Raises
-        SourceError."""
+    async def read(
+        self, ino: Ino, offset: int, size: int, caller: Caller | None = None
+    ) -> bytes | bytearray | memoryview:
+        """Up to ``size`` bytes from ``offset`` on; short only at the end of the file. If it is not
+        known who reads, the last process that opened the file counts. Raises SourceError."""
         started = time.perf_counter()
         binding = self._bindings.get(ino) or await self._visit(ino)
         if self._kernel.is_size_stale(ino):
@@ -353,7 +354,7 @@ class Readers:
         # The file may be released while its bytes are read, if the reader is killed.
         binding.users += 1
         try:
-            data, tier = await self._read_from(binding, offset, size)
+            data, tier = await self._read_from(binding, offset, size, caller)
         finally:
             self._leave(ino)
         self._metrics.read(tier, len(data), time.perf_counter() - started)
@@ -365,7 +366,7 @@ class Readers:
         return data
 
     async def _read_from(
-        self, binding: Binding, offset: int, size: int
+        self, binding: Binding, offset: int, size: int, caller: Caller | None
     ) -> tuple[bytes | bytearray | memoryview, int]:
         """The bytes, and the number of the tier that has answered. Raises SourceError."""
         if binding.content is not None:
@@ -388,11 +389,12 @@ class Readers:
                     file.release()
                 else:
                     binding.fall_back(file)
+        caller = caller or CALLER.get() or binding.opener
         job = binding.job
-        if job is not None and job is not self._measured_caller():
+        if job is not None and job is not self._measured_caller(caller):
             # Another job has opened the file meanwhile, and reads from the same binding.
             job = None
-        with self._limited.payment(self._limits_of_caller(job)) as payment:
+        with self._limited.payment(self._limits_of(caller, job)) as payment:
             await payment.pay(max(0, min(size, binding.size - offset)))
             data = await self._source_files.read(binding, offset, size)
             payment.read(len(data))
@@ -476,10 +478,10 @@ class Readers:
         """The number of the quota of the process whose call is answered; None without one."""
         return None if self.quotas is None else self.quotas.job_of(CALLER.get())
 
-    def _limits_of_caller(self, job: MeasuredJob | None) -> list[SourceLimit]:
-        """What limits the reads of that process from the source; ``job`` if it is measured."""
+    def _limits_of(self, caller: Caller | None, job: MeasuredJob | None) -> list[SourceLimit]:
+        """What limits the reads of a process from the source; ``job`` if it is measured."""
         limits = [] if job is None else [job.source]
-        quota = None if self.quotas is None else self.quotas.source_of(CALLER.get())
+        quota = None if self.quotas is None else self.quotas.source_of(caller)
         return limits if quota is None else [*limits, quota]
 
     def _count_open(

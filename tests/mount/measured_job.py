@@ -6,9 +6,9 @@ from __future__ import annotations
 LIMITED = """
 import hashlib, json, sys
 from monarch.frameworks.job_limits import JobLimits
-mount, share = sys.argv[1], float(sys.argv[2])
+mount, share, rate = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 limits = JobLimits(mount)
-limits.limit(share, 0)
+limits.limit(share, rate)
 for line in sys.stdin:
     names = json.loads(line)
     digest = hashlib.sha256()

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,15 +30,16 @@ pytestmark = [needs_fuse]
 # The kernel sends opens in these modes, and the extension answers them.
 MEASURED = ("relay", "passthrough")
 FILES = {f"{number:03}": contents(str(number), 4096) for number in range(48)}
-LARGE = {"large": contents("large", 3 << 20)}
+# Larger than a file that is fetched whole at its open.
+LARGE = {"large": contents("large", 6 << 20)}
 
 
 class Job:
     """A process in a session of its own that limits itself and reads files."""
 
-    def __init__(self, mounted: Mounted, share: float) -> None:
+    def __init__(self, mounted: Mounted, share: float, rate: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", LIMITED, str(mounted.path), str(share)],
+            [sys.executable, "-c", LIMITED, str(mounted.path), str(share), str(rate)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -61,8 +63,8 @@ class Job:
 
 
 @contextmanager
-def job(mounted: Mounted, share: float) -> Iterator[Job]:
-    made = Job(mounted, share)
+def job(mounted: Mounted, share: float, rate: int = 0) -> Iterator[Job]:
+    made = Job(mounted, share, rate)
     try:
         yield made
     finally:
@@ -122,6 +124,17 @@ def test_a_job_reads_as_with_a_smaller_tier_and_other_jobs_do_not(mounted: Mount
     report = account(mounted)
     assert report["residency"]["files"] == len(FILES) + len(LARGE)
     assert report["errors"] == {}
+
+
+@pytest.mark.promise(299)
+@pytest.mark.modes(*MEASURED)
+def test_a_measured_job_reads_large_files_at_the_rate_of_its_source(mounted: Mounted) -> None:
+    with job(mounted, 0.0, 6 << 20) as slow:
+        assert slow.read(["000"])[1:3] == (0, 1)
+        begin = time.monotonic()
+        assert slow.read(list(LARGE)) == (digest(LARGE), 0, 2, 4096 + len(LARGE["large"]))
+        # The file has the bytes of a second. A busy machine reads later, and never earlier.
+        assert time.monotonic() - begin >= 0.9
 
 
 @pytest.mark.promise(342)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,47 @@ mounts:
         (2 * SIZE, int(limit)),
         (before[1]["tier"], 0),
     ]
+
+
+@pytest.mark.promise(299)
+@pytest.mark.modes("relay", "passthrough", "python")
+def test_a_user_reads_the_source_at_its_rate(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Without --soak only the lower bound: a busy machine reads later, and never earlier."""
+    rate, seconds = 20_000_000, 3
+    file = tmp_path / "monarch.yaml"
+    file.write_text(
+        f"""\
+mounts:
+  data:
+    source: {tree({"large": b""})}
+    mountpoint: {tmp_path}/mnt
+    state: {tmp_path}/state
+    tiers: [{{path: {tmp_path}/tier, capacity: {CAPACITY}}}]
+    quotas: [{{user: "{ALICE}", tier: 5%, source_bandwidth: {rate}}}, {{tier: 70%}}]
+    allow_other: true
+"""
+    )
+    os.truncate(tmp_path / "source" / "large", rate * seconds)
+    (tmp_path / "mnt").mkdir()
+    tiers = {"tier": tmp_path / "tier"}
+    mounted = registered(monarch, tmp_path / "mnt", tmp_path / "source", tmp_path / "state", tiers)
+    monarch("mount", "-c", str(file), "data", "-o", ",".join(MODES[monarch.mode]))
+    mounted.pid = int(mounted.status()["pid"])
+
+    def work(fd: int) -> float:
+        opened = os.open("large", os.O_RDONLY, dir_fd=fd)
+        begin = time.monotonic()
+        while os.read(opened, 1 << 20):
+            pass
+        return time.monotonic() - begin
+
+    process = Process(mounted, work)
+    try:
+        assert process.said >= 0.9 * seconds
+        if pytestconfig.getoption("--soak"):
+            assert process.said <= 1.1 * seconds
+        assert account(mounted)["quotas"][0]["source_bytes"] == rate * seconds
+    finally:
+        process.end()

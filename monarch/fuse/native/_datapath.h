@@ -138,7 +138,7 @@ struct pending {
     struct open_inode *entry; /* of an open, or of a read without an open */
     struct link links[CHAINS];
     struct pending *hashed; /* the next with the same hash */
-    uint32_t opcode, pid, index, generation, next_free;
+    uint32_t opcode, pid, uid, gid, index, generation, next_free;
     int device;
     uint8_t waits; /* enum waits_for */
     bool used, answered;

@@ -270,6 +270,8 @@ static void pass(struct thread *thread, struct in_header *request, struct pendin
     what.ino = request->nodeid;
     what.opcode = request->opcode;
     what.pid = request->pid;
+    what.uid = request->uid;
+    what.gid = request->gid;
     what.device = thread->device;
     what.limited = may_need_source(dp, request, what.writes);
     what.waits = AT_PYTHON;

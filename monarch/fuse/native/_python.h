@@ -44,9 +44,9 @@ void *array_of(Datapath *self, PyObject *given, Py_ssize_t size, bool writable, 
         X(end_binding, METH_O), X(bind_written, METH_VARARGS), X(unbind, METH_VARARGS),            \
         X(rebind, METH_VARARGS), X(release_written, METH_VARARGS), X(written, METH_O),             \
         X(lowest, METH_VARARGS), X(is_open, METH_O), X(is_passed, METH_O), X(outdate, METH_O),     \
-        X(answer, METH_VARARGS), X(store, METH_VARARGS), X(taken, METH_O), X(reached, METH_O),     \
-        X(was_given, METH_O), X(take_over, METH_NOARGS), X(requests, METH_NOARGS),                 \
-        X(requests_so_far, METH_NOARGS), X(refused_hints, METH_NOARGS),                            \
+        X(answer, METH_VARARGS), X(reader, METH_VARARGS), X(store, METH_VARARGS),                  \
+        X(taken, METH_O), X(reached, METH_O), X(was_given, METH_O), X(take_over, METH_NOARGS),     \
+        X(requests, METH_NOARGS), X(requests_so_far, METH_NOARGS), X(refused_hints, METH_NOARGS),  \
         X(answer_error, METH_VARARGS), X(answer_ioctl, METH_VARARGS),                              \
         X(answer_missing, METH_VARARGS), X(answer_attributes, METH_VARARGS),                       \
         X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS), X(set_pack, METH_VARARGS),          \

@@ -238,6 +238,25 @@ PyObject *datapath_answer(Datapath *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* (process, user, group) that has sent a read which Python answers; None if it waits no more. */
+PyObject *datapath_reader(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    unsigned long long token;
+    if (!PyArg_ParseTuple(args, "K", &token))
+        return NULL;
+    struct pending found = {0};
+    pthread_mutex_lock(&dp->pending_lock);
+    if (dp->started && token >= 1 && token <= dp->pending_count) {
+        const struct pending *place = pending_at(dp, (uint32_t)token - 1);
+        if (place->used && place->waits == AT_PYTHON && place->opcode == OP_READ)
+            found = *place;
+    }
+    pthread_mutex_unlock(&dp->pending_lock);
+    if (!found.used)
+        Py_RETURN_NONE;
+    return Py_BuildValue("(III)", found.pid, found.uid, found.gid);
+}
+
 PyObject *datapath_store(Datapath *self, PyObject *args) {
     unsigned long long ino;
     Py_buffer data;
