@@ -288,12 +288,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends all processes of the session that the command has begun."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + _GRACE_S
-        told: set[int] = set()
+        signalled: set[int] = set()
         while running := _running(process):
-            for pid in running - told:
+            for pid in running - signalled:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
-            told |= running
+            signalled |= running
             if time.monotonic() > until:
                 break
             time.sleep(_LOOK_S)
