@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -51,18 +51,19 @@ def test_a_file_opened_a_hundred_times_ends_no_epoch() -> None:
     assert counts(epochs) == [1199, 1000]
 
 
+def read_by(epochs: Epochs, together: bool) -> Callable[[Iterable[int]], None]:
+    """Records opens, all together or one by one."""
+    if together:
+        return lambda inos: epochs.opened_all(array("I", inos))
+    return lambda inos: opened(epochs, inos)
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_files_that_are_gone_do_not_hide_the_next_epoch(together: bool) -> None:
     """Most of the files are removed after the first epoch; some of them in the run that may begin
     the second one."""
     epochs = Epochs(1000)
-
-    def read(inos: Iterable[int]) -> None:
-        if together:
-            epochs.opened_all(array("I", inos))
-        else:
-            opened(epochs, inos)
-
+    read = read_by(epochs, together)
     read(range(1, 101))
     read([5, 6, 7])
     for ino in [*range(5, 91), *range(5, 91), 5000]:
@@ -79,13 +80,7 @@ def test_a_run_whose_files_are_gone_ends_with_the_next_new_file(together: bool) 
     opened(epochs, range(1, 41))
     opened(epochs, [40, 40], hit=True)
     epochs.left(Ino(40))
-
-    def read(inos: Iterable[int]) -> None:
-        if together:
-            epochs.opened_all(array("I", inos))
-        else:
-            opened(epochs, inos)
-
+    read = read_by(epochs, together)
     read(range(41, 61))
     assert not epochs.is_undecided
     read([*range(1, 40), *range(41, 61)])
