@@ -23,6 +23,7 @@ from monarch.telemetry.log import JsonFormatter, TextFormatter
 from tests.conftest import MonarchCommand, Tree, contents, mounts, processes, trouble
 from tests.equipment import slowfs, throttled
 from tests.equipment.inotify import OpenCounter
+from tests.equipment.interrupts import interrupted_in_each_line
 from tests.equipment.remounts import Ending, HistoryChecker, Left
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.throttled import CappedDisk
@@ -225,6 +226,25 @@ def forest(tmp_path: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"f{number}").write_bytes(b"x")
     return tmp_path / "forest"
+
+
+def _last(queue: list[int]) -> int | None:
+    while True:
+        try:
+            found = queue.pop()
+        except IndexError:
+            break
+        if found:
+            return found
+    return None
+
+
+def test_an_interrupted_call_leaves_no_exception_that_is_still_handled() -> None:
+    """In this form of loop it did, in Python 3.11."""
+    result, interrupted = interrupted_in_each_line(lambda: _last([0]), sys.modules[__name__])
+    assert result is None
+    assert interrupted > 5
+    assert sys.exc_info()[1] is None
 
 
 def test_inotify_counts_each_open_of_a_file_and_no_directory(forest: Path) -> None:
