@@ -46,12 +46,15 @@ def replay(
     failed = 0
     without_object: dict[int, Ino] = {}
     taken: dict[int, Identity | None] = {}
+    gone: set[int] = {0}
     for seq, op in ops:
         if op.kind == "take":
             taken[op.object] = op.was
+        elif op.kind == "gone":
+            gone.add(op.object)
         try:
             version = known(op.object) or taken.get(op.object)
-            ino = _Replayed(names, op, now_ns, version).do()
+            ino = _Replayed(names, op, now_ns, version, gone).do()
             if ino is not None:
                 without_object[seq] = ino
         except Exception as error:
@@ -69,9 +72,18 @@ def replay(
 
 
 class _Replayed:
-    """One operation, applied to the tree. ``version`` is the source's known version of its file."""
+    """One operation, applied to the tree. ``version`` is the source's known version of its file;
+    ``gone`` has the objects that were removed before, and 0."""
 
-    def __init__(self, names: Namespace, op: Op, now_ns: int, version: Identity | None) -> None:
+    def __init__(
+        self,
+        names: Namespace,
+        op: Op,
+        now_ns: int,
+        version: Identity | None,
+        gone: set[int],
+    ) -> None:
+        self._gone = gone
         self._names = names
         self._op = op
         self._version = version
@@ -275,9 +287,12 @@ class _Replayed:
         op = self._op
         ino = self._names.resolve(op.path)
         if ino is not None and (
-            not self._names.attributes(ino).is_file or self._is_to_be_replaced(ino)
+            not self._names.attributes(ino).is_file
+            or self._is_to_be_replaced(ino)
+            or self._is_another(ino)
         ):
-            # Others have put another kind of entry there, or the file is to replace that one.
+            # Others have put another kind of entry there, or a link to another file, or the file
+            # is to replace that one.
             ino = None
         node = self._make(op.path) if ino is None else self._names.copy_up(ino)
         node.set_object(op.object)
@@ -289,6 +304,12 @@ class _Replayed:
             self._have_attributes(node)
         for other in op.paths:
             self._name_again(node.ino, other)
+
+    def _is_another(self, ino: Ino) -> bool:
+        """Whether a file has an object of its own: others may have made one file of two that the
+        mount showed, and both were written."""
+        node = self._names.node(ino)
+        return node is not None and node.object not in self._gone | {self._op.object}
 
     def _is_to_be_replaced(self, ino: Ino) -> bool:
         """Whether another file with further names has the path of a file that was copied up: the

@@ -642,6 +642,34 @@ async def test_a_file_that_replaced_one_name_of_another_is_shown_under_that_name
         }
 
 
+@pytest.mark.promise(129, 133)
+@pytest.mark.parametrize("order", [(b"b", b"x"), (b"x", b"b")])
+async def test_two_files_of_which_others_have_made_one_both_keep_what_was_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    order: tuple[bytes, bytes],
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    other = rig.source / "x"
+    other.write_bytes(b"old x")
+    async with rig.mount(works=False) as session:
+        other.unlink()
+        other.hardlink_to(rig.source / "b")
+        for path in order:
+            await session.write(path, b"new " + path, synced=True)
+    async with rig.mount(**how("lost state", rig)) as session:
+        for _ in range(2):
+            shown = session.shown()
+            assert {path: shown[path].content for path in order} == {
+                path: b"new " + path for path in order
+            }
+            await session.drained()
+        await session.end()
+    there = tree_of(rig.source)
+    assert [there[path].content for path in (b"b", b"c", b"x")] == [b"new b", b"new b", b"new x"]
+
+
 @pytest.mark.promise(128, 176)
 async def test_a_conflict_is_met_once_and_does_not_put_the_snapshot_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
