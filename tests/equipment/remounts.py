@@ -350,9 +350,11 @@ class HistoryChecker:
         # A file that others have touched under one name is theirs under its others.
         numbers = self.numbers_of_others(self.before.tree)
         self.theirs |= {path for path, it in self.before.tree.items() if it.ino in numbers}
-        # Names, links and special files that meet a conflict on their way go no further.
+        # Names, links and special files that meet a conflict on their way go no further, nor do
+        # files of the source whose unsynced bytes go with the machine.
+        kept = {it.object for it in self.before.tree.values() if self.before.is_owed(it, kind)}
         for op in self.in_tier.waiting():
-            if op.kind == "rename" and not op.object and self.is_theirs(op.path):
+            if op.kind == "rename" and op.object not in kept and self.is_theirs(op.path):
                 self.theirs.add(op.to)
         owed = {it.content for it in self.before.tree.values() if self.before.is_owed(it, kind)}
         self.gone |= _contents(had) - _contents(has) - owed
