@@ -325,6 +325,12 @@ class WriteStatus:
                 "the disk of the tier fails, so written data cannot be drained",
                 f"check that disk: `df {directory}`, `dmesg`; {stays}",
             )
+        if cause == "room":
+            return (
+                "the source is full, so written data cannot be drained",
+                f"make room there: `df {self._source}`, `df -i {self._source}`; what is removed on"
+                f" the mount is removed there at once; {stays}",
+            )
         if cause == "daemon":
             return (
                 "the daemon lacks file descriptors or memory, so written data cannot be drained",

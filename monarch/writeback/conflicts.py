@@ -49,6 +49,10 @@ class PathSet:
                 return True
         return False
 
+    def is_above(self, path: bytes) -> bool:
+        """Whether a path of the set is beneath ``path``."""
+        return path in self._above
+
     def clear(self) -> None:
         self._paths.clear()
         self._above.clear()
@@ -79,6 +83,10 @@ class Subjects:
         """Whether attributes of a directory above the path of a change are changed: its mode, or a
         list, may not let the change be made before."""
         return any(directory in self._changed for directory in above(op.path))
+
+    def are_beneath(self, path: bytes) -> bool:
+        """Whether one of the paths is beneath ``path``."""
+        return self._paths.is_above(path)
 
     def meets(self, op: Op) -> bool:
         """Whether a change has one of these files or paths, or a path above or beneath one."""

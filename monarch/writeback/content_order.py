@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import trio
 
-from monarch.writeback.drain_queue import Entry
 from monarch.writeback.journal import Replay
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op
+from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_state import SourceState
 
 # How long a content of a file that is appended to and synced repeatedly waits for the last one, in

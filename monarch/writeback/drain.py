@@ -35,7 +35,7 @@ from monarch.transfer.pace import TokenBucket
 from monarch.types import Identity
 from monarch.writeback.conflicts import PathSet
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import Backlog, DrainQueue, Entry
+from monarch.writeback.drain_queue import REMOVALS, DrainQueue
 from monarch.writeback.growth import Grower
 from monarch.writeback.history import Numbered
 from monarch.writeback.journal import Journal, Known, Replay
@@ -44,6 +44,7 @@ from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects, TierCallError
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Marks, Progress
+from monarch.writeback.queue_entry import Backlog, Entry
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter, Step
 from monarch.writeback.stager import StageAhead, Stager
@@ -74,11 +75,12 @@ _HANGS_S = 30.0
 
 
 class _RefusedError(Exception):
-    """The source does not take the change at the front."""
+    """The source does not take the change at the front. ``is_full``: it has no room for any."""
 
-    def __init__(self, error: OSError) -> None:
+    def __init__(self, error: OSError, *, is_full: bool = False) -> None:
         super().__init__(str(error))
         self.error = error
+        self.is_full = is_full
 
 
 class Drain:
@@ -110,7 +112,7 @@ class Drain:
         self._trouble = trouble = Trouble(wakeups)
         self.state = state = SourceState()
         self._order = order = ContentOrder(state, contents)
-        self.queue = queue = DrainQueue(wakeups, journal.mark_aside)
+        self.queue = queue = DrainQueue(wakeups, journal.mark_aside, order.is_skipped)
         self.progress = Progress(queue, order, trouble, wakeups)
         bucket = TokenBucket(settings.bandwidth, 2 * TURN_BYTES)
         self._courtesy = courtesy = Courtesy(
@@ -161,11 +163,19 @@ class Drain:
             Entry(seq, op, time.time_ns(), self._journal.file.written, was_tried=False)
         )
         self._order.expect(seq, op)
+        self._note_removal(op)
         if len(self.queue) <= 2:
             self._wakeups.wake_all()
         elif op.kind == "content" and not self._courtesy.lets_write(self.queue):
             # It is work for one task; the tasks that stage others find it by themselves.
             self._wakeups.wake_stager()
+
+    def _note_removal(self, op: Op) -> None:
+        """A change was recorded or made. If it may give room at the source, or frees the way for
+        one that may, what lacks room is tried again soon."""
+        has_cause = op.object in self.queue.lacking or not self.state.has_nothing_of(op)
+        if op.kind in REMOVALS and has_cause:
+            self.queue.retry_soon(op)
 
     def give_up(self, concerns: Callable[[Op], bool], objects: Iterable[int]) -> list[int]:
         """Gives up the waiting changes that ``concerns`` selects, and all further ones of
@@ -219,7 +229,9 @@ class Drain:
             nursery.start_soon(self._ahead.run)
             while True:
                 try:
-                    self.queue.sift()
+                    if self.queue.sift():
+                        await trio.sleep(0)
+                        continue
                     if self._courtesy.lets_write(self.queue):
                         await trio.sleep(_HOLD_STEP_S)
                         self._wakeups.wake_all()
@@ -233,8 +245,7 @@ class Drain:
                             await self._wakeups.change()
                         continue
                 except _RefusedError as refused:
-                    self._trouble.answered()
-                    self._hold_front(refused.error)
+                    self._hold_front(refused)
                 except (OSError, Refused) as error:
                     await self._rest(error, errno_words(error.errno))
                 except Exception as error:
@@ -245,17 +256,17 @@ class Drain:
                     )
                     await self._rest(error, repr(error))
                 else:
-                    self._trouble.end()
+                    if not self.queue.is_full:
+                        self._trouble.end()
 
     async def _rest(self, error: Exception, words: str) -> None:
-        what = "the journal's marks"
-        if self.queue:
-            op = self.queue.front.op
-            what = f"{op.kind} {os.fsdecode(op.path)!r}"
-        await self._trouble.rest(error, words, what=what, waiting=len(self.queue))
+        what = _described(self.queue.front.op) if self.queue else "the journal's marks"
+        waiting = len(self.queue) + len(self.queue.held)
+        await self._trouble.rest(error, words, what=what, waiting=waiting)
 
-    def _hold_front(self, error: OSError) -> None:
+    def _hold_front(self, refused: _RefusedError) -> None:
         """Make others before the change at the front, which the source refuses."""
+        error = refused.error
         entry = self.queue.front
         if self.state.is_needless(entry.op, self._contents.is_removed):
             entry.is_moot = True
@@ -267,7 +278,12 @@ class Drain:
                 errno_words(error.errno),
             )
             return
-        self.queue.hold_front(error)
+        self.queue.hold_front(error, is_full=refused.is_full)
+        if refused.is_full:
+            waiting = len(self.queue) + len(self.queue.held)
+            self._trouble.note_full(error, what=_described(entry.op), waiting=waiting)
+        elif not self.queue.is_full:
+            self._trouble.answered()
         # Some callers may not have to wait for it.
         self._wakeups.wake_all()
 
@@ -280,9 +296,10 @@ class Drain:
             except TierCallError:
                 raise
             except OSError as error:
-                if not entry.is_staging and await self._is_refusal(entry.op, error):
-                    raise _RefusedError(error) from error
-                raise
+                refusal = None if entry.is_staging else await self._refusal(entry.op, error)
+                if refusal is None:
+                    raise
+                raise refusal from error
         batch = self._next_batch()
         if batch:
             await self._carry_out(batch)
@@ -390,19 +407,22 @@ class Drain:
             again = error.errno in (errno.EAGAIN, errno.ESTALE)
             if again and failed.restaged <= _RESTAGED:
                 return
-        if failed is not None and await self._is_refusal(failed.op, error):
-            raise _RefusedError(error) from error
-        raise error
+        refusal = None if failed is None else await self._refusal(failed.op, error)
+        if refusal is None:
+            raise error
+        raise refusal from error
 
-    async def _is_refusal(self, op: Op, error: OSError) -> bool:
-        """Whether the source refuses this change, and may accept others: so also if it has no space
-        for it, by a quota of a directory, although its file system has room, or if the change is in
-        a read-only file system below the source."""
+    async def _refusal(self, op: Op, error: OSError) -> _RefusedError | None:
+        """The error as a refusal, if the source may accept other changes: so also if it has no
+        space for this one, by a quota of a directory, although its file system has room, or if the
+        change is in a read-only file system below the source. A full source may accept removals."""
         if error.errno == errno.ENOSPC:
-            return await self._threads.run(self.writer.has_room, op.size)
+            has_room = await self._threads.run(self.writer.has_room, op.size)
+            return _RefusedError(error, is_full=not has_room)
+        is_refusal = error.errno in _REFUSALS
         if error.errno == errno.EROFS:
-            return await self._threads.run(self.writer.is_read_only_there, op)
-        return error.errno in _REFUSALS
+            is_refusal = await self._threads.run(self.writer.is_read_only_there, op)
+        return _RefusedError(error) if is_refusal else None
 
     def _bring_back(self, entry: Entry) -> None:
         """Record a content of a file that the source has lost, unless one waits. Raises OSError."""
@@ -445,6 +465,7 @@ class Drain:
             self.state.rebase(op, identity)
         self._order.settle(entry)
         self.progress.note_done(entry.seq)
+        self._note_removal(op)
         if was_made:
             self._marks.unsynced.add(op)
         # A content that was given up leaves the source with what it has.
@@ -470,3 +491,7 @@ class Drain:
             self._drained_files += 1
             self._drained_bytes += staged.size
         self._contents.states.published(op.object, identity)
+
+
+def _described(op: Op) -> str:
+    return f"{op.kind} {os.fsdecode(op.path)!r}"

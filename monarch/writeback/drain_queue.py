@@ -5,6 +5,9 @@ of the same user, of the same files and of the same paths are held with it. All 
 Held changes are tried again, in their order, after a pause. A change that is refused repeatedly is
 *set aside*: then only changes of the same files and paths wait for it, and the other changes of its
 user are made.
+
+If the source has no room for a change, and so for no user, the change is held with all later ones,
+and is no refused change. Removals go ahead of changes that lack only room, refused or not.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
 
@@ -25,122 +27,23 @@ import trio
 
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
-from monarch.types import Identity
 from monarch.writeback.conflicts import PendingNames, Subjects
-from monarch.writeback.expected import Conflict
 from monarch.writeback.op import Op, above
-from monarch.writeback.source_contents import Place
+from monarch.writeback.queue_entry import Entry, Refusal
 from monarch.writeback.tier_objects import FULL
-from monarch.writeback.wakeups import BACKOFF_S, Cause, Wakeups
+from monarch.writeback.wakeups import BACKOFF_S, Wakeups
 
 log = logging.getLogger(__name__)
 
 # A change is set aside after this number of refusals, over at least this time in seconds.
 _TRIES = 8
 _ASIDE_S = 600.0
+# The most changes that are held in one step of the event loop.
+_SIFTED = 1024
 # What gives room at the source.
-_REMOVALS = frozenset({"unlink", "rmdir"})
+REMOVALS = frozenset({"unlink", "rmdir"})
 # The errors of a source without symbolic links: it will never accept one.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
-
-Paths = tuple[bytes, ...]
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A change that waits for its turn: ``op`` with its number ``seq`` in the journal.
-
-    ``record`` is the number of its journal record, ``recorded_ns`` the time of that record.
-
-    Of contents: ``was_tried`` says that a staged file of it may exist. ``is_staging``: a task
-    stages it at this moment. ``was_ahead``: it was staged ahead of its turn, or that has failed.
-    ``staged``: the version of its object whose bytes are in a staged file, which goes to ``place``.
-    ``marked``: the last staged file of it in the journal.
-    ``published``: the source has these bytes already, with ``is_grown`` because they were appended
-    in place. ``skipped``: its bytes are not brought. ``restaged`` counts how often it was staged
-    again because the source has changed.
-
-    ``withheld`` are the set-ID bits in the mode of the change that the file does not get yet.
-
-    Of changes that the source refuses: ``is_held`` says that other changes go first. ``refusal``
-    and ``why`` are the reason as text, empty for a change that only depends on a refused one;
-    ``answer`` is the errno. ``tries`` counts the refusals since ``refused_s`` (event loop clock).
-    ``is_aside``: later changes of the same user do not wait for it any more. ``is_moot``: the
-    change is not needed any more, or was given up.
-    """
-
-    seq: int
-    op: Op
-    recorded_ns: int
-    record: int
-    was_tried: bool
-    is_staging: bool = False
-    was_ahead: bool = False
-    staged: Identity | None = None
-    published: bool = False
-    skipped: bool = False
-    place: Place | None = None
-    marked: Identity | None = None
-    restaged: int = 0
-    is_held: bool = False
-    refusal: str = ""
-    why: str = ""
-    answer: int = errno.EIO
-    is_moot: bool = False
-    tries: int = 0
-    refused_s: float = math.inf
-    is_aside: bool = False
-    is_grown: bool = False
-    withheld: int = 0
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the change can be made at the source in its turn."""
-        return self.staged is not None or self.published or self.skipped
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A refused change. ``is_aside``: the other changes of its user do not wait for it."""
-
-    seq: int
-    kind: str
-    path: bytes
-    why: str
-    tries: int
-    is_aside: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """The changes that are not at the source yet, and what was drained since the start.
-
-    ``ops`` counts all changes; ``files`` counts the files with contents among them, and ``bytes``
-    is the size of these files. ``oldest_ns`` is the time of the oldest change, in ns since the
-    epoch; 0 if there is none. ``failures`` counts failed tries, and ``trouble`` describes the
-    present failure, whose ``cause`` is as in ``Trouble``. ``lost``: the paths of files whose bytes
-    the tier has lost. ``moving_bytes`` of the files under way have reached the source.
-    ``conflicts`` counts the conflicts with changes of others, and ``conflict`` is the last one.
-    ``aside`` are the changes that are set aside; ``aside_ops`` counts these and the changes that
-    wait for them. ``only_aside``: ``trouble`` is about a change that is set aside.
-    """
-
-    ops: int
-    files: int
-    bytes: int
-    oldest_ns: int
-    drained_files: int
-    drained_bytes: int
-    failures: int
-    trouble: str | None
-    lost: Paths
-    moving_bytes: int = 0
-    conflicts: int = 0
-    conflict: Conflict | None = None
-    aside: tuple[Refusal, ...] = ()
-    aside_ops: int = 0
-    only_aside: bool = False
-    cause: Cause = "source"
 
 
 class DrainQueue:
@@ -149,34 +52,52 @@ class DrainQueue:
     ``waiting_bytes`` is the size of all waiting contents, in bytes; several contents of one file
     are added. ``last_synced`` is the sequence number of the last content that a process has synced.
     ``pending`` has the names of the waiting changes. ``retries`` counts how often all held changes
-    were released to be tried again, ``refused`` counts the refusals. ``mark_aside`` records in the
-    journal the sequence numbers of the changes that are set aside.
+    were released to be tried again, ``refused`` counts the refusals. ``is_full``: the source has no
+    room for a held change, and so for no user. ``lacking`` are the objects of the changes for which
+    there is no room. ``mark_aside`` records in the journal the sequence numbers of the changes that
+    are set aside; ``is_skipped`` returns whether a content needs nothing of the source.
     """
 
-    def __init__(self, wakeups: Wakeups, mark_aside: Callable[[Collection[int]], object]) -> None:
+    def __init__(
+        self,
+        wakeups: Wakeups,
+        mark_aside: Callable[[Collection[int]], object],
+        is_skipped: Callable[[Entry], bool],
+    ) -> None:
         self.held: list[Entry] = []
         self.waiting_bytes = 0
         self.last_synced = 0
         self.pending = PendingNames()
         self.retries = 0
         self.refused = 0
+        self.is_full = False
+        self.lacking: set[int] = set()
         self._entries: deque[Entry] = deque()
         # The waiting renames by their new names, each list by sequence numbers.
         self._renames_to: dict[bytes, list[Entry]] = {}
         self._wakeups = wakeups
         self._mark_aside = mark_aside
+        self._is_skipped = is_skipped
         # The users of the held changes: whether the source lacks only room for them. The files and
         # paths of the held changes; those of the changes that are set aside.
         self._users: dict[int | None, bool] = {}
         self._subjects = Subjects()
         self._aside_subjects = Subjects()
+        # The paths that changes were to remove which were held before the last retry, and the
+        # directories above them.
+        self._removing: set[bytes] = set()
+        # Whether the source has had no room even for a removal.
+        self._takes_nothing = False
         # The sequence numbers that the journal has as set aside.
         self._aside: set[int] = set()
         self._retry_s = math.inf
         self._retry_pause_s = BACKOFF_S[0]
-        # When the held changes were released last, and how long the try of the first one took then.
+        # When the held changes were released last, when the first one was held again, and how long
+        # it took then until all were (``_is_sifted``).
         self._released_s = math.inf
+        self._held_s = -math.inf
         self._try_s = 0.0
+        self._is_sifted = True
         self._limiter = Limiter(log)
 
     def load(self, aside: Collection[int]) -> None:
@@ -212,10 +133,6 @@ class DrainQueue:
         """Removes the change at the front: it was made, or need not be made."""
         entry = self._entries.popleft()
         self._forget_rename(entry)
-        if self._may_make_room(entry.op):
-            # Further removals may follow, and a try may copy many bytes: both get their time.
-            pause_s = max(BACKOFF_S[0], self._try_s)
-            self._retry_s = min(self._retry_s, trio.current_time() + pause_s)
         self.pending.remove(entry.op)
         self.waiting_bytes -= entry.op.size
         self._aside.discard(entry.seq)
@@ -231,24 +148,64 @@ class DrainQueue:
 
     def is_behind(self, entry: Entry) -> bool:
         """Whether a change depends on one that is held. A removal does not wait only because the
-        source lacks room for changes of its user: it may make that room."""
+        source lacks room for changes of its user, or of all: it may make that room."""
         if entry.is_moot or not self.held:
             return False
-        is_late = _user(entry.op) in self._users and (
-            not self._may_make_room(entry.op) or self._subjects.may_permit(entry.op)
-        )
+        is_late = _user(entry.op) in self._users or self.is_full
+        if is_late and self._lacks_only_room(entry.op):
+            is_late = not self._goes_ahead(entry)
         return is_late or self._subjects.meets(entry.op)
 
-    def _may_make_room(self, op: Op) -> bool:
-        """Whether a change removes something of a user for whose held changes the source lacks
-        only room."""
-        return op.kind in _REMOVALS and self._users.get(_user(op), False)
+    def _lacks_only_room(self, op: Op) -> bool:
+        """Whether the held changes of a user lack only room at the source."""
+        return self._users.get(_user(op), self.is_full) and not self._takes_nothing
 
-    def hold_front(self, error: OSError) -> None:
-        """Holds the change at the front, which the source has refused."""
-        entry, now = self._entries.popleft(), trio.current_time()
+    def _goes_ahead(self, entry: Entry) -> bool:
+        """Whether a change may give room, or must be made before one that may."""
         op = entry.op
-        entry.answer = error.errno or errno.EIO
+        match op.kind:
+            case "unlink" | "rmdir":
+                return not self._subjects.may_permit(op)
+            case "gone":
+                return True
+            case "content":
+                return self._is_skipped(entry)
+            case "create" | "take" | "through":
+                return op.path in self._removing
+            case "attr" | "xattr":
+                return op.path in self._removing and not (
+                    self._subjects.may_permit(op) or self._subjects.are_beneath(op.path)
+                )
+        return False
+
+    def retry_soon(self, op: Op) -> None:
+        """A removal may have made room, or changed what waits: tries the held changes soon."""
+        if self._lacks_only_room(op):
+            # Further removals may follow, and a try may copy many bytes: both get their time.
+            pause_s = max(BACKOFF_S[0], self._try_s)
+            self._retry_s = min(self._retry_s, trio.current_time() + pause_s)
+
+    def hold_front(self, error: OSError, *, is_full: bool = False) -> None:
+        """Holds the change at the front, which the source has refused. ``is_full``: it has no room
+        for any user."""
+        entry = self._entries.popleft()
+        entry.answer, entry.has_no_room = error.errno or errno.EIO, is_full
+        if not self.held:
+            self._held_s = now = trio.current_time()
+            self._is_sifted = False
+            self._retry_s = now + self._wakeups.begin_pause(self._retry_pause_s)
+            self._retry_pause_s = min(2 * self._retry_pause_s, BACKOFF_S[1])
+        if is_full:
+            self.is_full = True
+            self._takes_nothing |= entry.op.kind in REMOVALS
+        else:
+            self._note_refusal(entry, error)
+        if entry.answer in FULL:
+            self.lacking.add(entry.op.object)
+        self._hold(entry)
+
+    def _note_refusal(self, entry: Entry, error: OSError) -> None:
+        op, now = entry.op, trio.current_time()
         entry.why = errno_words(error.errno)
         entry.refusal = f"{op.kind} {os.fsdecode(op.path)!r}: {entry.why}"
         self.refused += 1
@@ -258,17 +215,12 @@ class DrainQueue:
             " changes of other users are drained",
             entry.refusal,
         )
-        if not self.held:
-            self._retry_s = now + self._wakeups.begin_pause(self._retry_pause_s)
-            self._retry_pause_s = min(2 * self._retry_pause_s, BACKOFF_S[1])
-            self._try_s = max(0.0, now - self._released_s)
         entry.tries += 1
         entry.refused_s = min(entry.refused_s, now)
         is_long = now - entry.refused_s >= _ASIDE_S
         is_never = op.kind == "symlink" and error.errno in _NO_LINKS
         if is_never or (entry.tries >= _TRIES and is_long):
             self._put_aside(entry)
-        self._hold(entry)
 
     def _hold(self, entry: Entry) -> None:
         """Holds a change behind all others that are held."""
@@ -282,8 +234,9 @@ class DrainQueue:
             self._aside_subjects.add(op)
         else:
             user = _user(op)
-            lacks_room = entry.answer in FULL if entry.refusal else self._users.get(user, False)
+            lacks_room = entry.answer in FULL if entry.refusal else self._lacks_only_room(op)
             self._users[user] = lacks_room and self._users.get(user, True)
+        entry.waits_for_room = self.is_full and not (entry.refusal or entry.is_aside)
 
     def set_aside(self, seqs: Collection[int]) -> None:
         """Sets refused changes aside: from the next retry on they hold up no user."""
@@ -305,36 +258,67 @@ class DrainQueue:
         with suppress(OSError):
             self._mark_aside(self._aside)
 
-    def sift(self) -> None:
-        """Holds the changes at the front that depend on a held one. When the pause is over, puts
-        the held changes back, to be tried again."""
+    def sift(self) -> bool:
+        """Holds the changes at the front that depend on a held one, a limited number of them;
+        returns whether there may be more. When the pause is over, puts the held changes back, to be
+        tried again."""
         if not self.held:
             is_over = self._retry_pause_s != BACKOFF_S[0]
-            if is_over and not (self._entries and self.front.refusal):
+            if is_over and not (self._entries and (self.front.refusal or self.front.has_no_room)):
                 log.info("draining to the source continues")
                 self._retry_pause_s = BACKOFF_S[0]
-        elif trio.current_time() >= self._retry_s or self._wakeups.is_hurried:
-            for entry in self.held:
-                entry.is_held = False
-            self._entries.extendleft(reversed(self.held))
-            self.held.clear()
-            self.retries += 1
-            self._released_s = trio.current_time()
-            self._users.clear()
-            self._subjects, self._aside_subjects = Subjects(), Subjects()
+        elif self.retry_in_s() <= 0:
+            self._release()
         else:
-            while self._entries and self.is_behind(self.front):
+            for _ in range(_SIFTED):
+                if not (self._entries and self.is_behind(self.front)):
+                    if not self._is_sifted:
+                        self._is_sifted = True
+                        self._try_s = max(0.0, trio.current_time() - self._released_s)
+                    return False
                 self._hold(self._entries.popleft())
+            return True
+        return False
+
+    def _release(self) -> None:
+        self._removing.clear()
+        for entry in self.held:
+            entry.is_held = entry.waits_for_room = False
+            if entry.op.kind in REMOVALS:
+                self._removing.update((entry.op.path, *above(entry.op.path)))
+        self._entries.extendleft(reversed(self.held))
+        self.held.clear()
+        self.retries += 1
+        self._released_s = trio.current_time()
+        self._users.clear()
+        self._subjects, self._aside_subjects = Subjects(), Subjects()
+        self.is_full = self._takes_nothing = False
+        self.lacking.clear()
 
     def retry_in_s(self) -> float:
-        """Seconds until the next retry; infinite if nothing is held."""
-        return max(0.0, self._retry_s - trio.current_time()) if self.held else math.inf
+        """Seconds until the next retry; infinite if nothing is held. Callers that wait bring it
+        forward; at a full source, where many may come, to one second after the last try."""
+        if not self.held:
+            return math.inf
+        retry_s = self._retry_s
+        if self._wakeups.is_hurried:
+            retry_s = min(retry_s, self._held_s + self.is_full * BACKOFF_S[0])
+        return max(0.0, retry_s - trio.current_time())
 
     # -- all of them -------------------------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
         """All waiting changes, held or not, in their order."""
         return chain(self.held, self._entries)
+
+    def not_refused(self) -> Iterator[Entry]:
+        """The waiting changes but for those that the source refuses, and that depend on these."""
+        return chain((it for it in self.held if it.waits_for_room), self._entries)
+
+    def held_entry(self, seq: int) -> Entry | None:
+        """The held change with a sequence number; None if that is not held."""
+        at = bisect_left(self.held, seq, key=attrgetter("seq"))
+        return self.held[at] if at < len(self.held) and self.held[at].seq == seq else None
 
     @property
     def last_seq(self) -> int:

@@ -19,12 +19,12 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import Entry
 from monarch.writeback.expected import grown_to
 from monarch.writeback.mover import TURN_BYTES, Courtesy
 from monarch.writeback.objects import Objects, of_tier
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Marks
+from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.steps import Steps

@@ -12,11 +12,12 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.types import Identity
 from monarch.writeback.conflicts import OF_DIRECTORIES, PathSet
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import DrainQueue, Entry
+from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.numbers import Numbers
 from monarch.writeback.objects import of_tier
 from monarch.writeback.op import Op, above
+from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.wakeups import Trouble, Wakeups
 
@@ -154,7 +155,9 @@ class Progress:
         stops = self._trouble.stops
 
         def held() -> Entry | None:
-            return next((each for each in self._queue.held if each.seq == seq), None)
+            entry = self._queue.held_entry(seq)
+            # A full source is asked once more.
+            return None if entry is None or entry.waits_for_room else entry
 
         await self._wakeups.until(
             lambda: self.is_done(seq) or self._trouble.stops > stops or held() is not None
@@ -175,10 +178,10 @@ class Progress:
     async def wait_for(self, path: bytes, *, object: int, user: int | None) -> None:
         """Waits until all changes recorded by now that concern the caller are drained.
 
-        All changes that the source accepts concern the caller. Of the refused ones, those of the
-        ``object`` and of the ``user`` do. Only the low bits of the user's number are compared
-        (USER_BITS). If it is None, changes of the path, of the names directly in it, and of the
-        directories above concern the caller.
+        All changes that the source does not refuse concern the caller, also those for which it is
+        full. Of the refused ones, those of the ``object`` and of the ``user`` do. Only the low bits
+        of the user's number are compared (USER_BITS). If it is None, changes of the path, of the
+        names directly in it, and of the directories above concern the caller.
         """
         seq = self._queue.last_seq
 
@@ -193,7 +196,10 @@ class Progress:
         await self._wakeups.until(
             lambda: (
                 (not self._queue or self._queue.front.seq > seq)
-                and not any(entry.seq <= seq and concerns(entry.op) for entry in self._queue.held)
+                and not any(
+                    entry.seq <= seq and (entry.waits_for_room or concerns(entry.op))
+                    for entry in self._queue.held
+                )
             )
         )
 
@@ -222,9 +228,7 @@ class Progress:
         queue = self._queue
         await self._wakeups.until(
             lambda: (
-                not any(
-                    entry.seq <= seq and concerns(entry.op) for entry in queue.first(len(queue))
-                )
+                not any(entry.seq <= seq and concerns(entry.op) for entry in queue.not_refused())
             )
         )
 

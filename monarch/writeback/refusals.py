@@ -15,9 +15,9 @@ from monarch.namespace.overlay import Node
 from monarch.posix.credentials import ROOT
 from monarch.types import ROOT_INO, WRITTEN_INO, Ino, KernelCaches
 from monarch.writeback.drain import Drain
-from monarch.writeback.drain_queue import Refusal
 from monarch.writeback.front import WriteFront
 from monarch.writeback.op import Op, is_within
+from monarch.writeback.queue_entry import Refusal
 
 
 class _Plan:

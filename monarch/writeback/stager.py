@@ -21,12 +21,13 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.text import KiB, errno_words
 from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import DrainQueue, Entry
+from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.mover import Courtesy, Mover, begin_all, close_all, open_all
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import NotAnObjectError, Objects
 from monarch.writeback.op import above
 from monarch.writeback.progress import Marks
+from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.staging import Staging
 from monarch.writeback.steps import Steps

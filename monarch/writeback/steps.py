@@ -11,11 +11,11 @@ from typing import TypeVar
 from monarch.posix.credentials import Credentials
 from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import Entry
 from monarch.writeback.expected import Expected, is_time
 from monarch.writeback.journal import Replay
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op
+from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_contents import Place, has_ended_rights, is_given_away
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter, Step

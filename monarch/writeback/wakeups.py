@@ -11,6 +11,7 @@ from typing import Literal
 import trio
 
 from monarch.telemetry.log import Limiter
+from monarch.text import errno_words
 from monarch.writeback.objects import SCARCE, TierCallError
 
 log = logging.getLogger(__name__)
@@ -82,13 +83,14 @@ class Wakeups:
             await self._hurry.wait()
 
 
-Cause = Literal["source", "tier", "daemon"]
+Cause = Literal["source", "room", "tier", "daemon"]
 
 
 class Trouble:
     """``reason`` describes the present failure, None if there is none, and ``cause`` is the part
-    that has failed: the source, the disk of the tier, or the daemon, which lacks descriptors or
-    memory. ``stops`` counts the pauses, and ``answer`` is the errno of the last one."""
+    that has failed: the source, or only the room there, the disk of the tier, or the daemon, which
+    lacks descriptors or memory. ``stops`` counts the pauses, and ``answer`` is the errno of the
+    last one."""
 
     def __init__(self, wakeups: Wakeups) -> None:
         self.reason: str | None = None
@@ -101,25 +103,40 @@ class Trouble:
 
     async def rest(self, error: Exception, words: str, *, what: str, waiting: int) -> None:
         """Pauses after an error of ``what``, while ``waiting`` changes are in the queue."""
-        self.reason = f"{what}: {words}"
-        self.stops += 1
         number = error.errno if isinstance(error, OSError) else None
-        self.answer = number or errno.EIO
-        self.cause = "tier" if isinstance(error, TierCallError) else "source"
+        cause: Cause = "tier" if isinstance(error, TierCallError) else "source"
         if number in SCARCE:
-            self.cause = "daemon"
-        self._wakeups.wake_all()
+            cause = "daemon"
+        self._begin(cause, number, f"{what}: {words}")
         self._limiter.warning(
             f"drain {type(error).__name__} {words}",
             "draining to the source has stopped and will be tried again; %d changes are kept in the"
             " tier: %s: %s%s",
             waiting,
             what,
-            _WHERE[self.cause],
+            _WHERE[cause],
             words,
         )
         await self._wakeups.pause(self._pause_s)
         self._pause_s = min(2 * self._pause_s, BACKOFF_S[1])
+
+    def note_full(self, error: OSError, *, what: str, waiting: int) -> None:
+        """The source has no room for ``what``, while ``waiting`` changes are in the queue."""
+        words = errno_words(error.errno)
+        self._begin("room", error.errno, f"{what}: {words}")
+        self._limiter.warning(
+            "drain full",
+            "the source is full: only removals are drained until it has room; %d changes are kept"
+            " in the tier: %s: %s",
+            waiting,
+            what,
+            words,
+        )
+
+    def _begin(self, cause: Cause, number: int | None, reason: str) -> None:
+        self.reason, self.cause, self.answer = reason, cause, number or errno.EIO
+        self.stops += 1
+        self._wakeups.wake_all()
 
     def answered(self) -> None:
         """The source has refused one change: that is the reason now."""
@@ -130,7 +147,9 @@ class Trouble:
     def end(self) -> None:
         """Ends the trouble: the source has accepted a change."""
         if self.reason is not None:
-            log.info("draining to the source continues")
+            if self.cause != "room":
+                # The queue logs it when nothing is held any more.
+                log.info("draining to the source continues")
             self.reason = None
             self._wakeups.wake_all()
         self._pause_s = BACKOFF_S[0]

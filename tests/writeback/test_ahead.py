@@ -12,9 +12,10 @@ from monarch.transfer.pace import TokenBucket
 from monarch.types import Identity
 from monarch.writeback import stager
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import DrainQueue, Entry
+from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.mover import Courtesy
 from monarch.writeback.op import Kind, Op
+from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.stager import StageAhead, Stager
 from monarch.writeback.wakeups import Trouble, Wakeups
@@ -37,7 +38,7 @@ class Waiting:
     def __init__(self, workers: int = 2) -> None:
         wakeups, state = Wakeups(), SourceState()
         self.state = state
-        self.queue = DrainQueue(wakeups, lambda seqs: None)
+        self.queue = DrainQueue(wakeups, lambda seqs: None, lambda entry: False)
         self.order = ContentOrder(state, FilesInUse())
         self.stager, self.trouble = CountingStager(), Trouble(wakeups)
         bucket = TokenBucket(0, 0)

@@ -9,9 +9,10 @@ import trio
 import trio.testing
 
 from monarch.transfer.pace import TokenBucket
-from monarch.writeback.drain_queue import DrainQueue, Entry
+from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.mover import Courtesy
 from monarch.writeback.op import Op
+from monarch.writeback.queue_entry import Entry
 from monarch.writeback.wakeups import Wakeups
 
 Clock = trio.testing.MockClock
@@ -22,7 +23,7 @@ class Shared:
 
     def __init__(self, *, rate: int = 0, hold_s: float = 0.0) -> None:
         self.wakeups = Wakeups()
-        self.queue = DrainQueue(self.wakeups, lambda seqs: None)
+        self.queue = DrainQueue(self.wakeups, lambda seqs: None, lambda entry: False)
         self.busy = self.demand = False
         self.courtesy = Courtesy(
             self.wakeups,

@@ -12,10 +12,11 @@ import trio.testing
 
 from monarch.posix.credentials import Credentials
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import DrainQueue, Entry
+from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.journal import Replay
 from monarch.writeback.op import Kind, Op
 from monarch.writeback.progress import Progress
+from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.wakeups import Trouble, Wakeups
 from tests.writeback.files_in_use import FilesInUse
@@ -30,7 +31,11 @@ class Rig:
         self.aside: list[set[int]] = []
         self.wakeups = Wakeups()
         self.trouble = Trouble(self.wakeups)
-        self.queue = DrainQueue(self.wakeups, self._mark_aside)
+        # The objects that no name leads to any more.
+        self.dead: set[int] = set()
+        self.queue = DrainQueue(
+            self.wakeups, self._mark_aside, lambda entry: entry.op.object in self.dead
+        )
         self.order = ContentOrder(SourceState(), FilesInUse())
         self.progress = Progress(self.queue, self.order, self.trouble, self.wakeups)
 
@@ -49,6 +54,8 @@ class Rig:
         """The source takes the change at the front."""
         entry = self.queue.front
         self.queue.remove_front()
+        if entry.op.kind == "unlink":
+            self.queue.retry_soon(entry.op)
         self.order.settle(entry)
         self.progress.note_done(entry.seq)
         self.wakeups.wake_all()
@@ -134,6 +141,97 @@ async def test_removals_have_as_much_time_as_the_tries_of_what_needs_their_room(
     assert rig.front() == 3
     rig.make()
     assert rig.queue.retry_in_s() == pytest.approx(1)
+
+
+async def test_a_full_source_takes_removals_of_all_users_only_and_nothing_is_refused(
+    rig: Rig, clock: Clock
+) -> None:
+    rig.put(b"refused", by=1)
+    rig.put(b"new", by=2)
+    rig.put(b"made", by=3)
+    removals = [rig.put(b"%d" % by, by=by, kind="unlink") for by in (1, 2, 3)]
+    rig.refuse()
+    assert rig.front() == 2
+    for _ in range(7):
+        rig.queue.hold_front(OSError(errno.ENOSPC, ""), is_full=True)
+        # The source lacks more than room for the first user.
+        assert rig.front() == removals[1].seq
+        held = rig.queue.held
+        assert [entry.waits_for_room for entry in held] == [False, True, True, True]
+        assert [entry.seq for entry in rig.queue.not_refused()] == [2, 3, 4, 5, 6]
+        await trio.sleep(rig.queue.retry_in_s())
+        assert rig.front() == 1
+        rig.refuse()
+        assert rig.front() == 2
+    assert [refusal.path for refusal in rig.queue.refusals()] == [b"refused"]
+    assert rig.aside == []
+
+
+async def test_callers_bring_the_next_try_at_a_full_source_forward_to_one_a_second(
+    rig: Rig, clock: Clock
+) -> None:
+    rig.put(b"new")
+    for pause_s in (1, 2, 4, 8):
+        rig.queue.hold_front(OSError(errno.ENOSPC, ""), is_full=True)
+        rig.front()
+        assert rig.queue.retry_in_s() == pytest.approx(pause_s)
+        await trio.sleep(pause_s)
+        assert rig.front() == 1
+    rig.queue.hold_front(OSError(errno.ENOSPC, ""), is_full=True)
+    rig.wakeups.end_pause()
+    assert rig.front() == 0 and rig.queue.retry_in_s() == pytest.approx(1)
+
+
+async def test_changes_before_a_removal_go_ahead_with_it_at_a_full_source(
+    rig: Rig, clock: Clock
+) -> None:
+    rig.put(b"new")
+    rig.put(b"d", kind="attr")
+    rig.put(b"d/a", kind="attr")
+    rig.put(b"other", kind="attr")
+    rig.put(b"d/b", kind="take", object=7)
+    rig.put(b"d/b", kind="content", object=7)
+    rig.put(b"d/a", kind="unlink")
+    rig.put(b"d/b", kind="unlink", object=7)
+    rig.put(b"", kind="gone", object=7)
+    rig.dead.add(7)
+    made = []
+    for _ in range(2):
+        assert rig.front() == 1
+        rig.queue.hold_front(OSError(errno.ENOSPC, ""), is_full=True)
+        while front := rig.front():
+            made.append(front)
+            rig.make()
+        await trio.sleep(rig.queue.retry_in_s())
+    # What is to be removed is known from the second try on.
+    assert made == [2, 3, 5, 6, 7, 8, 9]
+    assert [entry.seq for entry in rig.queue.entries()] == [1, 4]
+
+
+async def test_many_changes_are_held_in_short_steps_and_removals_do_not_look_at_them(
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, is_behind = list[int](), DrainQueue.is_behind
+
+    def counted(queue: DrainQueue, entry: Entry) -> bool:
+        looks.append(entry.seq)
+        return is_behind(queue, entry)
+
+    monkeypatch.setattr(DrainQueue, "is_behind", counted)
+    for number in range(10_000):
+        rig.put(b"%d" % number, object=number + 1, kind="content")
+    rig.queue.hold_front(OSError(errno.ENOSPC, ""), is_full=True)
+    steps = 1
+    while rig.queue.sift():
+        steps += 1
+        assert len(looks) <= 1024 * steps
+    assert steps > 9 and len(rig.queue.held) == 10_000
+    looks.clear()
+    for number in range(1000):
+        rig.put(b"old%d" % number, kind="unlink")
+        assert rig.front() > 10_000
+        rig.make()
+    assert len(looks) <= 3000
 
 
 async def test_a_change_that_is_refused_for_ten_minutes_does_not_hold_up_its_user(

@@ -8,10 +8,10 @@ import pytest
 
 from monarch.posix.thread_pool import ThreadPool
 from monarch.types import Identity
-from monarch.writeback.drain_queue import Entry
 from monarch.writeback.journal import Journal
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Marks
+from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 

@@ -198,24 +198,39 @@ async def test_a_removal_waits_behind_changes_that_need_more_than_room(
 
 @pytest.mark.promise(65, 81)
 @pytest.mark.parametrize("kind", ["mode", "list"])
+@pytest.mark.parametrize("beneath", [False, True], ids=["alone", "with a content beneath"])
 async def test_a_removal_waits_behind_changed_attributes_of_a_directory_above_it(
-    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, kind: str
+    model: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, kind: str, beneath: bool
 ) -> None:
-    """They may be what lets the user remove it."""
-    refused = [True]
+    """They may be what lets the user remove it, and go ahead with it. They wait, too, if they may
+    close the directory to what waits there."""
+    refused, made = [True], list[str]()
     refuse_while(monkeypatch, errno.EDQUOT, lambda: refused[0])
+    for method in ("change_attributes", "unlink"):
+        monkeypatch.setattr(SourceEntries, method, noted(getattr(SourceEntries, method), made))
     async with draining(model) as drain:
-        model.write(b"new", b"1", synced=True)
-        if kind == "mode":
-            model.chmod(b"d", 0o755)
-        else:
-            model.setxattr(b"d", b"user.list", b"1")
+        model.write(b"d/new" if beneath else b"new", b"1", synced=True)
+        changed = (
+            model.chmod(b"d", 0o755) if kind == "mode" else model.setxattr(b"d", b"user.list", b"1")
+        )
         removed = model.unlink(b"d/a")
-        await until(lambda: drain.queue.refused > 2)
-        assert (model.source / "d/a").exists()
+        if beneath:
+            await until(lambda: drain.queue.refused > 2)
+            assert not made
+            refused[0] = False
+        await until(lambda: drain.progress.is_done(removed) and drain.progress.is_done(changed))
+        assert made == ["change_attributes", "unlink"]
         refused[0] = False
         await until(lambda: drain.progress.has_all(removed))
     assert not (model.source / "d/a").exists()
+
+
+def noted(method: Callable[..., Any], made: list[str]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        made.append(method.__name__)
+        return method(*arguments, **options)
+
+    return call
 
 
 def refuse_while(monkeypatch: pytest.MonkeyPatch, error: int, holds: Callable[[], bool]) -> None:

@@ -17,12 +17,13 @@ from monarch.transfer.pace import TokenBucket
 from monarch.types import Identity
 from monarch.writeback import staging
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import DrainQueue, Entry
+from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.journal import Journal
 from monarch.writeback.mover import Courtesy, Mover
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Marks
+from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.stager import Stager
@@ -43,7 +44,7 @@ class Stage:
         wakeups, threads = Wakeups(), ThreadPool(1, "stage", abandon=False)
         journal = Journal.open(root / "absorbed", source=b"/source", boot="boot")
         self.objects = Objects(root / "absorbed")
-        self.queue = DrainQueue(wakeups, lambda seqs: None)
+        self.queue = DrainQueue(wakeups, lambda seqs: None, lambda entry: False)
         self.order = ContentOrder(self.state, self.files)
         bucket = TokenBucket(0, 0)
         courtesy = Courtesy(wakeups, bucket, lambda now: False, lambda: False, 0.0)

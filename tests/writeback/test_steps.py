@@ -11,8 +11,8 @@ import pytest
 from monarch.posix.credentials import Credentials
 from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import Entry
 from monarch.writeback.op import Kind, Op
+from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter

@@ -1,0 +1,152 @@
+"""Real mounts of a source that is full for all users."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import (
+    OPENS_ARE_REPORTED,
+    MonarchCommand,
+    Mounted,
+    contents,
+    let_others_in,
+)
+from tests.equipment import disks
+from tests.equipment.disks import Disk
+from tests.faults.test_other_users import ALICE, MALLORY, acts
+from tests.mount.command import needs_fuse, needs_root, start
+from tests.mount.observe import wait_until
+
+pytestmark = [needs_fuse, needs_root, pytest.mark.modes(*OPENS_ARE_REPORTED)]
+
+_MB = 1 << 20
+_TIERS = {"fast": "64MiB"}
+_OPTIONS = ["write=absorb", "allow_other", "writeback.end_timeout=1s"]
+# Writes a file, says so, and syncs it.
+_SYNCING = """
+import os, sys
+with open(sys.argv[1], "wb") as file:
+    file.write(b"s" * int(sys.argv[2]))
+    print("written", file=sys.stderr, flush=True)
+    os.fsync(file.fileno())
+"""
+
+
+@pytest.fixture
+def small(monarch: MonarchCommand, source: Path) -> Iterator[Path]:
+    """A source of 24 MiB with four old files of 5 MiB, two of them in a directory. All users may
+    write there. Its mounts say that it is full, and nothing is set aside."""
+    if reason := disks.unavailable():
+        pytest.skip(reason)
+    monarch.expects_log("the source is full: only removals are drained")
+    monarch.allows_log("written data is not at the source yet")
+    with Disk(monarch.directory / "disk of the source", size=24 * _MB).mounted(source):
+        for name in ("a", "b", "d/a", "d/b"):
+            (source / name).parent.mkdir(exist_ok=True)
+            (source / name).write_bytes(contents(name, 5 * _MB))
+        for path in (source, source / "d"):
+            path.chmod(0o777)
+        let_others_in(monarch.directory)
+        yield source
+        monarch.close()
+
+
+def until_full(mounted: Mounted) -> None:
+    def is_named() -> bool:
+        problems = mounted.status()["health"]["problems"]
+        return any("the source is full" in problem["what"] for problem in problems)
+
+    wait_until(is_named, "health does not say that the source is full")
+
+
+def drain(mounted: Mounted) -> None:
+    mounted.cli("ckpt", "wait", str(mounted.path), "--timeout", "100s")
+    assert mounted.status()["health"]["problems"] == []
+    assert "set aside" not in mounted.log_text and "refuses" not in mounted.log_text
+
+
+@pytest.mark.fault("S19")
+@pytest.mark.promise(65, 81)
+def test_files_removed_on_the_mount_make_room_at_a_full_source(
+    small: Path, monarch: MonarchCommand
+) -> None:
+    mounted = monarch.mount(small, tiers=_TIERS, options=_OPTIONS)
+    (mounted.path / "new.tmp").write_bytes(contents("new", 8 * _MB))
+    until_full(mounted)
+    (mounted.path / "new.tmp").rename(mounted.path / "new")
+    (mounted.path / "later").mkdir()
+    waiting = start(monarch, "ckpt", "wait", str(mounted.path), "--timeout", "100s")
+    (mounted.path / "a").unlink()
+    wait_until(lambda: not (small / "a").exists(), "the first removal is not at the source")
+    # It is not enough.
+    assert not (small / "later").exists()
+    acts(0, mounted.path, "chmod -R u+w d && rm -r d")
+    _, output = waiting.communicate(timeout=100)
+    assert waiting.returncode == 0, output
+    drain(mounted)
+    mounted.umount()
+    assert {*os.listdir(small)} >= {"b", "new", "later"}
+    assert not {"a", "d", "new.tmp"} & {*os.listdir(small)}
+    assert (small / "new").read_bytes() == contents("new", 8 * _MB)
+
+
+@pytest.mark.fault("S19")
+@pytest.mark.promise(65, 67, 81)
+@pytest.mark.modes("relay")
+def test_one_user_makes_the_room_that_another_user_needs_over_a_killed_daemon(
+    small: Path, monarch: MonarchCommand
+) -> None:
+    mounted = monarch.mount(small, tiers=_TIERS, options=_OPTIONS)
+    acts(ALICE, mounted.path, f"head -c {8 * _MB} /dev/zero > alice; echo 1 > pointer")
+    until_full(mounted)
+    # What Mallory writes waits as well; what Mallory removes does not.
+    acts(MALLORY, mounted.path, "echo 2 > mallory; rm -f a")
+    wait_until(lambda: not (small / "a").exists(), "the removal is not at the source")
+    assert not {"alice", "pointer", "mallory"} & {*os.listdir(small)}
+    mounted.kill()
+    mounted = monarch.mount(small, tiers=_TIERS, options=_OPTIONS)
+    until_full(mounted)
+    acts(MALLORY, mounted.path, "rm -f b")
+    drain(mounted)
+    mounted.umount()
+    assert (small / "alice").stat().st_size == 8 * _MB
+    assert (small / "alice").stat().st_uid == ALICE
+    assert (small / "mallory").stat().st_uid == MALLORY
+    assert (small / "pointer").read_text() == "1\n"
+
+
+@pytest.mark.fault("S19")
+@pytest.mark.promise(63, 81, 153)
+@pytest.mark.modes("relay")
+def test_an_fsync_that_waits_for_a_full_source_returns_when_a_removal_has_made_room(
+    small: Path, monarch: MonarchCommand
+) -> None:
+    options = [*_OPTIONS, "writeback.fsync=source"]
+    mounted = monarch.mount(small, tiers=_TIERS, options=options)
+    syncing = [
+        subprocess.Popen(
+            [sys.executable, "-c", _SYNCING, mounted.path / str(size), str(size)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for size in (7 * _MB, 2 * _MB)
+    ]
+    for process in syncing:
+        assert process.stderr is not None and process.stderr.readline() == "written\n"
+    until_full(mounted)
+    assert syncing[0].poll() is None
+    for name in ("a", "b"):
+        (mounted.path / name).unlink()
+    for process in syncing:
+        process.communicate(timeout=100)
+        assert process.returncode == 0
+    for size in (7 * _MB, 2 * _MB):
+        assert (small / str(size)).read_bytes() == b"s" * size
+    drain(mounted)
+    mounted.umount()
