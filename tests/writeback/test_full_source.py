@@ -1,4 +1,4 @@
-"""A source that is full for all users: removals go ahead of contents that lack room, and make it."""
+"""A source that is full for all users: removals go first, and make room for the contents."""
 
 from __future__ import annotations
 

@@ -627,7 +627,7 @@ async def test_a_file_that_replaced_one_name_of_another_is_shown_under_that_name
         patched.setattr(SourceWriter, "has_room", _has_no_room)
         async with rig.mount() as session:
             # The rename found no file: the content is to bring it, and the source is full.
-            while session.write_back.drain.queue.front.op.kind != "content":
+            while next(session.write_back.drain.queue.entries()).op.kind != "content":
                 await trio.sleep(1)
     async with rig.mount(works=False, **how("lost state", rig)) as session:
         shown = session.shown()
