@@ -1,4 +1,4 @@
-"""A source that is full for all users: removals go first, and make room for the contents."""
+"""A source that is full for all users: removals overtake the contents that lack room."""
 
 from __future__ import annotations
 
