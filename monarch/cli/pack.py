@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -308,8 +309,8 @@ def _mixing(opened: Pack, batch: int) -> dict[str, Any]:
         figures.append(
             {
                 "group": group,
-                "labels": round(distinct_labels(order, labels, batch), 3),
-                "shared": round(mixing.shared_chunks(order, chunks, batch), 6),
+                "labels": _known(distinct_labels(order, labels, batch), digits=3),
+                "shared": _known(mixing.shared_chunks(order, chunks, batch), digits=6),
             }
         )
     return {
@@ -329,8 +330,16 @@ def _mixing_lines(figures: dict[str, Any]) -> list[str]:
         f"{'G':>6} {'labels':>8} {'shared':>9}",
     ]
     for row in figures["groups"]:
-        lines.append(f"{row['group'] or 'all':>6} {row['labels']:>8.1f} {row['shared']:>9.4f}")
+        labels = "-" if row["labels"] is None else f"{row['labels']:.1f}"
+        shared = "-" if row["shared"] is None else f"{row['shared']:.4f}"
+        lines.append(f"{row['group'] or 'all':>6} {labels:>8} {shared:>9}")
+    if figures["groups"][0]["labels"] is None:
+        lines.append(f"-: there is no batch of {figures['batch']:,} files; give a smaller --batch")
     return lines
+
+
+def _known(figure: float, *, digits: int) -> float | None:
+    return None if math.isnan(figure) else round(figure, digits)
 
 
 def _unread(report: BuildReport) -> str:

@@ -9,6 +9,7 @@ Deep Learning Training", ICPP 2020).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
@@ -92,7 +93,7 @@ def distinct_labels(order: npt.ArrayLike, labels: npt.ArrayLike, batch: int) -> 
     """The mean number of distinct labels in the full batches of ``batch`` samples of ``order``.
 
     ``labels`` is the label of each sample, an integer. The figure shows how well an order mixes the
-    classes: compare it with that of ``epoch_permutation``. 0 if there is no full batch. Raises
+    classes: compare it with that of ``epoch_permutation``. NaN if there is no full batch. Raises
     ValueError if ``batch`` is not positive.
     """
     if batch < 1:
@@ -100,7 +101,7 @@ def distinct_labels(order: npt.ArrayLike, labels: npt.ArrayLike, batch: int) -> 
     seen = np.asarray(labels)[np.asarray(order, np.int64)]
     full = len(seen) // batch
     if not full:
-        return 0.0
+        return math.nan
     batches = np.sort(seen[: full * batch].reshape(full, batch), axis=1)
     return 1 + float(np.count_nonzero(np.diff(batches, axis=1))) / full
 

@@ -7,6 +7,7 @@ have a label of their own together.
 
 from __future__ import annotations
 
+import math
 import stat
 
 import numpy as np
@@ -54,11 +55,11 @@ def labels(pack: Pack, numbers: npt.NDArray[np.int64]) -> tuple[bytes, npt.NDArr
 
 def shared_chunks(order: npt.ArrayLike, chunks: npt.NDArray[np.int64], batch: int) -> float:
     """The probability that two samples of a batch are in one chunk: the mean over the full batches
-    of ``batch`` samples of ``order``. 0 if there is no full batch of two samples or more."""
+    of ``batch`` samples of ``order``. NaN if there is no full batch of two samples or more."""
     seen = chunks[np.asarray(order, np.int64)]
     full = len(seen) // batch
     if not full or batch < 2:
-        return 0.0
+        return math.nan
     batches = np.sort(seen[: full * batch].reshape(full, batch), axis=1)
     is_first = np.ones_like(batches, dtype=bool)
     is_first[:, 1:] = batches[:, 1:] != batches[:, :-1]

@@ -85,6 +85,16 @@ def test_info_shows_how_well_the_pack_mixes(made: tuple[Path, Path]) -> None:
     assert 1 < groups[0]["labels"] < 8
 
 
+def test_info_says_that_the_figures_of_a_batch_that_does_not_exist_are_unknown(
+    made: tuple[Path, Path],
+) -> None:
+    text = run("info", made[1], "--batch", "4096").stdout
+    assert "there is no batch of 4,096 files; give a smaller --batch" in text
+    raw = json.loads(run("info", made[1], "--json", "--batch", "4096").stdout)
+    assert {row["labels"] for row in raw["mixing"]["groups"]} == {None}
+    assert {row["shared"] for row in raw["mixing"]["groups"]} == {None}
+
+
 def test_verify_and_rebuild_name_the_damage_and_end_with_1(own: Path, tmp_path: Path) -> None:
     assert run("verify", own, "-q").return_value == 0
     assert run("index", own).return_value == 0
