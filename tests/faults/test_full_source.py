@@ -26,6 +26,8 @@ from tests.mount.observe import wait_until
 pytestmark = [needs_fuse, needs_root, pytest.mark.modes(*OPENS_ARE_REPORTED)]
 
 _MB = 1 << 20
+# Needs the room of two old files, also where the disk has some left.
+_NEW = 19 * _MB // 2
 _TIERS = {"fast": "64MiB"}
 _OPTIONS = ["write=absorb", "allow_other", "writeback.end_timeout=1s"]
 # Writes a file, says so, and syncs it.
@@ -77,7 +79,7 @@ def test_files_removed_on_the_mount_make_room_at_a_full_source(
     small: Path, monarch: MonarchCommand
 ) -> None:
     mounted = monarch.mount(small, tiers=_TIERS, options=_OPTIONS)
-    (mounted.path / "new.tmp").write_bytes(contents("new", 8 * _MB))
+    (mounted.path / "new.tmp").write_bytes(contents("new", _NEW))
     until_full(mounted)
     (mounted.path / "new.tmp").rename(mounted.path / "new")
     (mounted.path / "later").mkdir()
@@ -93,7 +95,7 @@ def test_files_removed_on_the_mount_make_room_at_a_full_source(
     mounted.umount()
     assert {*os.listdir(small)} >= {"b", "new", "later"}
     assert not {"a", "d", "new.tmp"} & {*os.listdir(small)}
-    assert (small / "new").read_bytes() == contents("new", 8 * _MB)
+    assert (small / "new").read_bytes() == contents("new", _NEW)
 
 
 @pytest.mark.fault("S19")
@@ -103,7 +105,7 @@ def test_one_user_makes_the_room_that_another_user_needs_over_a_killed_daemon(
     small: Path, monarch: MonarchCommand
 ) -> None:
     mounted = monarch.mount(small, tiers=_TIERS, options=_OPTIONS)
-    acts(ALICE, mounted.path, f"head -c {8 * _MB} /dev/zero > alice; echo 1 > pointer")
+    acts(ALICE, mounted.path, f"head -c {_NEW} /dev/zero > alice; echo 1 > pointer")
     until_full(mounted)
     # What Mallory writes waits as well; what Mallory removes does not.
     acts(MALLORY, mounted.path, "echo 2 > mallory; rm -f a")
@@ -115,7 +117,7 @@ def test_one_user_makes_the_room_that_another_user_needs_over_a_killed_daemon(
     acts(MALLORY, mounted.path, "rm -f b")
     drain(mounted)
     mounted.umount()
-    assert (small / "alice").stat().st_size == 8 * _MB
+    assert (small / "alice").stat().st_size == _NEW
     assert (small / "alice").stat().st_uid == ALICE
     assert (small / "mallory").stat().st_uid == MALLORY
     assert (small / "pointer").read_text() == "1\n"
