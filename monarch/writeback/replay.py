@@ -309,7 +309,9 @@ class _Replayed:
         """Whether a file has an object of its own: others may have made one file of two that the
         mount showed, and both were written."""
         node = self._names.node(ino)
-        return node is not None and node.object not in self._gone | {self._op.object}
+        if node is None or node.object == self._op.object:
+            return False
+        return node.object not in self._gone
 
     def _is_to_be_replaced(self, ino: Ino) -> bool:
         """Whether another file with further names has the path of a file that was copied up: the
