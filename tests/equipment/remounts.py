@@ -354,7 +354,8 @@ class HistoryChecker:
         # files of the source whose unsynced bytes go with the machine.
         kept = {it.object for it in self.before.tree.values() if self.before.is_owed(it, kind)}
         for op in self.in_tier.waiting():
-            if op.kind == "rename" and op.object not in kept and self.is_theirs(op.path):
+            is_named = op.kind == "rename" or (op.kind == "link" and op.object)
+            if is_named and op.object not in kept and self.is_theirs(op.path):
                 self.theirs.add(op.to)
         owed = {it.content for it in self.before.tree.values() if self.before.is_owed(it, kind)}
         self.gone |= _contents(had) - _contents(has) - owed
