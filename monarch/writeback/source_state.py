@@ -399,9 +399,10 @@ class SourceState:
 
     def _renew_taken(self, before: Identity | None, now: Identity) -> None:
         """Records a change of a file of an older snapshot, which objects of a newer snapshot may
-        have replaced meanwhile: the changes do not wait for each other, as their numbers differ."""
+        have replaced meanwhile: the changes do not wait for each other, as their numbers differ.
+        The newer snapshot may have known it after a change of names or modes."""
         for number, known in self._known.items():
-            if known == before:
+            if before is not None and _version(known) == _version(before):
                 self._known[number] = now
 
     def forget(self, number: int) -> None:

@@ -642,6 +642,25 @@ async def test_a_file_that_replaced_one_name_of_another_is_shown_under_that_name
         }
 
 
+@pytest.mark.promise(116, 129)
+async def test_a_drained_time_of_a_file_that_has_lost_a_name_is_no_conflict_over_another_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.utime(b"c", 10**9)
+    # A drain that was killed before it could tell: the file's other name is another's.
+    (rig.source / "b").unlink()
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        await session.write(b"c", b"new c", synced=True)
+    async with rig.mount() as session:
+        await session.drained()
+        await session.end()
+    there = tree_of(rig.source)
+    assert there[b"c"].content == b"new c"
+    assert not any(b".monarch-conflict-" in path for path in there)
+
+
 @pytest.mark.promise(129, 133)
 @pytest.mark.parametrize("order", [(b"b", b"x"), (b"x", b"b")])
 async def test_two_files_of_which_others_have_made_one_both_keep_what_was_written(

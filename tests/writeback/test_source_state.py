@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from monarch.types import Identity
@@ -51,11 +53,14 @@ def test_a_taken_file_is_known_as_a_change_of_its_attributes_has_left_it(
     assert state.identity(1) == NEW
 
 
+@pytest.mark.parametrize("ctime_ns", [OLD.ctime_ns, 31])
 def test_a_taken_file_is_known_as_a_change_under_an_older_number_leaves_it_later(
-    state: SourceState,
+    state: SourceState, ctime_ns: int
 ) -> None:
-    """A mount over another snapshot knows the same file under another number."""
-    state.note(Op(kind="take", path=b"a", object=1, ino=70, was=OLD), None)
+    """A mount over another snapshot knows the same file under another number, and perhaps after it
+    has lost another name."""
+    read = replace(OLD, ctime_ns=ctime_ns)
+    state.note(Op(kind="take", path=b"a", object=1, ino=70, was=read), None)
     state.note(Op(kind="take", path=b"b", object=2, ino=71, was=OTHER), None)
     state.note(Op(kind="attr", path=b"a", ino=-7, was=OLD, mtime_ns=50, file=True), NEW)
     assert (state.identity(1), state.identity(2)) == (NEW, OTHER)
