@@ -105,6 +105,8 @@ class WrittenAttributes:
         if node is not None and not is_of_times and self._is_recorded_with(node, mode, uid, gid):
             self._names.change(ino, now_ns=file_now_ns())
             return self._names.attributes(ino)
+        if node is not None and not (mode is uid is gid is None):
+            self._recorder.record_of_others(node)
         if node is not None and node.object > 0 and is_of_times:
             # Before the node has them: a stat meanwhile takes over the times of the object.
             await self._files.set_times(
@@ -112,14 +114,9 @@ class WrittenAttributes:
                 atime_ns=node.atime_ns if atime_ns is None else atime_ns,
                 mtime_ns=node.mtime_ns if mtime_ns is None else mtime_ns,
             )
+        now_ns = file_now_ns()
         node = self._names.change(
-            ino,
-            mode=mode,
-            uid=uid,
-            gid=gid,
-            atime_ns=atime_ns,
-            mtime_ns=mtime_ns,
-            now_ns=file_now_ns(),
+            ino, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns, now_ns=now_ns
         )
         if mode is not None:
             self._files.mode_changed(node)

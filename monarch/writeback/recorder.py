@@ -204,6 +204,15 @@ class Recorder:
         if file.is_changed or file.is_left_out or self.is_awaited(node):
             self._record_open(file)
 
+    def record_of_others(self, node: Node) -> None:
+        """Record what other users than the owner have written: after a change of its mode or owner
+        the source may not let them write it."""
+        file = self._object_table.open.get(node.object)
+        if file is not None and any(by.uid not in (0, node.uid) for by in file.writers):
+            # What the journal has no room for is recorded when it has.
+            with suppress(Refused):
+                self.record(node)
+
     def record_if_quiet(self, file: OpenFile, passed_s: float) -> None:
         """Record an open file that was not written for a while; the last look was ``passed_s``
         ago."""

@@ -124,6 +124,31 @@ async def test_the_owner_of_an_open_file_changes_it_below_a_directory_that_other
     assert stat.S_IMODE((rig.source / "top/below/own").stat().st_mode) == 0o600
 
 
+@pytest.mark.promise(65, 80)
+@pytest.mark.parametrize("change", [{"mode": 0o600}, {"uid": 0, "gid": 0, "mode": 0o600}])
+async def test_the_bytes_of_a_user_come_before_the_change_that_ends_the_right_to_write_them(
+    rig: Rig, change: dict[str, int]
+) -> None:
+    file = rig.source / "open/f"
+    file.write_bytes(b"old")
+    os.chown(file, ALICE.uid, ALICE.gid)
+    file.chmod(0o666)
+    async with rig.mount() as session:
+        ino = session.ino(b"open/f")
+        # Another process keeps the file open, so the release of the writer records nothing.
+        for user in (ALICE, BOB):
+            await session.writing.open(ino, os.O_RDWR, user)
+        await session.files.write(ino, 0, b"new")
+        session.files.release(ino)
+        await session.front.attributes.change(ino, **change, by=Credentials(0, 0))
+        session.files.release(ino)
+        await session.at_rest()
+        assert session.write_back.refusals.list() == []
+        await session.end()
+    assert file.read_bytes() == b"new"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
 @pytest.mark.parametrize("kind", ["mkdir", "symlink", "mknod", "link", "rename", "unlink", "rmdir"])
 def test_a_change_is_made_twice_though_its_directory_was_closed_after_the_first_time(
     tmp_path: Path, kind: str
