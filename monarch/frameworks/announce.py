@@ -13,7 +13,8 @@ import os
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
+from contextlib import suppress
 from itertools import islice
 from typing import TypeAlias
 
@@ -48,6 +49,9 @@ _TRIES, _RETRY_S = 5, 0.01
 _UNKNOWN = 0
 # The files whose numbers are compared at the begin of an order: at least so many, if there are.
 _COMPARED = 16
+# The first files of an order, which are announced before any directory is listed: the mount begins
+# to read meanwhile.
+_FIRST_FILES = 16
 
 
 class Inodes:
@@ -73,6 +77,18 @@ class Inodes:
         except OSError:
             return _UNKNOWN
         return found.st_ino if found.st_dev == self.device else _UNKNOWN
+
+    def of_first(self, paths: Iterable[AnyPath]) -> array[int]:
+        """As ``of_all``, by a stat of each file: for a few files, of which no directory is to be
+        listed."""
+        inos = array("Q")
+        for path in paths:
+            directory, _ = _split(os.fsencode(path))
+            with suppress(OSError):
+                if not self.device:
+                    self.device, self.directory = os.stat(directory or b".").st_dev, directory
+            inos.append(self.now(path))
+        return inos
 
     def _in(self, directory: bytes) -> dict[bytes, int]:
         """The entries of a directory."""
@@ -153,10 +169,18 @@ class Announcement:
     forked from this one cannot change it. Not thread-safe.
 
     ``inos`` are the inode numbers of the files in the order of the reads, 0 for an unknown file;
-    ``directory`` is one of the mount. ``is_sent``: the mount has accepted the order so far.
+    ``directory`` is one of the mount. ``entries`` is the length of an order that ``append``
+    continues, 0 if it is unknown. ``is_sent``: the mount has accepted the order so far.
     """
 
-    def __init__(self, directory: AnyPath, inos: Sequence[int], *, unit: int = SAMPLES) -> None:
+    def __init__(
+        self,
+        directory: AnyPath,
+        inos: Sequence[int],
+        *,
+        unit: int = SAMPLES,
+        entries: int | None = None,
+    ) -> None:
         # The entries from ``_first`` on.
         self._inos = inos
         self._order = secrets.randbits(32)
@@ -171,9 +195,10 @@ class Announcement:
         except OSError:
             return
         os.close(other)
-        if not self._send(encode_begin(Begin(self._order, self._fd, unit, len(inos)))):
+        count = len(inos) if entries is None else entries
+        if not self._send(encode_begin(Begin(self._order, self._fd, unit, count))):
             self._abandon()
-        self._extend(-(-_FIRST_ENTRIES // _PIECE))
+        self._extend(self._first_pieces())
 
     @property
     def is_sent(self) -> bool:
@@ -197,7 +222,7 @@ class Announcement:
         """Continues the order, with numbers as those of the constructor."""
         self._inos = array("Q", [*self._inos[self._sent - self._first :], *inos])
         self._first = self._sent
-        self._extend(_MORE_PIECES)
+        self._extend(max(_MORE_PIECES, self._first_pieces()))
 
     def close(self) -> None:
         """Ends the order."""
@@ -208,6 +233,10 @@ class Announcement:
         # The constructor may have failed.
         if getattr(self, "_fd", -1) >= 0:
             self.close()
+
+    def _first_pieces(self) -> int:
+        """The pieces that are still to be sent at the begin."""
+        return -(-(_FIRST_ENTRIES - self._sent) // _PIECE)
 
     def _extend(self, pieces: int) -> None:
         """Sends the next entries, as far as the mount has room."""
@@ -250,18 +279,26 @@ def announce(paths: Iterable[AnyPath], *, unit: int = SAMPLES) -> Announcement |
     None if no file was found, or if they are not in a mount of Monarch. The order ends when the
     result is closed or not used any more. Never raises OSError.
     """
-    inodes = Inodes()
-    inos = inodes.of_all(paths)
-    return announce_inodes(inodes, inos, unit=unit)
+    inodes, files = Inodes(), iter(paths)
+    first = inodes.of_first(islice(files, _FIRST_FILES))
+    entries = len(paths) if isinstance(paths, Sized) else 0
+    begun = announce_inodes(inodes, first, unit=unit, entries=entries)
+    if begun is None and any(first):
+        return None
+    rest = inodes.of_all(files)
+    if begun is None:
+        return announce_inodes(inodes, first + rest, unit=unit)
+    begun.append(rest)
+    return begun if begun.is_sent else None
 
 
 def announce_inodes(
-    inodes: Inodes, inos: Sequence[int], *, unit: int = SAMPLES
+    inodes: Inodes, inos: Sequence[int], *, unit: int = SAMPLES, entries: int | None = None
 ) -> Announcement | None:
-    """As ``announce``, for numbers from ``inodes``."""
+    """As ``announce``, for numbers from ``inodes``. ``entries`` as in ``Announcement``."""
     if inodes.directory is None or not any(inos):
         return None
-    announcement = Announcement(inodes.directory, inos, unit=unit)
+    announcement = Announcement(inodes.directory, inos, unit=unit, entries=entries)
     return announcement if announcement.is_sent else None
 
 
@@ -311,12 +348,20 @@ class AnnouncedFiles:
         Returns a function that is to be called with the number of ``indices`` that were read, as
         ``Announcement.progress``; None if nothing is announced.
         """
+        begun: int | None = 0
         if self._inos is None or not self._is_current(self._inos):
+            self.close()
             self._inodes = Inodes()
+            begun = self._begin(indices[:_FIRST_FILES], len(indices) + len(following))
+            if begun is None:
+                return None
             self._inos = self._inodes.of_all(map(self._path_of, range(self._count)))
         known = self._inos
         inos, more = (array("Q", [known[index] for index in each]) for each in (indices, following))
-        if self._now is not None and self._now.is_sent and inos == self._expected:
+        if self._now is not None and self._now.is_sent and begun:
+            first, self._end = 0, len(inos)
+            self._now.append(inos[begun:] + more)
+        elif self._now is not None and self._now.is_sent and inos == self._expected:
             first = self._end - len(inos)
             self._now.append(more)
         else:
@@ -329,6 +374,15 @@ class AnnouncedFiles:
         if announcement is None:
             return None
         return lambda entries: announcement.progress(first + entries)
+
+    def _begin(self, indices: Sequence[int], entries: int) -> int | None:
+        """Announces the first samples of an order of ``entries``; returns how many, 0 if they have
+        no files, None if the mount does not accept them."""
+        first = self._inodes.of_first(map(self._path_of, indices))
+        if not any(first):
+            return 0
+        self._now = announce_inodes(self._inodes, first, entries=entries)
+        return None if self._now is None else len(first)
 
     def _is_current(self, inos: array[int]) -> bool:
         """Whether some of the files have the numbers that are known; False if none is known."""

@@ -43,6 +43,46 @@ def test_a_list_of_files_is_sent_in_its_order(
         os.fstat(order.begin.descriptor)
 
 
+@pytest.fixture
+def listed(fake_mount: FakeMount, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each directory that is listed, how many entries the mount had received by then."""
+    received: list[int] = []
+    real = os.scandir
+
+    def scandir(path: bytes) -> Iterator[os.DirEntry[bytes]]:
+        received.append(sum(len(order.inos) for order in fake_mount.orders))
+        return real(path)
+
+    monkeypatch.setattr(module.os, "scandir", scandir)
+    return received
+
+
+def test_the_mount_knows_the_first_files_before_a_directory_is_listed(
+    fake_mount: FakeMount, files: list[Path], tmp_path: Path, listed: list[int]
+) -> None:
+    """It reads them while the other files of a large data set are looked up."""
+    orders = random.Random(1).sample(range(20), 20), [3, 1, 2]
+    announcement = announce([files[index] for index in orders[0]])
+    announced = AnnouncedFiles(lambda index: files[index], len(files))
+    assert announced.announce(orders[1], orders[0]) is not None
+    assert listed == [16, 20 + 3]
+    assert [order.begin.entries for order in fake_mount.orders] == [20, 23]
+    for number, order in enumerate(([*orders[0]], [*orders[1], *orders[0]])):
+        assert fake_mount.paths(number, tmp_path) == [files[index].name for index in order]
+    assert announcement is not None
+
+
+def test_no_directory_is_listed_for_a_mount_that_refuses(
+    fake_mount: FakeMount, files: list[Path], listed: list[int]
+) -> None:
+    """As any other file system does: a million files must not be listed there."""
+    fake_mount.refuses = lambda message: errno.ENOTTY
+    assert announce(files) is None
+    known = AnnouncedFiles(lambda index: files[index], len(files))
+    assert known.announce([1, 2]) is None
+    assert listed == []
+
+
 def open_paths() -> set[str]:
     """The paths of the files that this process has open."""
     paths = set()
@@ -162,7 +202,8 @@ def test_a_message_is_sent_again_while_others_send_too_many(
     fake_mount: FakeMount, files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_STEP_ENTRIES", 1)
-    answers = [errno.EBUSY, errno.EBUSY, 0, errno.EBUSY, 0]
+    # Of the begin, and of two pieces: the first files, and the others.
+    answers = [errno.EBUSY, errno.EBUSY, 0, errno.EBUSY, 0, errno.EBUSY, 0]
     fake_mount.refuses = lambda message: answers.pop(0)
     announcement = announce(files)
     assert announcement is not None and len(fake_mount.orders[0].inos) == len(files)
@@ -300,7 +341,8 @@ def test_each_order_of_a_data_set_ends_the_last_one(
         assert known.announce(indices) is not None
         assert fake_mount.paths(number, tmp_path) == [f"{index:02}" for index in indices]
         assert [order.is_ended for order in fake_mount.orders] == [True] * number + [False]
-    assert asked[:20] == [*range(20)] and len(asked) <= 20 + 2 * 31
+    # The first order, then all samples, then some before each further order.
+    assert asked[:3] == [3, 1, 1] and asked[3:23] == [*range(20)] and len(asked) <= 23 + 2 * 31
     known.close()
     assert fake_mount.orders[-1].is_ended
 
