@@ -17,6 +17,9 @@ from monarch.packs.pack import Pack
 from monarch.posix.mounts import MONARCH_TYPE, mount_table
 from monarch.text import escape_text
 
+# The text behind the last slash of a path that does not end with a name.
+_NO_NAMES = frozenset((b"", b".", b".."))
+
 
 def chunks_of_files(pack: AnyPath, paths: Sequence[AnyPath]) -> npt.NDArray[np.int64]:
     """The chunk of each of the files ``paths``, numbered from 0 without gaps, of shape (files,).
@@ -96,17 +99,20 @@ def _directory(top: bytes) -> bytes:
 def _numbers(opened: Pack, top: bytes, paths: Sequence[AnyPath]) -> npt.NDArray[np.int64]:
     """The record of each path. Each directory is listed once. Raises ValueError."""
     places: dict[bytes, list[tuple[bytes, int]]] = {}
-    for place, path in enumerate(paths):
-        directory, _, name = _relative(os.fsencode(path), top).rpartition(b"/")
+    for place, path in enumerate(map(os.fsencode, paths)):
+        directory, _, name = path.rpartition(b"/")
+        if name in _NO_NAMES or not directory:
+            directory, _, name = _relative(path, top).rpartition(b"/")
         places.setdefault(directory, []).append((name, place))
     numbers = np.zeros(len(paths), np.int64)
     for directory, of_directory in places.items():
-        names = dict(_listed(opened, directory))
+        # A directory is made relative once: for each path this takes longer than the search.
+        names = dict(_listed(opened, _relative(directory, top)))
         for name, place in of_directory:
             number = names.get(name)
             if number is None:
-                path = escape_text(os.fsdecode(paths[place]))
-                raise ValueError(f"the pack has no {path!r}")
+                text = escape_text(os.fsdecode(paths[place]))
+                raise ValueError(f"the pack has no {text!r}")
             numbers[place] = number
     return numbers
 
@@ -115,8 +121,8 @@ def _relative(path: bytes, top: bytes) -> bytes:
     if os.path.isabs(path):
         path = os.path.relpath(path, top)
     if path.startswith(b".") or b"//" in path or b"/." in path or path.endswith(b"/"):
-        return os.path.normpath(path)
-    return path
+        path = os.path.normpath(path)
+    return b"" if path == b"." else path
 
 
 def _listed(opened: Pack, directory: bytes) -> Iterator[tuple[bytes, int]]:
