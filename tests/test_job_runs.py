@@ -9,17 +9,20 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monarch.analysis.plan import Phase, RunReport
 from monarch.cli import job_runs
 from monarch.cli.job_runs import JobRuns
 from monarch.control.registry import process_started, process_stat
 from monarch.errors import MonarchError
 from monarch.posix.signals import interruptible_where_heeded
+from tests.analysis.test_stalls import NOISY, STEADY, run
 from tests.equipment.waiting import wait_until
 
 
@@ -228,3 +231,37 @@ def test_a_signal_after_the_last_run_ends_the_command() -> None:
     with pytest.raises(KeyboardInterrupt):
         work()
     assert steps == ["runs", "all measured"]
+
+
+@pytest.mark.promise(291)
+def test_rounds_follow_while_the_last_ones_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, float]] = []
+    noisy = 1
+
+    @contextmanager
+    def begun(self: JobRuns) -> Iterator[job_runs.Measure]:
+        def measure(phase: Phase, share: float, cores: int | None) -> RunReport:
+            made.append((phase, share))
+            noise = NOISY if len(made) <= 3 * noisy else STEADY
+            return run(phase, 1.0, share=share, noise=noise).report
+
+        yield measure
+
+    monkeypatch.setattr(JobRuns, "begun", begun)
+    phases: list[tuple[Phase, float]] = [("synthetic", 1.0), ("cached", 1.0), ("real", 0.0)]
+    words: list[str] = []
+
+    def all_of(rounds: int, most: int) -> int:
+        made.clear()
+        words.clear()
+        runs = JobRuns(["true"], "/mnt/data", 10, 1, 0)
+        found = runs.all(phases, rounds, most, lambda done, total, said: words.append(said))
+        assert [(each.phase, each.share) for each in found] == made
+        return found[-1].round + 1
+
+    assert all_of(2, 4) == 3
+    assert made == [*phases, *reversed(phases), *phases]
+    assert "differ by" in words[-2] and "differ by" not in words[3]
+    noisy = 100
+    assert all_of(2, 4) == 4
+    assert all_of(1, 1) == 1

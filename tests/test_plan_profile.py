@@ -147,6 +147,8 @@ def test_runs_that_differ_and_tiers_that_do_not_hold_the_files_give_an_exit_code
 ) -> None:
     monkeypatch.setattr(virtual, "noise", [1.0, 1.5])
     done = run(tmp_path, "--repeat", "2")
+    # Each rate was measured as often again.
+    assert virtual.made[:4] == [("cached", 1.0, 4)] * 4
     assert done.return_value == 15 and "the rates are unsure: the windows of the run" in done.output
     monkeypatch.setattr(virtual, "noise", [1.0])
     monkeypatch.setattr(virtual, "served", 0.5)

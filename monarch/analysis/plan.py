@@ -38,7 +38,8 @@ class ProcessId(Report):
 class Plan(Report):
     """``share`` of the files may be read from tiers, and the source gives at most
     ``source_limit`` bytes/s (0: no limit). ``iterations`` batches are measured, after ``warmup``
-    others. ``report`` is the path of the report. ``analysis`` is the process of the command."""
+    others, and twice as many until their windows agree, but at most ``most_iterations``.
+    ``report`` is the path of the report. ``analysis`` is the process of the command."""
 
     phase: Phase
     mountpoint: str
@@ -46,6 +47,7 @@ class Plan(Report):
     share: float = 1.0
     source_limit: int = 0
     iterations: int = 100
+    most_iterations: int = 0
     warmup: int = 5
     analysis: ProcessId | None = None
 
@@ -71,6 +73,14 @@ class RunReport(Report):
     workers: int | None
     in_stages: bool
     epoch_batches: int | None
+
+    def train_rates(self) -> list[float]:
+        """The rates of the windows with the training, in batches/s."""
+        return [self.window / seconds for seconds in self.train_s]
+
+    def load_rates(self) -> list[float]:
+        """The rates of the windows without the training, in batches/s."""
+        return [self.window / seconds for seconds in self.load_s]
 
 
 def encode(value: Plan | RunReport) -> str:

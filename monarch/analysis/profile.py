@@ -7,12 +7,23 @@ from dataclasses import dataclass
 from typing import Final
 
 from monarch.analysis.loader_model import JobModel, Kind, Point, fitted
-from monarch.analysis.stalls import Measured, Run, Verdict, measured, stalls_with, verdict_on
+from monarch.analysis.stalls import (
+    Measured,
+    Run,
+    Verdict,
+    last_rounds,
+    measured,
+    stalls_with,
+    troubles_of,
+    verdict_on,
+)
 from monarch.telemetry.report import Report
 from monarch.text import MOST_BYTES
 
 # The version of the format; it changes if a reader of the earlier version would misread a profile.
 VERSION: Final = 1
+# The share of the bytes of a mount from which on an epoch is taken for one of all files.
+_NEARLY_ALL: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +31,9 @@ class Profile(Report):
     """All measured runs of a job, and where they ran.
 
     ``data_bytes`` are those of all files of the mount, ``tier_bytes`` the capacity of its tiers.
-    ``source_limit`` in bytes/s was in force in all runs, 0: none. ``cores`` were usable.
+    ``source_limit`` in bytes/s was in force in all runs, 0: none. ``cores`` were usable. A run had
+    ``iterations`` batches, or up to ``most_iterations`` if its windows differed. The conclusions
+    are from the last ``rounds`` rounds, 0: all.
     """
 
     monarch_profile: int
@@ -36,6 +49,12 @@ class Profile(Report):
     iterations: int
     warmup: int
     runs: list[Run]
+    most_iterations: int = 0
+    rounds: int = 0
+
+    def used(self) -> list[Run]:
+        """The runs from which the conclusions are."""
+        return last_rounds(self.runs, self.rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +78,17 @@ class ShareResult:
 class Result(Report):
     """The conclusions from a profile.
 
-    The verdict is on the job with the smallest share of its files in the tiers. ``batch_bytes`` are
-    those of the files of a batch, 0 if no file was read from the source. ``epoch_bytes`` are read
-    in an epoch. ``smallest_share`` of them must be in a tier, of ``smallest_tier`` bytes, for the
-    fetch stall to end. ``model`` describes the job with an error of at most ``model_error`` of each
-    measured rate; it is None if the measured shares do not differ.
+    The verdict is on the job with the smallest share of its files in the tiers. ``troubles`` says
+    which rates are not to be used, and why. ``batch_bytes`` are those of the files of a batch, 0 if
+    no file was read from the source. ``epoch_bytes`` are those of the files that epochs read.
+    ``smallest_share`` of them must be in a tier, of ``smallest_tier`` bytes, for the fetch stall to
+    end. ``model`` describes the job with an error of at most ``model_error`` of each measured rate;
+    it is None if the measured shares do not differ.
     """
 
     verdict: Verdict
     why: str
+    troubles: list[str]
     training_rate: float
     training_cv: float
     training_drift: float
@@ -104,15 +125,19 @@ def profile_of(raw: object) -> Profile:
         raise ValueError(f"its format has version {raw['monarch_profile']!r}, not {VERSION}")
     profile = Profile.from_dict(raw)
     sizes = (profile.data_bytes, profile.tier_bytes, profile.source_limit)
-    if not 1 <= profile.cores < 1 << 20 or not all(0 <= each <= MOST_BYTES for each in sizes):
+    if (
+        profile.rounds < 0
+        or not 1 <= profile.cores < 1 << 20
+        or not all(0 <= each <= MOST_BYTES for each in sizes)
+    ):
         raise ValueError("it has a number out of its range")
-    measured(profile.runs)
+    measured(profile.used())
     return profile
 
 
 def result_of(profile: Profile) -> Result:
     """Raises ValueError if a phase was not measured."""
-    found = measured(profile.runs)
+    found = measured(profile.used())
     verdict, why = verdict_on(found, found.real[0])
     last = profile.runs[-1].report
     batch_bytes, epoch_bytes = _bytes(profile, found)
@@ -121,6 +146,7 @@ def result_of(profile: Profile) -> Result:
     return Result(
         verdict=verdict,
         why=why,
+        troubles=[*troubles_of(found, found.real)],
         training_rate=found.synthetic.per_s,
         training_cv=found.synthetic.cv,
         training_drift=found.synthetic.drift,
@@ -140,7 +166,7 @@ def result_of(profile: Profile) -> Result:
 def model_of(profile: Profile) -> tuple[JobModel | None, float | None]:
     """The model that describes the job best, and its error; None if the measured shares do not
     differ."""
-    found = measured(profile.runs)
+    found = measured(profile.used())
     last = profile.runs[-1].report
     shares = [*found.real, found.cached]
     points = [Point(each.hits, each.load.per_s, each.train.per_s) for each in shares]
@@ -180,10 +206,21 @@ def _share_results(found: Measured, epoch_batches: int | None) -> list[ShareResu
 
 
 def _bytes(profile: Profile, found: Measured) -> tuple[float, float]:
-    """The bytes of the files of a batch, 0 if that is not known, and those of an epoch."""
+    """The bytes of the files of a batch, 0 if that is not known, and those of the files that epochs
+    read.
+
+    Those of an epoch are measured to some percent, and a loader may leave out other files at the
+    end of each one (``drop_last``). So an epoch of nearly all bytes of the mount counts as one of
+    all its files.
+    """
     least = found.real[0]
-    runs = [run.report for run in profile.runs if run.phase == "real" and run.share == least.asked]
+    runs = [
+        run.report for run in profile.used() if run.phase == "real" and run.share == least.asked
+    ]
     batches = sum(run.batches for run in runs) * (1 - least.hits)
     batch_bytes = sum(run.source_bytes for run in runs) / batches if batches else 0.0
     length = profile.runs[-1].report.epoch_batches
-    return batch_bytes, batch_bytes * length if batch_bytes and length else profile.data_bytes
+    epoch_bytes = batch_bytes * (length or 0)
+    if not epoch_bytes or epoch_bytes > profile.data_bytes * _NEARLY_ALL:
+        epoch_bytes = profile.data_bytes
+    return batch_bytes, epoch_bytes

@@ -8,7 +8,7 @@ script cannot distinguish them. Only waiting that the training does not hide cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, pstdev
 from typing import Literal, TypeAlias
@@ -20,6 +20,9 @@ Verdict: TypeAlias = Literal["fetch-bound", "prep-bound", "gpu-bound", "unsure"]
 # A rate whose windows differ more, or that changed more between the rounds, is not used.
 MOST_CV = 0.10
 MOST_DRIFT = 0.10
+# A run is measured until its windows differ by at most this share of the limits above: the windows
+# of several runs differ more than those of one.
+_PART_OF_RUN = 0.5
 # A job that waits for less than this share of its time is bound by the training.
 LEAST_STALL = 0.05
 # With fewer hits among its opens, run 2 was not served by the tiers.
@@ -98,10 +101,9 @@ class Measured:
     real: list[Share]
 
 
-def rate_of(rounds: Sequence[Iterable[float]], window: int) -> Rate:
-    """The rate of windows of ``window`` batches, whose durations ``rounds`` has by round. One round
-    alone is divided in its middle to find a drift. Raises ValueError if there is no window."""
-    rates = [[window / seconds for seconds in each] for each in rounds]
+def rate_of(rates: Sequence[Sequence[float]]) -> Rate:
+    """The rate of windows, whose rates are given by round. One round alone is divided in its middle
+    to find a drift. Raises ValueError if there is no window."""
     every = [rate for each in rates for rate in each]
     if not every:
         raise ValueError("no window was measured")
@@ -118,6 +120,14 @@ def rate_of(rounds: Sequence[Iterable[float]], window: int) -> Rate:
     return Rate(middle, pstdev(every) / fmean(every), drift)
 
 
+def agree(windows_s: Sequence[float]) -> bool:
+    """Whether the windows of one run, which took so long, differ little enough for its end."""
+    if min(windows_s) < _LEAST_S:
+        return True
+    rate = rate_of([[1 / seconds for seconds in windows_s]])
+    return rate.cv <= MOST_CV * _PART_OF_RUN and rate.drift <= MOST_DRIFT * _PART_OF_RUN
+
+
 def measured(runs: Sequence[Run]) -> Measured:
     """The rates of all runs. Raises ValueError if a phase was not measured."""
     by_phase: dict[tuple[Phase, float], list[Run]] = {}
@@ -130,9 +140,8 @@ def measured(runs: Sequence[Run]) -> Measured:
     real = [of for (phase, _), of in sorted(by_phase.items()) if phase == "real"]
     if not (cached and synthetic and real):
         raise ValueError("not all phases were measured")
-    first = synthetic[0]
     return Measured(
-        synthetic=rate_of([run.report.train_s for run in first], first[0].report.window),
+        synthetic=rate_of([run.report.train_rates() for run in synthetic[0]]),
         cached=_share(cached[0]),
         real=[_share(of) for of in real],
     )
@@ -151,15 +160,15 @@ def _is_possible(run: Run) -> bool:
 
 
 def _share(runs: Sequence[Run]) -> Share:
-    window, asked = runs[0].report.window, runs[0].share
+    asked = runs[0].share
     hits = sum(run.report.hits for run in runs)
     opens = hits + sum(run.report.misses for run in runs)
     return Share(
         asked=asked,
         # A job that keeps its files open has no opens while it is measured.
         hits=hits / opens if opens else asked,
-        train=rate_of([run.report.train_s for run in runs], window),
-        load=rate_of([run.report.load_s for run in runs], window),
+        train=rate_of([run.report.train_rates() for run in runs]),
+        load=rate_of([run.report.load_rates() for run in runs]),
     )
 
 
@@ -173,6 +182,30 @@ def stalls_with(found: Measured, share: Share) -> Stalls:
     return stalls_of(found.synthetic.batch_s, found.cached.train.batch_s, share.train.batch_s)
 
 
+def troubles_of(found: Measured, shares: Sequence[Share]) -> Iterator[str]:
+    """Why the rates of the training alone, of run 2, or with one of ``shares`` are not to be
+    used."""
+    named = [
+        (found.synthetic, "the run on batches in memory"),
+        (found.cached.train, "the run from the tiers"),
+        *((each.train, f"the run with {each.asked:.0%} from the tiers") for each in shares),
+    ]
+    return filter(None, (rate.trouble(name) for rate, name in named))
+
+
+def trouble_in(runs: Sequence[Run]) -> str:
+    """Why a rate of these runs is not to be used; empty if all may be. Raises ValueError if a phase
+    was not measured."""
+    found = measured(runs)
+    return next(troubles_of(found, found.real), "")
+
+
+def last_rounds(runs: Sequence[Run], rounds: int) -> list[Run]:
+    """The runs of the last ``rounds`` rounds; 0: all."""
+    first = max((run.round for run in runs), default=0) - rounds
+    return [run for run in runs if not rounds or run.round > first]
+
+
 def verdict_on(found: Measured, share: Share) -> tuple[Verdict, str]:
     """What bounds the job with ``share`` of its files in the tiers, and the reason in words.
 
@@ -182,14 +215,8 @@ def verdict_on(found: Measured, share: Share) -> tuple[Verdict, str]:
     stalls = stalls_with(found, share)
     waits = f"it waits {stalls.fetch:.0%} of its time for files and {stalls.prep:.0%} for"
     waits += " prepared batches"
-    named = (
-        (found.synthetic, "the run on batches in memory"),
-        (found.cached.train, "the run from the tiers"),
-        (share.train, f"the run with {share.asked:.0%} from the tiers"),
-    )
-    for rate, name in named:
-        if trouble := rate.trouble(name):
-            return "unsure", trouble
+    if trouble := next(troubles_of(found, [share]), ""):
+        return "unsure", trouble
     if found.cached.train.per_s > found.synthetic.per_s * (1 + MOST_DRIFT):
         return "unsure", "it trained faster on files than on batches in memory"
     is_served = found.cached.hits >= LEAST_HITS

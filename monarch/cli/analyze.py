@@ -17,14 +17,24 @@ from monarch.analysis.plan import Phase
 from monarch.analysis.profile import Profile, Result, model_of, result_of
 from monarch.cli.daemon_call import JSON
 from monarch.cli.job_runs import JobRuns, or_unchanged
-from monarch.cli.measured_mount import COMMAND, ITERS, PLACE, WARMUP, limit_of, measured_mount
+from monarch.cli.measured_mount import (
+    COMMAND,
+    ITERS,
+    MOST_ITERS,
+    PLACE,
+    WARMUP,
+    limit_of,
+    measured_mount,
+    most_batches,
+)
 from monarch.cli.options import FILE, aligned, bandwidth
 from monarch.cli.output import duration, progress_bar, show
 from monarch.cli.output import remark as to_stderr
 from monarch.cli.profile_file import PROFILE, read_profile
 from monarch.cli.whatif import whatif
 from monarch.cli.written_files import replace_whole, require_writable
-from monarch.text import escape_text, format_bytes
+from monarch.errors import UsageError
+from monarch.text import counted, escape_text, format_bytes
 
 # The exit code without a verdict.
 UNSURE = 15
@@ -62,6 +72,7 @@ Examples:
 """,
 )
 @ITERS
+@MOST_ITERS
 @WARMUP
 @click.option(
     "--x",
@@ -79,6 +90,13 @@ Examples:
     show_default=True,
     metavar="N",
     help="Rounds of all runs, alternately in one order and the other.",
+)
+@click.option(
+    "--most-repeat",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="While the last rounds differ too much another one follows, up to N. Default: twice"
+    " --repeat.",
 )
 @bandwidth(
     "--source",
@@ -98,9 +116,11 @@ Examples:
 @COMMAND
 def run(
     iters: int,
+    most_iters: int | None,
     warmup: int,
     shares: list[float],
     repeat: int,
+    most_repeat: int | None,
     limit: float | None,
     place: Path | None,
     out: Path,
@@ -115,14 +135,18 @@ def run(
     script as soon as it is measured. The exit code is 15 if there is no verdict, since the runs
     differ too much or the tiers do not hold the files.
     """
+    most = most_batches(iters, most_iters)
+    most_rounds = 2 * repeat if most_repeat is None else most_repeat
+    if most_rounds < repeat:
+        raise UsageError(f"--most-repeat {most_rounds} is less than --repeat {repeat}")
     source_limit, mount = limit_of(limit), measured_mount(place)
     require_writable(out)
     phases: list[tuple[Phase, float]] = [("synthetic", 1.0), ("cached", 1.0)]
     phases += [("real", share) for share in reversed(shares)]
-    jobs = JobRuns(command, mount.mountpoint, iters, warmup, source_limit)
+    jobs = JobRuns(command, mount.mountpoint, iters, warmup, source_limit, most)
     started_ns = time.time_ns()
     with or_unchanged(out), progress_bar(quiet=as_json) as advance:
-        runs = jobs.all(phases, repeat, advance)
+        runs = jobs.all(phases, repeat, most_rounds, advance)
     profile = Profile(
         monarch_profile=profiles.VERSION,
         monarch=__version__,
@@ -137,6 +161,8 @@ def run(
         iterations=iters,
         warmup=warmup,
         runs=runs,
+        most_iterations=most,
+        rounds=repeat,
     )
     try:
         code = _show(profile, as_json)
@@ -198,9 +224,38 @@ def _lines(profile: Profile, result: Result) -> Iterator[str]:
     cells.append(["training", "", f"{result.training_rate:.4g}", *[""] * 4])
     yield from aligned(cells)
     yield ""
+    yield from _lengths(profile, result)
     if result.model is not None:
         yield f"model: {result.model}, error {result.model_error or 0.0:.1%}"
     yield from _advice(profile, result)
+
+
+def _lengths(profile: Profile, result: Result) -> Iterator[str]:
+    """How long was measured, and why not longer."""
+    runs = profile.used()
+    batches = sorted({len(run.report.train_s) * run.report.window for run in runs})
+    rounds, used = (len({run.round for run in some}) for some in (profile.runs, runs))
+    each = (
+        counted(batches[0], "batch", "batches")
+        if len(batches) == 1
+        else (f"{batches[0]} to {counted(batches[-1], 'batch', 'batches')}")
+    )
+    seconds = duration(
+        sum(sum(run.report.train_s) + sum(run.report.load_s) for run in profile.runs)
+    )
+    of = (
+        counted(used, "round", "rounds")
+        if rounds == used
+        else f"the last {used} of {rounds} rounds"
+    )
+    why = (
+        "until the windows agreed"
+        if not result.troubles
+        else (
+            "as long as --most-iters and --most-repeat allow; still " + "; ".join(result.troubles)
+        )
+    )
+    yield f"measured: {of}, runs of {each}, {seconds} in all; {why}"
 
 
 def _advice(profile: Profile, result: Result) -> Iterator[str]:
@@ -218,8 +273,8 @@ def _advice(profile: Profile, result: Result) -> Iterator[str]:
         yield "next: neither a larger tier nor more cores makes this job faster"
     elif result.verdict == "unsure":
         yield (
-            "next: measure again on an idle node, with more --iters; or copy the files into the"
-            " tiers first (monarch warm), or a part of them that fits"
+            "next: measure again on an idle node, with more --most-iters; or copy the files into"
+            " the tiers first (monarch warm), or a part of them that fits"
         )
 
 

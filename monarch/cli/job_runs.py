@@ -28,7 +28,7 @@ from monarch.analysis.plan import (
     decode_report,
     encode,
 )
-from monarch.analysis.stalls import Run
+from monarch.analysis.stalls import Run, last_rounds, trouble_in
 from monarch.cli.output import remark
 from monarch.control.registry import process_started, process_stat
 from monarch.errors import MonarchError, NotMountedError, UsageError
@@ -60,7 +60,8 @@ Measure: TypeAlias = Callable[[Phase, float, int | None], RunReport]
 
 class JobRuns:
     """The runs of ``command``, which reads ``mountpoint``: each measures ``iterations`` batches
-    after ``warmup`` others, and the source gives at most ``source_limit`` bytes/s, 0: no limit."""
+    after ``warmup`` others, or up to ``most_iterations`` if its windows differ, and the source
+    gives at most ``source_limit`` bytes/s, 0: no limit."""
 
     def __init__(
         self,
@@ -69,12 +70,14 @@ class JobRuns:
         iterations: int,
         warmup: int,
         source_limit: int,
+        most_iterations: int = 0,
     ) -> None:
         self._command = list(command)
         shown = escape_text(shlex.join(command))
         self._shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
         self._mountpoint = mountpoint
         self._iterations = iterations
+        self._most_iterations = most_iterations
         self._warmup = warmup
         self._source_limit = source_limit
         self._is_mounted = self._is_in_table()
@@ -83,20 +86,31 @@ class JobRuns:
         self._analysis = ProcessId(own, process_started(own) or 0, process_space())
 
     def all(
-        self, phases: Sequence[tuple[Phase, float]], rounds: int, advance: Progress
+        self,
+        phases: Sequence[tuple[Phase, float]],
+        rounds: int,
+        most_rounds: int,
+        advance: Progress,
     ) -> list[Run]:
         """All phases in each round, alternately in this order and the other, after a run that is
-        not measured. Raises MonarchError if a run was not measured."""
-        total = 1 + rounds * len(phases)
+        not measured. While the last ``rounds`` of them have a rate that cannot be used, another one
+        follows, up to ``most_rounds``. Raises MonarchError if a run was not measured."""
         runs: list[Run] = []
-        advance(0, total, "runs: files get copies")
+        advance(0, 1 + rounds * len(phases), "runs: files get copies")
         with self.begun() as measure:
-            for number in range(rounds):
+            for number in range(max(rounds, most_rounds)):
+                trouble = trouble_in(last_rounds(runs, rounds)) if number >= rounds else ""
+                if number >= rounds and not trouble:
+                    break
+                total, why = (
+                    1 + max(rounds, number + 1) * len(phases),
+                    f" ({trouble})" * bool(trouble),
+                )
                 for phase, share in phases if number % 2 == 0 else reversed(phases):
                     of = "" if phase == "synthetic" else f", {share:.0%} from the tiers"
-                    advance(1 + len(runs), total, f"runs: {phase}{of}")
+                    advance(1 + len(runs), total, f"runs: {phase}{of}{why}")
                     runs.append(Run(phase, share, number, measure(phase, share, None)))
-        advance(total, total, "runs: all measured")
+        advance(1 + len(runs), 1 + len(runs), "runs: all measured")
         return runs
 
     @contextmanager
@@ -129,6 +143,7 @@ class JobRuns:
             share=share,
             source_limit=self._source_limit,
             iterations=self._iterations,
+            most_iterations=self._most_iterations,
             warmup=self._warmup,
             analysis=self._analysis,
         )

@@ -23,6 +23,13 @@ ITERS = click.option(
     metavar="N",
     help="Batches that each run measures.",
 )
+MOST_ITERS = click.option(
+    "--most-iters",
+    type=click.IntRange(min=2 * WINDOWS),
+    metavar="N",
+    help="A run measures twice as many batches while its windows differ, up to N. Default: four"
+    " times --iters.",
+)
 WARMUP = click.option(
     "--warmup",
     type=click.IntRange(min=1),
@@ -41,6 +48,8 @@ PLACE = click.option(
 COMMAND = click.argument(
     "command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD..."
 )
+# How many times as many batches a run measures at most, if its windows differ.
+_LONGER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,15 @@ def _only() -> Path:
             hint="name it with --mount",
         )
     return found[0]
+
+
+def most_batches(iters: int, most_iters: int | None) -> int:
+    """The batches that a run measures at most. Raises UsageError if they are fewer than at
+    least."""
+    most = _LONGER * iters if most_iters is None else most_iters
+    if most < iters:
+        raise UsageError(f"--most-iters {most} is less than --iters {iters}")
+    return most
 
 
 def limit_of(rate: float | None) -> int:

@@ -27,18 +27,20 @@ from monarch.analysis.sensitivity import (
     optimistic,
     verified,
 )
-from monarch.analysis.stalls import LEAST_HITS, Run, rate_of
+from monarch.analysis.stalls import LEAST_HITS, Rate, Run, rate_of
 from monarch.cli.analyze import UNSURE
 from monarch.cli.daemon_call import JSON
 from monarch.cli.job_runs import JobRuns, Measure, or_unchanged
 from monarch.cli.measured_mount import (
     COMMAND,
     ITERS,
+    MOST_ITERS,
     PLACE,
     WARMUP,
     MeasuredMount,
     limit_of,
     measured_mount,
+    most_batches,
 )
 from monarch.cli.options import Capacity, bandwidth, counts_of
 from monarch.cli.output import progress_bar, remark
@@ -73,6 +75,7 @@ Examples:
 @TIERS
 @GPUS
 @ITERS
+@MOST_ITERS
 @WARMUP
 @click.option(
     "--repeat",
@@ -114,6 +117,7 @@ def profile(
     tiers: list[Capacity],
     gpus: int,
     iters: int,
+    most_iters: int | None,
     warmup: int,
     repeat: int,
     limit: float | None,
@@ -135,10 +139,11 @@ def profile(
     differ too much, if the tiers do not hold the files, or if a computed rate that was verified
     differs from the measured one by more than a tenth.
     """
+    most = most_batches(iters, most_iters)
     source_limit, mount = limit_of(limit), measured_mount(place)
     _require_sense(job, cores, gpus)
     require_writable(output)
-    runs = JobRuns(command, mount.mountpoint, iters, warmup, source_limit)
+    runs = JobRuns(command, mount.mountpoint, iters, warmup, source_limit, most)
     with or_unchanged(output), progress_bar(quiet=as_json) as advance, runs.begun() as measure:
         measured = _Measurements(measure, advance)
         _measure(measured, cores, gpus, repeat)
@@ -226,14 +231,19 @@ class _Measurements:
     _number: Iterator[int] = field(default_factory=itertools.count)
 
     def rate(self, phase: Phase, share: float, cores: int, repeat: int) -> float:
-        """The batches/s of all runs of this kind, of which ``repeat`` are made now."""
+        """The batches/s of all runs of this kind, of which ``repeat`` are made now. While these
+        differ too much, up to as many others follow, each in place of the earliest one."""
         reports = self._reports.setdefault((phase, share, cores), [])
-        for _ in range(repeat):
+        for number in range(2 * repeat):
+            if number >= repeat:
+                if not _train_rate(reports).trouble(phase):
+                    break
+                del reports[0]
             of = "" if phase == "synthetic" else f", {share:.0%} from the tiers"
             words = f"runs: {phase}{of}, {counted(cores, 'core', 'cores')}"
             self._advance(next(self._number), None, words)
             reports.append(self._run(phase, share, cores))
-        return rate_of([each.train_s for each in reports], reports[0].window).per_s
+        return _train_rate(reports).per_s
 
     def cores(self) -> list[int]:
         """The numbers of cores with which the job was measured with all files in the tiers."""
@@ -242,7 +252,7 @@ class _Measurements:
     def full(self, cores: int, model: JobModel) -> FullTier:
         """The job with all files in the tiers."""
         reports = self._reports["cached", 1.0, cores]
-        load = rate_of([each.load_s for each in reports], reports[0].window).per_s
+        load = _load_rate(reports)
         last = reports[-1]
         workers = last.workers or (cores if last.in_stages else 1)
         return FullTier(
@@ -256,7 +266,7 @@ class _Measurements:
             if phase == "real" and share == 0:
                 hits, misses = (sum(getattr(each, name) for each in reports) for name in _COUNTS)
                 rate = self.rate(phase, share, cores, 0)
-                load = rate_of([each.load_s for each in reports], reports[0].window).per_s
+                load = _load_rate(reports)
                 found[cores] = WithoutTier(rate, load, hits / (hits + misses) if misses else 0.0)
         return found
 
@@ -295,9 +305,7 @@ class _Measurements:
         """Why the rates are not to be used."""
         for (phase, share, cores), reports in self._reports.items():
             name = f"the run {phase!r} with {share:.0%} from the tiers and {cores} cores"
-            if trouble := rate_of([each.train_s for each in reports], reports[0].window).trouble(
-                name
-            ):
+            if trouble := _train_rate(reports).trouble(name):
                 yield f"the rates are unsure: {trouble}"
             hits = sum(each.hits for each in reports)
             opens = hits + sum(each.misses for each in reports)
@@ -306,6 +314,14 @@ class _Measurements:
                     f"the rates are unsure: the tiers served only {hits / opens:.0%} of the opens"
                     f" of {name}; copy the files first (monarch warm)"
                 )
+
+
+def _train_rate(reports: Sequence[RunReport]) -> Rate:
+    return rate_of([each.train_rates() for each in reports])
+
+
+def _load_rate(reports: Sequence[RunReport]) -> float:
+    return rate_of([each.load_rates() for each in reports]).per_s
 
 
 def _checked(found: Sensitivity) -> Iterator[str]:

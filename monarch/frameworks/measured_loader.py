@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monarch.analysis.plan import WINDOWS, Plan, ProcessId, RunReport, encode
+from monarch.analysis.stalls import agree
 from monarch.control.registry import process_started
 from monarch.errors import MonarchError
 from monarch.frameworks.job_limits import JobLimits
@@ -80,7 +81,7 @@ class MeasuredLoader:
         limits = self._limit()
         skipped, before, taken = self._skipped(), None, 0
         batches = self._replayed() if plan.phase == "synthetic" else self._passes(skipped)
-        clock = self._clock()
+        clock = _Clock(plan.iterations, plan.most_iterations, _workers(self._loader) or 1)
         for place, batch in batches:
             if clock.tick(counts=place >= skipped):
                 break
@@ -89,7 +90,7 @@ class MeasuredLoader:
             yield batch
         train_s, load_s = clock.windows(), []
         if plan.phase in ("cached", "real"):
-            load_s = self._drained(batches, skipped)
+            load_s = self._drained(batches, skipped, clock.window)
         after = limits.counts()
         hits, misses, nbytes = (b - a for a, b in zip(before or after, after, strict=True))
         report = RunReport(
@@ -118,9 +119,6 @@ class MeasuredLoader:
                 args = analysis, self._limits
                 threading.Thread(target=_end_with, args=args, daemon=True).start()
         return self._limits
-
-    def _clock(self) -> _Clock:
-        return _Clock(self._plan.iterations, _workers(self._loader) or 1)
 
     def _skipped(self) -> int:
         """The batches of a pass that are not measured: the queue of ready ones fills meanwhile."""
@@ -157,9 +155,9 @@ class MeasuredLoader:
         for place, batch in zip(count(), chain.from_iterable(repeat(kept)), strict=False):
             yield _Batch(place, _copied(batch))
 
-    def _drained(self, batches: Iterable[_Batch], skipped: int) -> list[float]:
+    def _drained(self, batches: Iterable[_Batch], skipped: int, window: int) -> list[float]:
         """The durations of windows of batches that are taken without the training."""
-        clock = self._clock()
+        clock = _Clock(window * WINDOWS)
         # All workers begin a pass together, and have their first batches ready together.
         begun = min(skipped, max(1, _workers(self._loader) or 0))
         # The first ones were prepared while the last step of the training ran.
@@ -171,12 +169,14 @@ class MeasuredLoader:
 
 class _Clock:
     """The intervals between ``count`` batches, in ``WINDOWS`` windows. Workers that began together
-    have their batches ready together, so a window has whole rounds of them if it is long enough."""
+    have their batches ready together, so a window has whole rounds of them if it is long enough.
 
-    def __init__(self, iterations: int, workers: int) -> None:
-        window = iterations // WINDOWS
+    While the windows do not agree they become twice as long, as far as ``most`` batches allow."""
+
+    def __init__(self, count: int, most: int = 0, workers: int = 1) -> None:
+        window = count // WINDOWS
         self.window = window - window % workers if workers < window else window
-        self.count = self.window * WINDOWS
+        self._most = most
         self._intervals: list[float] = []
         self._last_s = 0.0
         self.began = False
@@ -192,7 +192,13 @@ class _Clock:
                 self._intervals.append(now - self._last_s)
             self.began = True
         self._last_s = now
-        return len(self._intervals) == self.count
+        measured = len(self._intervals)
+        if measured < self.window * WINDOWS:
+            return False
+        if 2 * measured > self._most or agree(self.windows()):
+            return True
+        self.window *= 2
+        return False
 
     def windows(self) -> list[float]:
         """The durations of the windows in seconds."""

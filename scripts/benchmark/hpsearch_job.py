@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 from monarch.datasets.staging import StagingArea
@@ -35,6 +36,7 @@ class Job:
     step_s: float
 
 
+@cache
 def imported_torchvision() -> Any:
     """PyTorch's index has builds of torchvision for processors alone, PyPI has one for GPUs. With a
     build of torch for processors its operators are missing, and the import fails without them,

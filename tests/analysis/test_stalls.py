@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from monarch.analysis.plan import Phase, RunReport
@@ -12,12 +15,16 @@ from monarch.analysis.profile import VERSION, Profile, decode, encode, result_of
 from monarch.analysis.stalls import (
     Run,
     Stalls,
+    agree,
     measured,
     rate_of,
     stalls_of,
     stalls_with,
+    trouble_in,
     verdict_on,
 )
+from monarch.placement.policy import assign
+from tests.analysis.pipeline import Job, serial_workers
 
 WINDOW = 20
 STEADY = (1.0, 1.01, 0.99, 1.02, 0.98)
@@ -118,10 +125,10 @@ def test_a_rate_that_changes_between_the_rounds_gives_no_verdict() -> None:
 
 def test_a_drift_within_one_round_is_found() -> None:
     rising = [[1.0, 1.0, 1.1, 1.2, 1.2]]
-    assert rate_of(rising, WINDOW).drift > 0.10
-    assert rate_of([[1.0, 1.2, 1.1, 1.2, 1.0]], WINDOW).drift < 0.10
+    assert rate_of(rising).drift > 0.10
+    assert rate_of([[1.0, 1.2, 1.1, 1.2, 1.0]]).drift < 0.10
     with pytest.raises(ValueError, match="no window"):
-        rate_of([[]], WINDOW)
+        rate_of([[]])
 
 
 @pytest.mark.promise(291)
@@ -208,3 +215,99 @@ def test_without_two_shares_nothing_is_predicted() -> None:
 def test_a_file_that_is_no_profile_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         decode(text)
+
+
+@pytest.mark.promise(291)
+def test_the_windows_of_one_run_agree_if_they_differ_by_half_of_the_limits() -> None:
+    assert agree(STEADY) and not agree(NOISY)
+    # They differ by 7 % (CV), which is too much for one run; then by a drift of 8 %.
+    assert not agree([1.0, 1.1, 0.9, 1.05, 0.95])
+    assert not agree([1.0, 1.0, 1.04, 1.08, 1.08])
+    # Windows too short for a clock.
+    assert agree([0.0] * 5)
+
+
+def test_the_conclusions_are_from_the_last_rounds() -> None:
+    noisy = runs(1.0, 1.1, 4.0, noise=NOISY)
+    steady = [Run(each.phase, each.share, 1, each.report) for each in runs(1.0, 1.1, 4.0)]
+    assert "CV" in trouble_in([*noisy, *steady]) and trouble_in(steady) == ""
+    both = profile([*noisy, *steady])
+    assert result_of(both).verdict == "unsure" and len(result_of(both).troubles) == 1
+    last = dataclasses.replace(both, rounds=1)
+    assert result_of(last).verdict == "fetch-bound" and result_of(last).troubles == []
+    assert decode(encode(last)) == last and last.used() == steady
+
+
+@pytest.mark.parametrize(
+    ("data_bytes", "expected"),
+    [
+        # A loader that leaves out the rest of each epoch, which is not the same in the next one.
+        (5_200_000, 5_200_000),
+        # A loader that draws files more than once.
+        (4_000_000, 4_000_000),
+        # A job that reads a part of the files.
+        (10**9, 5_000_000),
+    ],
+)
+def test_an_epoch_of_nearly_all_files_is_one_of_all(data_bytes: int, expected: int) -> None:
+    found = dataclasses.replace(profile(runs(0.1, 0.2, 0.8)), data_bytes=data_bytes)
+    assert result_of(found).epoch_bytes == expected
+
+
+class UnequalFiles(Job):
+    """A job over files of unequal sizes, of which each epoch leaves out some others. The argument
+    of ``fetches`` is the capacity of a tier in bytes; a sample is one file."""
+
+    SIZES: ClassVar[list[int]] = [
+        round(1000 * random.Random(number).lognormvariate(0, 0.5)) for number in range(400)
+    ]
+    EPOCH: ClassVar[int] = 372
+
+    def fetches(self, share: float) -> Iterator[tuple[bool, float]]:
+        curve = np.array(self.SIZES, np.uint64)
+        (table,) = assign({range(1, 2): curve}, [int(share)]).values()
+        mean, draw = sum(self.SIZES) / len(self.SIZES), random.Random(1)
+        while True:
+            for number in draw.sample(range(len(self.SIZES)), self.EPOCH):
+                is_hit = table[number] == 1
+                yield is_hit, self.SIZES[number] / mean / (self.tier if is_hit else self.source)
+
+
+@pytest.mark.promise(291)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_tier_that_is_named_ends_the_fetch_stall_of_unequal_files_in_virtual_time(
+    workers: int,
+) -> None:
+    job = UnequalFiles(
+        source=400.0, tier=1e9, prep=1000.0, training=0.75e3 * workers, workers=workers
+    )
+    alone = dataclasses.replace(job, training=1e9)
+    whole = sum(job.SIZES)
+
+    def virtual_run(phase: Phase, share: float) -> Run:
+        rate = job.training if phase == "synthetic" else serial_workers(job, share * whole)
+        load = serial_workers(alone, share * whole)
+        made = run(phase, 1 / rate, share=share, load_s=1 / load)
+        nbytes = round(1000 * (1 - share) * whole / len(job.SIZES))
+        numbers = {"batches": 1000, "source_bytes": nbytes, "epoch_batches": job.EPOCH}
+        return dataclasses.replace(made, report=dataclasses.replace(made.report, **numbers))
+
+    phases: list[tuple[Phase, float]] = [("synthetic", 1.0), ("cached", 1.0), ("real", 0.0)]
+    measured_runs = [virtual_run(*phase) for phase in phases]
+    found = dataclasses.replace(profile(measured_runs), data_bytes=whole, cores=8)
+    found = dataclasses.replace(
+        found,
+        runs=[
+            dataclasses.replace(each, report=dataclasses.replace(each.report, workers=workers))
+            for each in found.runs
+        ],
+    )
+    result = result_of(found)
+    assert result.verdict == "fetch-bound" and result.smallest_tier is not None
+
+    def stall(tier: float) -> float:
+        return 1 - serial_workers(job, tier) / serial_workers(job, whole)
+
+    assert 0.5 * whole < result.smallest_tier < whole and stall(result.smallest_tier) < 0.05
+    # The twin: with a tier for the files of one epoch.
+    assert stall(result.smallest_tier * job.EPOCH / len(job.SIZES)) > 0.05

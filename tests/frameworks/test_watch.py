@@ -392,3 +392,33 @@ def test_a_data_set_of_tensorflow_is_taken_for_one_of_stages(
     got, report = measure(dataset(), plan(tmp_path, "cached"))
     assert got[:2] == [0, 1]
     assert report.in_stages and report.workers is None and report.epoch_batches is None
+
+
+class Noisy(Timed):
+    """A loader whose batches take 0.5 s and 1.5 s, in turns of two, and from the batch ``steady``
+    on 1 s."""
+
+    steady = 1000
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches):
+            noise = 0.5 if number // 2 % 2 else -0.5
+            self.clock.passes(1 + (noise if number < self.steady else 0))
+            yield batch
+
+
+@pytest.mark.promise(291)
+def test_a_run_continues_with_longer_windows_until_they_agree(
+    tmp_path: Path, limits: type[FakeLimits], clock: Clock
+) -> None:
+    loader = Noisy([*range(400)], clock)
+    _, report = measure(loader, plan(tmp_path, "cached", most_iterations=1000))
+    # Windows of two batches differ, those of four have one turn each.
+    assert report.window == 4 and report.train_s == pytest.approx([4.0] * WINDOWS)
+    assert len(report.load_s) == WINDOWS
+    _, report = measure(loader, plan(tmp_path, "cached", most_iterations=19))
+    assert report.window == 2
+    # It ends at the limit although they differ.
+    loader.steady = 15
+    _, report = measure(loader, plan(tmp_path, "cached", iterations=5, most_iterations=10))
+    assert report.window == 2 and max(report.train_s) > 1.2 * min(report.train_s)
