@@ -248,6 +248,31 @@ def test_nodes_with_a_mistake_are_refused_with_the_name_of_the_file(
     assert complaint in problem and problem.startswith(f"{tmp_path}/nodes.yaml:")
 
 
+GOOD = "{names: a, gpus: 1, cores: 1, tier: 1GB}"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("nodes:\n- names: a\n  gpus: 1\n  cores: 0\n  tier: 1GB", 4),
+        (f"nodes:\n- {GOOD}\n- names: b\n  gpus: 1\n  cores: 1\n  tier: big", 6),
+        ("nodes:\n- gpus: 1\n  cores: 1\n  tier: 1GB\n  names: 'a['", 5),
+        (f"nodes:\n- {GOOD}\n- b", 3),
+        (f"nodes:\n- {GOOD}\n- {GOOD}", 3),
+        (f"nodes:\n- {GOOD}\nsource: fast", 3),
+        (f"nodes:\n- {GOOD}\nmore: 1", 3),
+        ("\nsource: 1MB\nnodes: []", 3),
+    ],
+)
+def test_a_mistake_in_the_nodes_is_named_with_its_line(
+    run: Run, jobs: dict[str, Path], tmp_path: Path, text: str, line: int
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        run("allocate", nodes_file(tmp_path, text), jobs["text"])
+    (problem,) = raised.value.problems
+    assert problem.startswith(f"{tmp_path}/nodes.yaml:{line}: ")
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", "{", "\xff", "[" * 100_000, '{"monarch_sensitivity": 1}']
 )
