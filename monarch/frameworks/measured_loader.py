@@ -56,8 +56,6 @@ class MeasuredLoader:
         self._plan = plan
         self._limits: JobLimits | None = None
         self._is_over = False
-        # What ``next`` continues, of a loader that is an iterator.
-        self._begun: Iterator[Any] | None = None
         # Batches that were taken from the loader.
         self._taken = 0
 
@@ -68,11 +66,6 @@ class MeasuredLoader:
 
     def __len__(self) -> int:
         return len(self._loader)
-
-    def __next__(self) -> Any:
-        if self._begun is None:
-            self._begun = iter(self)
-        return next(self._begun)
 
     def __iter__(self) -> Iterator[Any]:
         plan = self._plan
@@ -165,6 +158,26 @@ class MeasuredLoader:
             if clock.tick(counts=taken > skipped and batch.place >= begun):
                 break
         return clock.windows()
+
+
+class MeasuredIterator(MeasuredLoader):
+    """The same of a loader that is an iterator, so a script may ask it for the next batch."""
+
+    def __init__(self, loader: Any, plan: Plan) -> None:
+        super().__init__(loader, plan)
+        self._begun = super().__iter__()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._begun)
+
+
+def measured(loader: Any, plan: Plan) -> MeasuredLoader:
+    """The loader whose batches are measured."""
+    kind = MeasuredIterator if hasattr(loader, "__next__") else MeasuredLoader
+    return kind(loader, plan)
 
 
 class _Clock:

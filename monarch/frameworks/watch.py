@@ -24,6 +24,6 @@ def watch(loader: Loader) -> Loader:
     if not text:
         return loader
     # Imported only when something is measured.
-    from monarch.frameworks.measured_loader import MeasuredLoader
+    from monarch.frameworks.measured_loader import measured
 
-    return cast(Loader, MeasuredLoader(loader, decode_plan(text)))
+    return cast(Loader, measured(loader, decode_plan(text)))

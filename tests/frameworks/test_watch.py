@@ -271,15 +271,17 @@ def test_a_loop_that_is_left_early_begins_again_and_one_that_continues_ends_the_
 def test_a_loader_that_is_an_iterator_may_be_asked_for_each_batch(
     tmp_path: Path, limits: type[FakeLimits]
 ) -> None:
-    watched = MeasuredLoader(iter(range(1000)), plan(tmp_path, "real"))
-    assert [next(watched) for _ in range(5)] == list(range(5))
+    watched: Any = measured_loader.measured(iter(range(1000)), plan(tmp_path, "real"))
+    assert next(iter(watched)) == 0
+    assert [next(watched) for _ in range(5)] == list(range(1, 6))
     with pytest.raises(SystemExit):
         list(iter(lambda: next(watched), None))
     assert (tmp_path / "report").exists()
 
 
 def test_a_measured_loader_has_the_length_and_the_attributes_of_the_loader(tmp_path: Path) -> None:
-    watched: Any = MeasuredLoader(Loader(BATCHES), plan(tmp_path, "real"))
+    watched: Any = measured_loader.measured(Loader(BATCHES), plan(tmp_path, "real"))
+    assert not hasattr(watched, "__next__") and not isinstance(watched, Iterator)
     assert len(watched) == 20 and watched.name == "train"
     with pytest.raises(AttributeError):
         _ = watched.missing
