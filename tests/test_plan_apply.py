@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 from dataclasses import replace
@@ -88,6 +89,32 @@ def test_each_job_gets_files_with_its_flags_and_options(plan: Path, tmp_path: Pa
     assert (resnet.tier_within(1), resnet.source_bandwidth) == (3000, 2_000_000)
     assert (bert.user, bert.tier_within(1), bert.source_bandwidth) == ("0", 0, 0)
     assert run(plan, *options).exception is None and content(out) == found
+
+
+def test_a_full_disk_leaves_no_empty_directory(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    def replace_whole(path: Path, text: str) -> None:
+        if len(written) == full_at:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        written.append(path.name)
+        path.write_text(text)
+
+    monkeypatch.setattr(plan_apply, "replace_whole", replace_whole)
+    full_at = 0
+    out = tmp_path / "new" / "out"
+    assert isinstance(run(plan, "-o", out).exception, OSError)
+    assert not out.parent.exists()
+    # One that was there before stays, and so does one with a file.
+    out.mkdir(parents=True)
+    assert isinstance(run(plan, "-o", out).exception, OSError)
+    assert out.is_dir()
+    out.rmdir()
+    full_at = 1
+    assert isinstance(run(plan, "-o", out).exception, OSError)
+    assert [*content(out)] == written
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -151,9 +152,7 @@ def apply(
     # The mount may refuse the quotas, and the disk the files: the quotas are changed last.
     changes = [] if record is None else _ask(record, wanted, dry_run=True)
     if output is not None and not dry_run:
-        output.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            replace_whole(output / name, text)
+        _write(output, files)
     if record is not None and not dry_run:
         changes = _ask(record, wanted, dry_run=False)
     mountpoint = None if record is None else record.mountpoint
@@ -222,6 +221,21 @@ def _files(plan: PlanReport, whos: Mapping[str, Who], tier_path: str) -> dict[st
         # As those of the job a on b.c, and of the job a.b on c.
         raise UsageError("two files of this plan would have the same name", hint="rename a job")
     return found
+
+
+def _write(directory: Path, files: Mapping[str, str]) -> None:
+    """Writes the files into a directory, which is made if it is missing. Raises OSError; of
+    directories that were made no empty one stays."""
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            replace_whole(directory / name, text)
+    except OSError:
+        with suppress(OSError):
+            for each in missing:
+                each.rmdir()
+        raise
 
 
 def _yaml(value: object) -> str:
