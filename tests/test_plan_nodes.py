@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch.cli.main import cli
-from monarch.cli.plan import _read_nodes
-from monarch.cli.plan_nodes import Group, Left, folded, groups_of
+from monarch.cli.plan_nodes import Group, Left, folded, groups_of, read_nodes
 from monarch.errors import MonarchError
 from monarch.peers.members import expand_as_written
 from monarch.text import MiB
@@ -90,7 +89,7 @@ def test_the_file_is_one_that_allocate_reads(
     file = tmp_path / "nodes.yaml"
     done = run("--source", "5GB/s", "-o", str(file), "--partition", "gpu")
     assert done.exception is None, done.output
-    budget, servers = _read_nodes(file)
+    budget, servers = read_nodes(file)
     assert budget == 5e9 and [each.name for each in servers] == [
         "n01",
         "n02",
@@ -115,7 +114,7 @@ def test_nodes_keep_their_capital_letters(tmp_path: Path, monkeypatch: pytest.Mo
     file = tmp_path / "nodes.yaml"
     done = run("-o", str(file))
     assert done.exception is None, done.output
-    _, servers = _read_nodes(file)
+    _, servers = read_nodes(file)
     assert [each.name for each in servers] == ["Big", "GPU-N01", "GPU-N02"]
 
 

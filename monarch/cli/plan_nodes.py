@@ -8,14 +8,17 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
+from monarch.analysis.allocation import Server
 from monarch.cli.daemon_call import JSON
-from monarch.cli.options import FILE, bandwidth
+from monarch.cli.options import FILE, bandwidth, parse_rate
 from monarch.cli.output import remark, show
 from monarch.cli.written_files import replace_whole
-from monarch.errors import MonarchError, UsageError
+from monarch.config.document import read_document
+from monarch.errors import ConfigError, MonarchError, UsageError
 from monarch.peers.members import expand_as_written
 from monarch.text import MiB, counted, escape_text, parse_bytes
 
@@ -240,3 +243,70 @@ def yaml_of(groups: Iterable[Group], source: float | None) -> str:
             f" tier: {each.tier}}}"
         )
     return "\n".join(lines) + "\n"
+
+
+def read_nodes(path: Path) -> tuple[float | None, list[Server]]:
+    """The bandwidth of the source, None if it is not limited, and the nodes. Raises OSError,
+    ConfigError."""
+    path.stat()
+    problems: list[tuple[int, str]] = []
+    top = read_document(path, problems, begin="nodes:")
+    if top is not None and not problems:
+        try:
+            return _nodes_of(top.plain())
+        except _Mistake as error:
+            problems.append((top.line_of(error.loc), str(error)))
+    raise ConfigError([f"{path}:{line}: {what}" for line, what in problems])
+
+
+class _Mistake(ValueError):
+    """A mistake in the file of the nodes, and the keys that lead to it."""
+
+    def __init__(self, what: str, *loc: int | str) -> None:
+        super().__init__(what)
+        self.loc = loc
+
+
+def _nodes_of(raw: Any) -> tuple[float | None, list[Server]]:
+    """Raises _Mistake."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("nodes"), list) or not raw["nodes"]:
+        raise _Mistake("there is no list 'nodes'; see monarch plan allocate --help", "nodes")
+    if unknown := sorted(map(str, raw.keys() - {"nodes", "source"})):
+        what = f"unknown key {unknown[0]!r}; there are nodes and source"
+        raise _Mistake(what, unknown[0])
+    servers: dict[str, Server] = {}
+    for number, group in enumerate(raw["nodes"]):
+        for server in _group_of(group, "nodes", number):
+            if server.name in servers:
+                raise _Mistake(f"the node {server.name} is listed twice", "nodes", number, "names")
+            servers[server.name] = server
+    if not servers:
+        raise _Mistake("no node is named", "nodes")
+    try:
+        source = float(parse_rate(str(raw["source"]))) if "source" in raw else None
+    except (UsageError, ValueError) as error:
+        raise _Mistake(str(error), "source") from error
+    if source == 0:
+        raise _Mistake("source is 0; leave it out if the source has no limit", "source")
+    return source, [*servers.values()]
+
+
+def _group_of(group: Any, *loc: int | str) -> list[Server]:
+    """The nodes of an item of the list. Raises _Mistake."""
+    if not isinstance(group, dict) or group.keys() != {"names", "gpus", "cores", "tier"}:
+        raise _Mistake("each of nodes has names, gpus, cores and tier", *loc)
+    names = group["names"]
+    if not isinstance(names, str):
+        what = f"names is {names!r}; write one text in quotes, like 'n[1-4]'"
+        raise _Mistake(what, *loc, "names")
+    for key in ("gpus", "cores"):
+        if type(group[key]) is not int or not 1 <= group[key] < 1 << 20:
+            raise _Mistake(f"{key} of {names} is {group[key]!r}", *loc, key)
+    key = "tier"
+    try:
+        tier = parse_bytes(str(group["tier"]))
+        key = "names"
+        expanded = expand_as_written(names)
+    except (UsageError, ValueError) as error:
+        raise _Mistake(str(error), *loc, key) from error
+    return [Server(name, group["gpus"], group["cores"], tier) for name in expanded]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from monarch.cli.plan import _read_nodes
+from monarch.cli.plan_nodes import read_nodes
 from monarch.peers.members import expand
 from tests.conftest import contents, require_fuse
 from tests.equipment import slurm
@@ -348,7 +348,7 @@ def test_the_nodes_of_a_plan_are_those_of_slurm(cluster: Cluster, tmp_path: Path
     assert sorted(named) == lab.nodes
     for each in nodes["nodes"]:
         assert (each["gpus"], each["cores"], each["tier"]) == (2, 8, 10**9)
-    budget, servers = _read_nodes(file)
+    budget, servers = read_nodes(file)
     assert budget is None and {each.name for each in servers} <= set(lab.nodes)
     # The nodes of this Slurm have no GPUs and no temporary disk.
     refused = lab.run(str(lab.directory / "monarch"), "plan", "nodes")
