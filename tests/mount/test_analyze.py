@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -195,7 +196,7 @@ def test_a_job_is_analysed_from_its_script_to_the_prediction(
     command = [sys.executable, "-c", TRAINED, str(mounted.path), "2", "0", "0"]
     done = monarch(
         *("analyze", "run", "--mount", str(mounted.path), "--iters", "10", "--repeat", "1"),
-        *("--x", "0", "--out", _out(monarch), "--", *command),
+        *("--most-repeat", "1", "--x", "0", "--out", _out(monarch), "--", *command),
         check=False,
         timeout_s=100,
     )
@@ -348,7 +349,8 @@ def test_the_rates_of_a_plan_are_measured_with_the_cores_and_the_share_asked_for
     begun = [line.split() for line in log.read_text().splitlines()]
     of_one = [["cached", "1"], ["real", "1"], ["synthetic", "1"], ["real", "1"]]
     assert begun[0] == ["fill", str(usable)]
-    assert is_quiet or begun[1:] == of_one
+    # On a busy machine a rate that varies is measured once more.
+    assert is_quiet or [run for run, _ in itertools.groupby(begun[1:])] == of_one
     assert all(map(all, found["measured"])) and len(found["verified"]) == int(checks)
     wait_until(lambda: measured(mounted) == [], "the limits have ended")
     assert len(os.sched_getaffinity(0)) == usable
