@@ -139,9 +139,9 @@ class DirectRequests:
         elif opcode == _IOCTL:
             datapath.answer_ioctl(unique, handlers.hint(details[0], Caller(pid, uid, gid)))
         elif opcode == _CREATE:
-            name, mode, flags = details
+            name, mode, umask, flags = details
             by = credentials_of(pid, uid, gid)
-            made, is_direct = await handlers.create(ino, name, mode, flags, by)
+            made, is_direct = await handlers.create(ino, name, mode, umask, flags, by)
             opened = _FOPEN_KEEP_CACHE | (_FOPEN_DIRECT_IO if is_direct else 0)
             datapath.answer_created(unique, made, valid_s=VALID_S, flags=opened)
         elif opcode == _SETATTR:
@@ -149,9 +149,9 @@ class DirectRequests:
             changed = await handlers.setattr(ino, by, **_wanted(*details))
             datapath.answer_attributes(unique, changed, valid_s=VALID_S)
         elif opcode == _MKDIR:
-            name, mode = details
+            name, mode, umask = details
             by = credentials_of(pid, uid, gid)
-            made = await handlers.make(ino, name, stat.S_IFDIR | stat.S_IMODE(mode), by)
+            made = await handlers.make(ino, name, stat.S_IFDIR | stat.S_IMODE(mode), umask, by)
             datapath.answer_name(unique, made, valid_s=VALID_S)
         else:
             await self._change_name(opcode, ino, credentials_of(pid, uid, gid), details)

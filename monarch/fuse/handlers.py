@@ -128,10 +128,10 @@ class Handlers:
     # -- changes ---------------------------------------------------------------------------------
 
     async def create(
-        self, parent: Ino, name: bytes, mode: int, flags: int, by: Credentials
+        self, parent: Ino, name: bytes, mode: int, umask: int, flags: int, by: Credentials
     ) -> tuple[Attributes, bool]:
         """A new file that is open, and whether its writes may bypass the kernel's page cache."""
-        made = await self.writing.operations.create(parent, name, mode=mode, by=by)
+        made = await self.writing.operations.create(parent, name, mode=mode, by=by, umask=umask)
         self._serve_attributes(parent)
         return made, self.is_direct(flags, made.mode)
 
@@ -156,6 +156,7 @@ class Handlers:
         parent: Ino,
         name: bytes,
         mode: int,
+        umask: int,
         by: Credentials,
         *,
         rdev: int = 0,
@@ -164,9 +165,11 @@ class Handlers:
         """A new entry that is not open."""
         operations = self.writing.operations
         if stat.S_IFMT(mode) in (0, stat.S_IFREG):
-            made = await operations.make_file(parent, name, mode=mode, by=by)
+            made = await operations.make_file(parent, name, mode=mode, by=by, umask=umask)
         else:
-            made = await operations.make(parent, name, mode=mode, by=by, rdev=rdev, target=target)
+            made = await operations.make(
+                parent, name, mode=mode, by=by, umask=umask, rdev=rdev, target=target
+            )
         self._serve_attributes(parent)
         return made
 

@@ -29,6 +29,8 @@ from monarch.posix.mounts import MONARCH_TYPE, MountedFileSystem, mount_table
 
 # The flags that libfuse uses, from linux/mount.h.
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
+# With it the kernel leaves the umask of the processes to the daemon.
+_MS_POSIXACL = 1 << 16
 _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -148,18 +150,20 @@ def _inside(path: str, directory: str) -> bool:
     return path.startswith(directory.rstrip("/") + "/")
 
 
-def mount(mountpoint: Path, name: str, *, allow_other: bool, writable: bool) -> int:
+def mount(mountpoint: Path, name: str, *, allow_other: bool, writable: bool, has_acls: bool) -> int:
     """Mounts; returns the descriptor of the FUSE device: the mount ends when it is closed. ``name``
     is shown as the device. Root mounts itself, others by fusermount3. Raises FuseError."""
     device = _open_device()
     mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
     options = f"fd={device},rootmode={mode:o},user_id={os.geteuid()},group_id={os.getegid()}"
     options += ",default_permissions" + (",allow_other" if allow_other else "")
+    flags = (0 if writable else _MS_RDONLY) | _MS_NOSUID | _MS_NODEV
+    flags |= _MS_POSIXACL if has_acls else 0
     done = _LIBC.mount(
         name.encode(),
         os.fsencode(mountpoint),
         MONARCH_TYPE.encode(),
-        ctypes.c_ulong((0 if writable else _MS_RDONLY) | _MS_NOSUID | _MS_NODEV),
+        ctypes.c_ulong(flags),
         options.encode(),
     )
     if done == 0:

@@ -216,7 +216,7 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
         made, direct_io = await self.handlers.create(
-            Ino(parent_inode), name, mode, flags, _caller(ctx)
+            Ino(parent_inode), name, mode, ctx.umask, flags, _caller(ctx)
         )
         return FileInfo(fh=made.ino, keep_cache=True, direct_io=direct_io), _entry(made)
 
@@ -250,21 +250,21 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
         handlers, parent = self.handlers, Ino(parent_inode)
-        return _entry(await handlers.make(parent, name, mode, _caller(ctx), rdev=rdev))
+        return _entry(await handlers.make(parent, name, mode, ctx.umask, _caller(ctx), rdev=rdev))
 
     @_answered
     async def mkdir(
         self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext
     ) -> EntryAttributes:
-        mode = stat.S_IFDIR | stat.S_IMODE(mode)
-        return _entry(await self.handlers.make(Ino(parent_inode), name, mode, _caller(ctx)))
+        parent, mode, by = Ino(parent_inode), stat.S_IFDIR | stat.S_IMODE(mode), _caller(ctx)
+        return _entry(await self.handlers.make(parent, name, mode, ctx.umask, by))
 
     @_answered
     async def symlink(
         self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext
     ) -> EntryAttributes:
         parent, mode, by = Ino(parent_inode), stat.S_IFLNK | 0o777, _caller(ctx)
-        return _entry(await self.handlers.make(parent, name, mode, by, target=target))
+        return _entry(await self.handlers.make(parent, name, mode, 0, by, target=target))
 
     @_answered
     async def link(

@@ -153,7 +153,11 @@ class Session:
         """Mounts; requests of the kernel wait until ``serve``. Raises FuseError."""
         name = self.source.decode("ascii", "backslashreplace")
         device = fuse = mount(
-            self.mountpoint, name, allow_other=self.allow_other, writable=self.writable
+            self.mountpoint,
+            name,
+            allow_other=self.allow_other,
+            writable=self.writable,
+            has_acls=self.operations.enable_acl,
         )
         try:
             if self.datapath is not None:

@@ -17,7 +17,8 @@ from monarch.namespace import listing as listings
 from monarch.namespace.overlay import Node
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.tree import Tree, first_name
-from monarch.posix.acl import NO_ACLS, Acls, limited
+from monarch.posix import acl
+from monarch.posix.acl import Acls
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 
 _KINDS = frozenset(
@@ -90,9 +91,9 @@ class Namespace(Tree):
 
     # -- the source ------------------------------------------------------------------------------
 
-    def refresh(self, ino: Ino, attributes: Attributes, acls: Acls = NO_ACLS) -> None:
-        """Records other attributes of the source, where the entry may exist again. What was set or
-        removed through the mount is kept."""
+    def refresh(self, ino: Ino, attributes: Attributes, acls: Acls | None = None) -> None:
+        """Records other attributes of the source, where the entry may exist again, and its access
+        control lists if they are known. What was set or removed through the mount is kept."""
         node = self.node(ino)
         if node is None:
             if ino in self._removed or ino >= WRITTEN_INO:
@@ -101,6 +102,8 @@ class Namespace(Tree):
             return
         else:
             node.follow(attributes)
+            if acls is not None and not (node.object or node.keeps_mode):
+                self._overlay.replace_xattrs(node, acl.with_acls(node.xattrs, acl.NO_ACLS))
             self._changed(node)
         self._known.refresh(ino, attributes, acls)
 
@@ -155,14 +158,16 @@ class Namespace(Tree):
         uid: int,
         gid: int,
         now_ns: int,
+        umask: int | None = None,
         rdev: int = 0,
         target: bytes = b"",
         object: int = 0,
         ino: Ino | None = None,
     ) -> Node:
         """A new inode of the kind in ``mode``: ``target`` of a symbolic link, ``rdev`` of a device,
-        ``object`` of a file. In a directory with the set-group-ID bit it gets that group. It gets
-        no rights that the default ACL of the directory does not give.
+        ``object`` of a file. In a directory with the set-group-ID bit it gets that group. The
+        default ACL of the directory, or else ``umask``, limits the mode, and the inode inherits the
+        ACL; None, as in a replay: the mode is final, and the caller sets the ACLs.
 
         Its number is the next one, or ``ino``, as in a replay. Raises Refused; ValueError if
         ``ino`` is used.
@@ -180,8 +185,10 @@ class Namespace(Tree):
             gid = directory.gid
             if is_dir:
                 mode |= stat.S_ISGID
-        if self.has_acls and kind != stat.S_IFLNK:
-            mode = limited(mode, self.acls(parent).default)
+        acls = acl.NO_ACLS
+        if umask is not None and kind != stat.S_IFLNK:
+            default = self.acls(parent).default if self.has_acls else b""
+            mode, acls = acl.inherited(default, mode, umask)
         size = _DIRECTORY_BYTES if is_dir else len(target)
         node = Node(
             ino=number,
@@ -198,6 +205,7 @@ class Namespace(Tree):
             blocks=size // 512 if is_dir else 0,
             target=target,
             object=object,
+            xattrs=acl.with_acls({}, acls),
             keeps_mode=True,
             keeps_owner=True,
             keeps_times=True,
@@ -236,6 +244,7 @@ class Namespace(Tree):
             raise Refused(errno.EMLINK)
         node, directory = self.copy_up(ino), self.copy_up(parent)
         self._put(parent, name, node)
+        _keep_acls(self, node, parent)
         node.is_separate = True
         node.nlink += 1
         node.ctime_ns = now_ns
@@ -345,6 +354,7 @@ class Namespace(Tree):
         self._free(parent, name)
         del node.names[parent, name]
         self._put(to_parent, to_name, node)
+        _keep_acls(self, node, to_parent)
         node.is_separate = True
         node.parent = first_name(node)[0]
         node.ctime_ns = now_ns
@@ -553,6 +563,14 @@ def _node_of(now: Attributes, ino: Ino, parent: Ino, *, nlink: int, target: byte
         source_ino=now.source_ino,
         target=target,
     )
+
+
+def _keep_acls(names: Namespace, node: Node, parent: Ino) -> None:
+    """Records of a file that has no ACL that it gets none in its new directory: the drain may make
+    it there, where the source would give it one."""
+    has_none = names.has_acls and node.object and not names.acls(node.ino).access
+    if has_none and names.acls(parent).default:
+        names.have_xattrs(node, {**node.xattrs, acl.ACCESS: b""})
 
 
 def _count(directory: Node, is_dir: bool) -> None:

@@ -36,13 +36,15 @@ class SourceView:
         if ino < WRITTEN_INO:
             self._differs(ino)
 
-    def refresh(self, ino: Ino, attributes: Attributes, acls: Acls = NO_ACLS) -> None:
-        """Records attributes of the source that differ; the entry may exist again."""
+    def refresh(self, ino: Ino, attributes: Attributes, acls: Acls | None = None) -> None:
+        """Records attributes of the source that differ; the entry may exist again. Its access
+        control lists stay if None are given."""
         self.differs(ino)
         self.gone.discard(ino)
         parent = attributes.parent if ino >= WRITTEN_INO else self.snapshot.attributes(ino).parent
         self.refreshed[ino] = replace(attributes, ino=ino, parent=parent)
-        self._acls[ino] = acls
+        if acls is not None:
+            self._acls[ino] = acls
 
     def forget(self, ino: Ino) -> None:
         self.differs(ino)

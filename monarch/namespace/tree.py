@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from monarch.errors import MonarchError, Refused
@@ -19,6 +20,8 @@ from monarch.namespace.listing import ADDED_INDEX, REMOVED, Listings, Named
 from monarch.namespace.overlay import Node, Overlay, xattr_bytes
 from monarch.namespace.snapshot import Snapshot, resolve, walk
 from monarch.namespace.source_view import SourceView
+from monarch.posix import acl
+from monarch.posix.acl import Acls
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 
 # Memory of an inode of the snapshot that was removed, in bytes.
@@ -54,8 +57,7 @@ class Tree:
         self._overlay = Overlay(self._known, self._listings, first_ino=first_ino, spill=spill)
         # Inodes of the snapshot that lost all names through the mount.
         self._removed: set[Ino] = set()
-        # The access control lists of an entry, without its mode (posix/acl.py).
-        self.acls = self._known.acls
+        self.acls = partial(_acls, self._overlay, self._known)
         self.node = self._overlay.get
         self.nodes = self._overlay.all
         self.is_written = self._overlay.has
@@ -353,3 +355,11 @@ def first_name(node: Node) -> Named:
     for named in node.names:
         return named
     raise Refused(errno.ENOENT)
+
+
+def _acls(overlay: Overlay, known: SourceView, ino: Ino) -> Acls:
+    """The access control lists of an entry, without its mode (posix/acl.py)."""
+    node = overlay.peek(ino)
+    if node is None or node.xattrs.keys().isdisjoint(acl.NAMES):
+        return known.acls(ino)
+    return Acls(*(node.xattrs.get(name, b"") for name in acl.NAMES))

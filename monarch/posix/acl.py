@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import struct
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from monarch.posix.credentials import Credentials
@@ -78,13 +80,21 @@ def narrowed(mode: int, acls: Acls) -> int:
     return mode & ~0o070 if acls.access else mode
 
 
-def limited(mode: int, default: bytes) -> int:
-    """``mode`` of a new entry, with no more rights than the default ACL of its directory gives."""
+def inherited(default: bytes, mode: int, umask: int) -> tuple[int, Acls]:
+    """The mode and the ACLs of a new entry with ``mode`` in a directory with the default ACL
+    ``default``, which may be empty (acl(5)). With one, the umask of the process is ignored."""
     bits = {tag: bits for tag, bits, _ in _entries(default) or ()}
     if not {_OWNER, _GROUP_OWNER, _OTHERS} <= bits.keys():
-        return mode
-    group = bits[_GROUP_OWNER] & bits.get(_MASK, 7)
-    return mode & (~0o777 | bits[_OWNER] << 6 | group << 3 | bits[_OTHERS])
+        return mode & ~umask, NO_ACLS
+    group = bits.get(_MASK, bits[_GROUP_OWNER])
+    mode &= ~0o777 | bits[_OWNER] << 6 | group << 3 | bits[_OTHERS]
+    return mode, Acls(stored(default), default if stat.S_ISDIR(mode) else b"")
+
+
+def with_acls(xattrs: Mapping[bytes, bytes], acls: Acls) -> dict[bytes, bytes]:
+    """Extended attributes with the ACLs that are not empty, in place of others."""
+    others = {name: value for name, value in xattrs.items() if name not in NAMES}
+    return others | {name: acl for name, acl in zip(NAMES, acls, strict=True) if acl}
 
 
 def allows(access: bytes, mode: int, *, uid: int, gid: int, by: Credentials, wanted: int) -> bool:

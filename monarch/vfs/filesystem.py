@@ -232,7 +232,8 @@ class ExtendedAttributes:
         if self._writing is None:
             return lists + [it for it in self.of_source(ino) if not it.startswith(_OURS)]
         there = await self._writing.xattrs_elsewhere(ino)
-        return lists + (list(there) if there is not None else self._writing.xattrs(ino))
+        others = there if there is not None else self._writing.xattrs(ino)
+        return lists + [it for it in others if it not in acl.NAMES]
 
     def _acl(self, ino: Ino, name: bytes) -> bytes:
         if not self._names.has_acls:

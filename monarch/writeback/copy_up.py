@@ -17,6 +17,7 @@ import trio
 from monarch.errors import Refused, SourceChanged
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
+from monarch.posix import acl
 from monarch.posix.credentials import Credentials
 from monarch.posix.files import copy_data
 from monarch.tiers.source import Source, identity_of
@@ -173,8 +174,8 @@ class CopyUp:
             self._names.have_xattrs(node, applied(there, changes))
             node.removed_xattrs, node.undrained = frozenset(), 0
             node.undrained_mtimes = None
-        elif not node.xattrs:
-            self._names.have_xattrs(node, there)
+        elif node.xattrs.keys() <= {*acl.NAMES}:
+            self._names.have_xattrs(node, {**node.xattrs, **there})
 
     async def _place_for(self, ino: Ino, by: Credentials) -> tuple[int, int, int]:
         """The number and the descriptor of a new object, and -1; or, if the tier has no room for

@@ -93,8 +93,10 @@ class WriteOperations:
             await trio.sleep(pause_s)
         raise Refused(errno.ETXTBSY)
 
-    async def create(self, parent: Ino, name: bytes, *, mode: int, by: Credentials) -> Attributes:
-        """A new regular file that is open."""
+    async def create(
+        self, parent: Ino, name: bytes, *, mode: int, by: Credentials, umask: int = 0
+    ) -> Attributes:
+        """A new regular file that is open. ``umask`` is that of the process."""
         path = self._gate.require_covered(parent, name)
         if self._names.lookup(parent, name) is not None:
             raise Refused(errno.EEXIST)
@@ -121,6 +123,7 @@ class WriteOperations:
                 uid=by.uid,
                 gid=by.gid,
                 now_ns=file_now_ns(),
+                umask=umask,
                 object=number,
             )
         except BaseException:
@@ -139,6 +142,7 @@ class WriteOperations:
         *,
         mode: int,
         by: Credentials,
+        umask: int = 0,
         rdev: int = 0,
         target: bytes = b"",
     ) -> Attributes:
@@ -162,6 +166,7 @@ class WriteOperations:
             uid=by.uid,
             gid=by.gid,
             now_ns=file_now_ns(),
+            umask=umask,
             rdev=rdev,
             target=target,
         )
@@ -170,10 +175,10 @@ class WriteOperations:
         return self._names.attributes(node.ino)
 
     async def make_file(
-        self, parent: Ino, name: bytes, *, mode: int, by: Credentials
+        self, parent: Ino, name: bytes, *, mode: int, by: Credentials, umask: int = 0
     ) -> Attributes:
         """A new regular file that is not open: mknod."""
-        attributes = await self.create(parent, name, mode=mode, by=by)
+        attributes = await self.create(parent, name, mode=mode, by=by, umask=umask)
         self._files.release(attributes.ino)
         return attributes
 
@@ -191,6 +196,7 @@ class WriteOperations:
                 gid=node.gid,
                 rdev=node.rdev,
                 mtime_ns=node.mtime_ns,
+                xattrs=dict(node.xattrs),
                 by=by,
             )
         )

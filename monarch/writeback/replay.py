@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
+from monarch.posix import acl
 from monarch.types import WRITTEN_INO, Identity, Ino
 from monarch.writeback.op import Op
 
@@ -214,6 +215,9 @@ class _Replayed:
         found = self._names.lookup(parent, name)
         kind = {"mkdir": stat.S_IFDIR, "symlink": stat.S_IFLNK}.get(op.kind)
         mode = op.mode or 0
+        if not self._names.has_acls:
+            # The kernel does not check the list: the bits of its mask are not the group's.
+            mode = acl.narrowed(mode, acl.Acls(op.xattrs.get(acl.ACCESS) or b""))
         if kind is None:
             kind = stat.S_IFMT(mode) or stat.S_IFREG
         if found is not None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Container
 from contextlib import suppress
 
+from monarch.posix import acl
 from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import closing_fd
 from monarch.text import errno_words
@@ -45,11 +47,12 @@ class SourceAttributes:
     def set(self, fd: int, op: Op) -> None:
         """Set all attributes that ``op`` names, with the rights of the thread. Raises OSError."""
         has_owner = self._set_owner(fd, op)
-        if op.xattrs:
-            # Set before the mode, which may remove the right to set them.
-            self._set_xattrs(fd, op)
+        # Set before the mode, which may remove the right to set them.
+        refused = self._set_xattrs(fd, op) if op.xattrs else ()
         if op.mode is not None and not stat.S_ISLNK(os.fstat(fd).st_mode):
             mode = stat.S_IMODE(op.mode)
+            if acl.ACCESS in refused:
+                mode = acl.narrowed(mode, acl.Acls(op.xattrs[acl.ACCESS] or b""))
             if not has_owner:
                 # Set-ID bits would give the rights of the wrong user.
                 mode &= ~SPECIAL_BITS
@@ -99,9 +102,15 @@ class SourceAttributes:
             return False
         return True
 
-    def _set_xattrs(self, fd: int, op: Op) -> None:
-        # Removals first: they make room.
-        for name, value in sorted(op.xattrs.items(), key=lambda item: item[1] is not None):
+    def _set_xattrs(self, fd: int, op: Op) -> Container[bytes]:
+        """Returns the names of those that the source does not take."""
+        refused = set()
+
+        def order(item: tuple[bytes, bytes | None]) -> tuple[bool, bool]:
+            # Removals first: they make room. ACLs last: they may remove the right to set others.
+            return item[1] is not None, item[0] in acl.NAMES
+
+        for name, value in sorted(op.xattrs.items(), key=order):
             try:
                 if value is not None:
                     os.setxattr(path_of(fd), name, value)
@@ -114,8 +123,10 @@ class SourceAttributes:
                 if error.errno != errno.ENODATA:
                     self._raise_if_supported("extended attributes", error, op)
                     self._log.note_dropped(op.path, name, errno_words(error.errno))
+                    refused.add(name)
                     continue
             self._log.note_taken(op.path, name)
+        return refused
 
     def _raise_if_supported(self, what: str, error: OSError, op: Op) -> None:
         if error.errno not in NOT_SUPPORTED:

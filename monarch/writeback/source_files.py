@@ -335,7 +335,7 @@ class SourceFiles:
             return False
         node.follow_all()
         ino = node.ino
-        self._names.refresh(ino, self._names.stored(ino), self._names.acls(ino))
+        self._names.refresh(ino, self._names.stored(ino))
         with suppress(Refused, SourceError):
             await self.look_again(ino)
         return True

@@ -95,7 +95,7 @@ class UndrainedAttributes:
             ctime_ns=now.ctime_ns,
             source_ino=now.source_ino,
         )
-        self._names.refresh(ino, fresh, self._names.acls(ino))
+        self._names.refresh(ino, fresh)
 
     def take_up(
         self,

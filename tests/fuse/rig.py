@@ -133,7 +133,7 @@ class Rig:
         return self.send(Op.OPEN, node, wire.OPEN_IN.pack(flags, 0), pid=pid, uid=uid)
 
     def send_create(self, name: bytes, *, pid: int = 0) -> int:
-        body = wire.CREATE_IN.pack(os.O_WRONLY | os.O_CREAT, 0o100600, 0, 0) + name + b"\0"
+        body = wire.CREATE_IN.pack(os.O_WRONLY | os.O_CREAT, 0o100600, 0o022, 0) + name + b"\0"
         return self.send(Op.CREATE, 1, body, pid=pid)
 
     def send_write(

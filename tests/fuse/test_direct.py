@@ -116,7 +116,9 @@ async def test_each_request_reaches_its_handler_and_its_answer_the_kernel(made: 
         entry = await ask(made, Op.LOOKUP, NEW, b"name\0")
         alone = await ask(made, Op.GETATTR, NEW, bytes(16))
         changed = await ask(made, Op.SETATTR, NEW, setattr_in)
-        made_here = await ask(made, Op.MKDIR, 1, bytes([0xED, 1, 0, 0]) + bytes(4) + b"d\0")
+        made_here = await ask(
+            made, Op.MKDIR, 1, bytes([0xED, 1, 0, 0]) + bytes([0o022, 0, 0, 0]) + b"d\0"
+        )
         without = [
             await ask(made, Op.UNLINK, 1, b"a\0"),
             await ask(made, Op.RMDIR, 1, b"d\0"),
@@ -140,7 +142,7 @@ async def test_each_request_reaches_its_handler_and_its_answer_the_kernel(made: 
                 "mtime_ns": 5 * 10**9 + 6,
             },
         ),
-        ("make", 1, b"d", stat.S_IFDIR | 0o755, BY),
+        ("make", 1, b"d", stat.S_IFDIR | 0o755, 0o022, BY),
         ("unlink", 1, b"a", BY),
         ("rmdir", 1, b"d", BY),
         ("rename", 1, b"old", 8, b"new", 0, BY),
@@ -253,7 +255,10 @@ async def test_a_file_that_is_created_is_open_and_served_from_its_object(
     os.close(fd)
     assert (tmp_path / "object").read_bytes() == b"bytes"
     flags_asked = os.O_WRONLY | os.O_CREAT
-    assert fakes.calls == [("create", 1, b"new", 0o100600, flags_asked, BY), ("release", NEW)]
+    assert fakes.calls == [
+        ("create", 1, b"new", 0o100600, 0o022, flags_asked, BY),
+        ("release", NEW),
+    ]
     assert made.datapath.open_files() == 0
 
 

@@ -187,35 +187,6 @@ def test_a_change_of_the_mode_through_the_mount_changes_the_mask(
     mounted.umount()
 
 
-@needs_root
-@pytest.mark.promise(20)
-@pytest.mark.modes("python", "relay")
-def test_a_new_entry_gets_no_rights_that_the_default_list_of_its_directory_does_not_give(
-    monarch: MonarchCommand, tree: Tree
-) -> None:
-    source = tree({"private/file": b"x", "plain/file": b"x"})
-    listed = acl(0o700, (NAMED_USER, ALICE, 7), group=5)
-    os.setxattr(source / "private", DEFAULT, listed)
-    mounted = monarch.mount(source, options=["allow_other", "write=absorb"])
-    before = os.umask(0)
-    try:
-        for name in ("private", "plain"):
-            (mounted.path / name / "new").write_bytes(b"1")
-            (mounted.path / name / "made").mkdir()
-    finally:
-        os.umask(before)
-    expected = {"private/new": 0o640, "private/made": 0o750, "plain/new": 0o666}
-    shown = {name: stat.S_IMODE((mounted.path / name).stat().st_mode) for name in expected}
-    assert shown == expected
-    mounted.umount()
-    there = {name: stat.S_IMODE((source / name).stat().st_mode) for name in expected}
-    assert there == expected
-    # The kernel limits what the list gives by the mask, which is the group's part of the mode.
-    assert xattrs(source / "private/new")[ACCESS] == acl(
-        0o640, (NAMED_USER, ALICE, 7), group=5, mask=4
-    )
-
-
 @pytest.mark.promise(95)
 @pytest.mark.finding("C2")
 @pytest.mark.parametrize("listed", [False, True], ids=["without lists", "with lists"])

@@ -132,6 +132,10 @@ static void agree_on_answers(struct datapath *dp, struct out_header *header) {
     /* Without PARALLEL_DIROPS, lookups in one directory wait for each other. The kernel ignores
      * unknown flags. */
     out->flags |= INIT_PARALLEL_DIROPS | INIT_CACHE_SYMLINKS;
+    /* In a directory with a default access control list the umask does not count: Python applies
+     * it. */
+    if (dp->names.acl_count)
+        out->flags |= INIT_DONT_MASK;
     /* Without these flags the kernel removes set-ID bits with a SETATTR, which Python sees. */
     out->flags &= ~(uint32_t)(INIT_HANDLE_KILLPRIV | INIT_HANDLE_KILLPRIV_V2);
     /* A message must fit into our buffers, and into the socket to Python, which only root may

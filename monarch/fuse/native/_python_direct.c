@@ -17,11 +17,11 @@ static PyObject *details_of(const struct in_header *request) {
     switch (request->opcode) {
     case OP_CREATE: {
         const struct create_in *in = body;
-        return Py_BuildValue("(yII)", (const char *)(in + 1), in->mode, in->flags);
+        return Py_BuildValue("(yIII)", (const char *)(in + 1), in->mode, in->umask, in->flags);
     }
     case OP_MKDIR: {
         const struct mkdir_in *in = body;
-        return Py_BuildValue("(yI)", (const char *)(in + 1), in->mode);
+        return Py_BuildValue("(yII)", (const char *)(in + 1), in->mode, in->umask);
     }
     case OP_RENAME: {
         const struct rename_in *in = body;

@@ -53,6 +53,7 @@ enum open_flag {
 
 /* Flags of INIT; the second word counts from bit 32. */
 enum {
+    INIT_DONT_MASK = 1 << 6,
     INIT_NO_OPEN_SUPPORT = 1 << 17,
     INIT_PARALLEL_DIROPS = 1 << 18,
     INIT_HANDLE_KILLPRIV = 1 << 19,
