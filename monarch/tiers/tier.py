@@ -37,7 +37,7 @@ import xxhash
 
 from monarch.errors import TierError
 from monarch.posix import failpoints
-from monarch.posix.files import closing_fd, sync_file_system
+from monarch.posix.files import closing_fd, keep_no_access_times, sync_file_system
 from monarch.posix.openat2 import kind_of_file_system
 from monarch.posix.private_directory import Lock
 from monarch.text import MiB
@@ -123,6 +123,8 @@ class Tier:
         for needed in ("stage", name):
             with suppress(FileExistsError):
                 os.mkdir(needed, 0o700, dir_fd=self._root)
+            with closing_fd(os.open(needed, DIRECTORY, dir_fd=self._root)) as made:
+                keep_no_access_times(made)
         if self._generation >= 0:
             os.close(self._generation)
         self._generation = os.open(name, DIRECTORY, dir_fd=self._root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -24,6 +25,8 @@ from monarch.types import Identity, Ino
 from tests.equipment.mounts import kind_of_file_system
 
 MIB = 1 << 20
+# FS_IOC_GETFLAGS and FS_NOATIME_FL of linux/fs.h
+GET_FLAGS, NO_ACCESS_TIME = 0x80086601, 0x80
 
 
 @pytest.fixture
@@ -413,3 +416,19 @@ def test_files_of_an_earlier_version_are_moved_to_the_mount_that_knows_them(
 
 def die() -> None:
     raise KeyboardInterrupt
+
+
+def test_a_read_of_a_copy_writes_no_access_time(tier: Tier) -> None:
+    def flags_of(path: Path) -> int:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            return int.from_bytes(fcntl.ioctl(fd, GET_FLAGS, bytes(8))[:4], "little")
+        finally:
+            os.close(fd)
+
+    try:
+        flags_of(tier.path)
+    except OSError as error:
+        pytest.skip(f"the file system of the tier has no flags: {error}")
+    put(tier, 7, b"data")
+    assert flags_of(path_of(tier, 7)) & NO_ACCESS_TIME
