@@ -12,11 +12,11 @@ from scripts.benchmark.rows import BenchError, measure
 
 
 class FakeBench:
-    """Profiles by the limit of the source; with a tier for less than all, of the advised tier."""
+    """Profiles by the limit of the source, and the fetch stall with the advised tier."""
 
-    def __init__(self, fast: str, slow: str, rate: float, tier: int | None = 500) -> None:
+    def __init__(self, fast: str, slow: str, left: float, tier: int | None = 500) -> None:
         self._verdicts = {0: fast, stalls.SLOW_MB_S: slow}
-        self._rate = rate
+        self._left = left
         self._tier = tier
         self.asked: list[tuple[int, int]] = []
 
@@ -25,10 +25,13 @@ class FakeBench:
 
     def profile(self, *, limit: int, capacity: int) -> dict[str, Any]:
         self.asked.append((limit, capacity))
-        rate = self._rate if capacity < 1000 else 10.0
-        shares = [{"rate": 4.0, "fetch_stall": 0.6}, {"rate": rate}]
+        shares = [{"rate": 4.0, "fetch_stall": 0.6}]
         result = {"verdict": self._verdicts[limit], "shares": shares, "smallest_tier": self._tier}
         return {"result": result}
+
+    def stall(self, *, limit: int, capacity: int) -> float:
+        self.asked.append((limit, capacity))
+        return self._left
 
 
 def verdicts(bench: Any) -> list[str]:
@@ -37,14 +40,14 @@ def verdicts(bench: Any) -> list[str]:
 
 
 def test_a_job_must_be_called_what_it_is_and_the_advice_must_help() -> None:
-    bench = FakeBench("prep-bound", "fetch-bound", 9.8)
+    bench = FakeBench("prep-bound", "fetch-bound", 0.02)
     assert verdicts(bench) == ["good", "good", "", "good"]
     # Each profile is measured once a round.
     assert bench.asked == [(0, 1000), (20, 1000), (20, 500)] * 3
-    assert verdicts(FakeBench("unsure", "prep-bound", 9.0)) == ["missed", "missed", "", "missed"]
+    assert verdicts(FakeBench("unsure", "prep-bound", 0.1)) == ["missed", "missed", "", "missed"]
 
 
 def test_an_analysis_without_advice_is_an_error() -> None:
     with pytest.raises(BenchError, match="names no size"):
-        verdicts(FakeBench("prep-bound", "fetch-bound", 9.0, tier=None))
+        verdicts(FakeBench("prep-bound", "fetch-bound", 0.1, tier=None))
     assert parsed(["stalls", "--quick"]).files == 1200

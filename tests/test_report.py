@@ -68,7 +68,7 @@ def many_epochs() -> Figures:
 def result() -> Result:
     share = ShareResult(0.0, 0.01, 15.1, 15.2, 0.01, 0.76, 7.0, 0.02, 0.01)
     return Result(
-        *("fetch-bound", "it waits 76% of its time for files", 65.0, 0.01, 0.01, [share]),
+        *("fetch-bound", "it waits 76% of its time for files", [], 65.0, 0.01, 0.01, [share]),
         *(4, 2, 3.5e6, 100, 3.5e8, "serial", 0.046, 0.85, 21 * MiB),
     )
 
