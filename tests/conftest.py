@@ -28,7 +28,7 @@ import pytest
 from tests.equipment import forkserver, modes
 from tests.equipment.forkserver import ForkServer
 from tests.equipment.mounts import mounts
-from tests.equipment.processes import is_running
+from tests.equipment.processes import is_running, waits_in
 from tests.equipment.waiting import becomes_true, wait_until
 
 # Each process that a test starts inherits these, so it can be found however it daemonised. The run
@@ -480,10 +480,11 @@ class MonarchCommand:
     def _end_processes(self) -> list[str]:
         becomes_true(lambda: not processes(_TEST_VARIABLE, self.case))
         left = processes(_TEST_VARIABLE, self.case)
+        where = {pid: waits_in(pid) for pid in left}
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return [f"process {pid} was left: {command}" for pid, command in left.items()]
+        return [f"process {pid} was left: {what} {where[pid]}" for pid, what in left.items()]
 
     def _trouble_in_logs(self) -> list[str]:
         problems = []

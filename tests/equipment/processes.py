@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
+
+from tests.equipment.waiting import wait_until
 
 
 def is_running(pid: int) -> bool:
@@ -14,6 +18,28 @@ def is_running(pid: int) -> bool:
         return state not in ("Z", "X") or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
+
+
+def stop(pid: int) -> None:
+    """Stops a process with all its threads. Until a thread gets the signal it may take a request
+    of the kernel that it does not answer, and who waits for that answer cannot be killed."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+
+    def is_stopped() -> bool:
+        states = [(task / "stat").read_text().rpartition(")")[2] for task in tasks.iterdir()]
+        return all(state.split()[0] == "T" for state in states)
+
+    wait_until(is_stopped, f"process {pid} stops")
+
+
+def waits_in(pid: int) -> str:
+    """Where the threads of a process wait in the kernel, for a report; empty without the right."""
+    lines = []
+    for stack in Path(f"/proc/{pid}/task").glob("*/stack"):
+        with suppress(OSError):
+            lines.append(f"{stack.parent.name}: {' '.join(stack.read_text().split())}")
+    return "; ".join(lines)
 
 
 def status_field(pid: int, name: str) -> int:

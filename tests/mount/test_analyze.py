@@ -19,7 +19,7 @@ import pytest
 
 from monarch.frameworks.job_limits import JobLimits
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
-from tests.equipment.processes import is_running
+from tests.equipment.processes import is_running, stop
 from tests.equipment.waiting import wait_until
 from tests.mount.command import needs_fuse, needs_root, one_line
 from tests.mount.measured_job import LIMITED, PREPARED, TRAINED
@@ -313,7 +313,7 @@ def test_a_job_that_cannot_be_measured_is_named(
 def test_a_mount_that_does_not_answer_is_not_waited_for(
     monarch: MonarchCommand, mounted: Mounted
 ) -> None:
-    os.kill(mounted.pid, signal.SIGSTOP)
+    stop(mounted.pid)
     try:
         for command in (("analyze", "run", "--out"), ("plan", "profile", "job", "-o")):
             mount = ("--mount", str(mounted.path), "--", "true")

@@ -22,6 +22,7 @@ from monarch.frameworks.checkpoint import Checkpointer
 from monarch.writeback.journal import Journal
 from tests.conftest import MonarchCommand, Mounted, Tree, contents, mounts
 from tests.equipment import slowfs
+from tests.equipment.processes import stop
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_fuse, start, wait_until
 from tests.mount.observe import account, ended, objects_in
@@ -489,7 +490,7 @@ def test_a_mount_that_is_read_only_is_asked_for_nothing(
     assert mount.files() == {}
     assert mount.ckpt("wait")["drained"]
     # Not even for an answer: its daemon is stopped.
-    os.kill(mount.mounted.pid, signal.SIGSTOP)
+    stop(mount.mounted.pid)
     ending = start(monarch, "umount", str(mount.mounted.path))
     try:
         wait_until(
