@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,7 +189,7 @@ def test_a_directory_that_another_command_removes_before_it_is_locked_is_made_ag
     def removed(prefix: str) -> str:
         made.append(Path(mkdtemp(prefix=prefix)))
         if len(made) == 1:
-            job_runs._remove_if_left(made[0])
+            job_runs.remove_if_left(made[0], job_runs._OPEN, shutil.rmtree)
         return str(made[-1])
 
     monkeypatch.setattr(tempfile, "mkdtemp", removed)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -16,6 +18,7 @@ from monarch.cli.json_files import read_json
 from monarch.cli.written_files import replace_whole, require_writable
 from monarch.errors import UsageError
 from monarch.posix.files import closing_fd
+from monarch.posix.unfinished import is_locked, remove_if_left
 
 CONTENT = "a page of ü\n" * 1000
 
@@ -28,8 +31,8 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(
     assert out.read_text("utf-8") == CONTENT
     write_new = written_files._write_new
 
-    def half(path: Path, content: bytes, mode: int | None) -> None:
-        write_new(path, content[: len(content) // 2], mode)
+    def half(file: BinaryIO, content: bytes, mode: int | None) -> None:
+        write_new(file, content[: len(content) // 2], mode)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(written_files, "_write_new", half)
@@ -55,10 +58,53 @@ def test_a_file_keeps_its_mode_and_a_link_beside_it_is_not_followed(tmp_path: Pa
     replace_whole(out, "new")
     assert (out.read_text(), victim.read_text()) == ("new", "mine")
     assert stat.S_IMODE(out.stat().st_mode) == 0o604 and not part.is_symlink()
-    part.symlink_to(victim)
-    with pytest.raises(FileExistsError):
-        written_files._write_new(part, b"new", None)
-    assert victim.read_text() == "mine"
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from monarch.cli import written_files
+def killed(file, content, mode):
+    file.write(content[:1])
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+written_files._write_new = killed
+written_files.replace_whole(Path(sys.argv[1]), "new")
+"""
+
+
+def test_what_a_killed_command_has_left_is_removed_and_what_another_one_writes_is_not(
+    tmp_path: Path,
+) -> None:
+    out, victim = tmp_path / "page.html", tmp_path / "victim"
+    victim.write_text("mine")
+    killed = subprocess.run([sys.executable, "-c", _KILLED, str(out)])
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".monarch.*.part"))) == 1
+    running, link = tmp_path / ".monarch.1.part", tmp_path / ".monarch.2.part"
+    link.symlink_to(victim)
+    with written_files._locked_part(running):
+        replace_whole(out, "new")
+        assert set(tmp_path.iterdir()) == {out, victim, running, link}
+    assert (out.read_text(), victim.read_text()) == ("new", "mine")
+    replace_whole(out, "newer")
+    assert set(tmp_path.iterdir()) == {out, victim, link}
+
+
+def test_a_part_that_another_command_removes_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def removed(path: Path, fd: int) -> bool:
+        if not seen:
+            remove_if_left(path, os.O_RDWR, os.unlink)
+        seen.append(is_locked(path, fd))
+        return seen[-1]
+
+    monkeypatch.setattr(written_files, "is_locked", removed)
+    replace_whole(tmp_path / "page.html", CONTENT)
+    assert seen == [False, True] and (tmp_path / "page.html").read_text("utf-8") == CONTENT
 
 
 def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import shlex
@@ -33,10 +32,10 @@ from monarch.cli.output import remark
 from monarch.control.registry import process_started, process_stat
 from monarch.errors import MonarchError, NotMountedError, UsageError
 from monarch.posix.bounded_calls import BoundedCalls
-from monarch.posix.files import closing_fd
 from monarch.posix.mounts import MONARCH_TYPE, is_dead, mount_table
 from monarch.posix.processes import process_space
 from monarch.posix.signals import Interruption, interruptible_where_heeded
+from monarch.posix.unfinished import is_locked, remove_if_left
 from monarch.text import MiB, escape_text
 from monarch.types import Progress
 
@@ -227,7 +226,7 @@ def _own_directory() -> Iterator[Path]:
     of commands that were killed on this node are removed before."""
     prefix = f"monarch-analyze-{socket.gethostname()}-"
     for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
-        _remove_if_left(left)
+        remove_if_left(left, _OPEN, shutil.rmtree)
     lock = None
     while lock is None:
         directory = Path(tempfile.mkdtemp(prefix=prefix))
@@ -240,26 +239,13 @@ def _own_directory() -> Iterator[Path]:
 
 
 def _locked(directory: Path) -> int | None:
-    """A descriptor with a lock on a new directory, which the kernel releases when this process
-    dies. None if another command has removed it before, as that of a killed one."""
+    """A descriptor with a lock on a new directory; None if another command has removed it."""
     with suppress(FileNotFoundError):
         fd = os.open(directory, _OPEN)
-        # Some file systems have no locks: there the directory stays if this process is killed.
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), os.stat(directory)):
-                return fd
+        if is_locked(directory, fd):
+            return fd
         os.close(fd)
     return None
-
-
-def _remove_if_left(directory: Path) -> None:
-    """Removes a directory of this user if the process that has made it was killed."""
-    with suppress(OSError), closing_fd(os.open(directory, _OPEN)) as fd:
-        if os.fstat(fd).st_uid == os.geteuid():
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory)
 
 
 @contextmanager

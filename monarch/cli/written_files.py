@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
+
+from monarch.posix.unfinished import is_locked, remove_if_left
 
 
 def require_writable(out: Path) -> None:
@@ -36,19 +39,31 @@ def _replace(out: Path, content: bytes) -> None:
         out.write_bytes(content)
         return
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+    for left in target.parent.glob(".monarch.*.part"):
+        remove_if_left(left, os.O_RDWR | os.O_NONBLOCK, os.unlink)
     part = target.with_name(f".monarch.{os.getpid()}.part")
-    part.unlink(missing_ok=True)
-    try:
-        _write_new(part, content, mode)
-        part.replace(target)
-    finally:
+    with _locked_part(part) as file:
+        try:
+            _write_new(file, content, mode)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _locked_part(part: Path) -> BinaryIO:
+    """Makes a file. In a directory of all users another one may have made a link of this name: it
+    is not followed. Raises OSError."""
+    while True:
         part.unlink(missing_ok=True)
+        file = part.open("xb")
+        if is_locked(part, file.fileno()):
+            return file
+        file.close()
 
 
-def _write_new(path: Path, content: bytes, mode: int | None) -> None:
-    """Makes a file, with ``mode`` unless it is None. In a directory of all users another one may
-    have made a link of this name: it is not followed. Raises OSError."""
-    with path.open("xb") as file:
-        if mode is not None:
-            os.fchmod(file.fileno(), mode)
-        file.write(content)
+def _write_new(file: BinaryIO, content: bytes, mode: int | None) -> None:
+    """Writes a file, and sets ``mode`` unless it is None. Raises OSError."""
+    if mode is not None:
+        os.fchmod(file.fileno(), mode)
+    file.write(content)
+    file.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from click.testing import CliRunner, Result
@@ -62,8 +63,8 @@ def test_a_profile_that_cannot_be_written_as_a_whole_leaves_the_one_before(
     out.chmod(0o640)
     write_new = written_files._write_new
 
-    def half(path: Path, content: bytes, mode: int | None) -> None:
-        write_new(path, content[: len(content) // 2], mode)
+    def half(file: BinaryIO, content: bytes, mode: int | None) -> None:
+        write_new(file, content[: len(content) // 2], mode)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
