@@ -253,7 +253,7 @@ class Datapath:
         self._native.drop_part(ino)
 
     def watch(self, ino: Ino, offset: int) -> None:
-        """Sends reads of a bound inode from ``offset`` on to Python; 0 ends this."""
+        """Sends reads of a bound inode that end behind ``offset`` to Python; 0 ends this."""
         self._native.watch(ino, offset)
 
     def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool) -> bool:

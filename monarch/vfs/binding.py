@@ -58,7 +58,7 @@ class Binding:
     the source is offered for a copy again at ``offer_s`` of the loop's clock, then after
     ``pause_s``. ``copy`` is the origin of ``fd``. ``is_watched``: its first reads decide how it is
     copied. ``has_old_pages``: at its first open the kernel may have had pages of another version,
-    or its pages must not be used. ``job`` is measured, so its reads of the source come here.
+    or its pages must not be used. ``job`` is measured, so all reads of the source come here.
     ``opener`` was the last process that opened the file, if it is known.
     ``is_shared``: other nodes may give bytes in the place of ``file``, so all reads come here.
     """
@@ -206,6 +206,13 @@ class Bindings:
         if part is not None and not part.is_dropped and part.file.fd >= 0:
             size = part.identity.size
             self._fast.bind_part(binding.ino, part.file.fd, tier=part.tier, size=size)
+
+    def take_back(self, binding: Binding, job: MeasuredJob) -> None:
+        """Sends the reads of a file at the source here, also if the datapath has its descriptor,
+        until its last release: a measured job reads it, too."""
+        binding.job = job
+        if self._fast is not None:
+            self._fast.watch(binding.ino, 1)
 
     def outdate_elsewhere(self, ino: Ino) -> bool:
         """Whether the datapath has a copy open; it then reports the last release of the copy."""

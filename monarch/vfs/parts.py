@@ -193,7 +193,7 @@ class PartialCopies:
         if not in_order:
             # It is not offered for a whole copy later.
             binding.offer_s = math.inf
-        if self._fast is not None and binding.part is None:
+        if self._fast is not None and binding.part is None and binding.job is None:
             self._fast.watch(ino, 0)
 
     def _copy_whole(self, binding: Binding, attributes: Attributes) -> bool:

@@ -113,6 +113,9 @@ class Readers:
             if binding.users > 1 and binding.file is not None:
                 await self._source_files.notice_rewriting(ino, binding.file)
             binding.opener = CALLER.get()
+            if job is not None and binding.file is not None and binding.part is None:
+                # Another job may have opened it, or a copy of it is being made.
+                self._bindings.take_back(binding, job)
             if binding.job is None and (self.quotas is None or binding.fd >= 0):
                 # The bytes of the source are counted, and limited, for the job that reads them.
                 self._bindings.hand_over(binding, self._names)
@@ -390,10 +393,8 @@ class Readers:
                 else:
                     binding.fall_back(file)
         caller = caller or CALLER.get() or binding.opener
-        job = binding.job
-        if job is not None and job is not self._measured_caller(caller):
-            # Another job has opened the file meanwhile, and reads from the same binding.
-            job = None
+        # Other jobs may read from the same binding.
+        job = self._measured_caller(caller)
         with self._limited.payment(self._limits_of(caller, job)) as payment:
             await payment.pay(max(0, min(size, binding.size - offset)))
             data = await self._source_files.read(binding, offset, size)

@@ -127,6 +127,17 @@ def test_a_job_reads_as_with_a_smaller_tier_and_other_jobs_do_not(mounted: Mount
     assert report["errors"] == {}
 
 
+@pytest.mark.promise(292)
+@pytest.mark.modes(*MEASURED)
+def test_a_measured_job_is_limited_in_a_file_that_another_job_has_open(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    # The tier has no room for a copy, so the datapath reads the file at the source.
+    mounted = monarch.mount(tree({**FILES, **LARGE}), tiers={"fast": "1MiB"})
+    with open(mounted.path / "large", "rb"), job(mounted, 1.0) as second:
+        assert second.read(list(LARGE)) == (digest(LARGE), 0, 1, len(LARGE["large"]))
+
+
 @pytest.mark.promise(299)
 @pytest.mark.modes(*MEASURED)
 def test_a_measured_job_reads_large_files_at_the_rate_of_its_source(mounted: Mounted) -> None:

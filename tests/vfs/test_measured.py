@@ -204,3 +204,17 @@ async def test_a_read_of_another_job_does_not_wait_for_a_limit(
     for _ in range(2):
         rig.filesystem.release(ino)
     rig.filesystem.measured.end(job.session)
+
+
+@pytest.mark.promise(292)
+async def test_a_measured_job_waits_for_its_limit_in_a_file_that_another_job_has_open(
+    rig: Rig, us: Caller, autojump_clock: MockClock
+) -> None:
+    with calling(Caller(0, 0, 0)):
+        await rig.open("large")
+    job = begin(rig, us, 1.0, 10_000)
+    with calling(us):
+        began = trio.current_time()
+        assert await rig.content("large") == FILES["large"]
+        assert trio.current_time() - began == pytest.approx(10, abs=0.01)
+    assert job.source.nbytes == 100_000

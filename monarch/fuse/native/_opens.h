@@ -151,7 +151,7 @@ bool opens_bind_part(struct opens *opens, uint64_t ino, int fd, uint8_t tier, ui
                      bool *spare);
 /* Reads of the inode are not answered from its partial copy any more. */
 void opens_drop_part(struct opens *opens, uint64_t ino);
-/* Sends reads of a bound inode from ``offset`` on to Python; 0 ends this. */
+/* Sends reads of a bound inode that end behind ``offset`` to Python; 0 ends this. */
 void opens_watch(struct opens *opens, uint64_t ino, uint64_t offset);
 /* Makes the last release an event; false if the inode is not open with a copy in a tier. */
 bool opens_outdate(struct opens *opens, uint64_t ino);

@@ -246,7 +246,7 @@ void do_read(struct thread *thread, struct in_header *request, size_t size, uint
         if (has_part && relay_part(thread, request, entry, begin))
             return;
         uint64_t watched_from = LOAD(entry->watched_from);
-        bool decided = !has_part && (!watched_from || in->offset < watched_from);
+        bool decided = !has_part && (!watched_from || in->offset + in->size <= watched_from);
         if (watched_from && !decided && in->offset < whole)
             note_reached(entry, in->offset, in->offset + in->size);
         if (fd >= 0 && tier == 0 && decided)
