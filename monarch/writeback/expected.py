@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from os import stat_result
 
+from monarch.posix.credentials import Credentials
 from monarch.text import errno_words
 from monarch.types import ANY_SIZE, Identity
 
@@ -45,7 +46,8 @@ class Expected:
     files that it may have grown in place (``grown_to``). They are not identified by an inode number
     alone, since the source reuses numbers. ``over``: entries that renames on the mount have
     replaced. ``is_made``: the file was created on the mount, so its owner and mode at the source
-    are those that the kernel allowed. ``was_there``: the source has had the file under its name,
+    are those that the kernel allowed; ``maker`` is the user who created it, None if it has another
+    path by now, or the source has it. ``was_there``: the source has had the file under its name,
     and the drain has not removed it; if there is no such file now, or another, others have removed
     or replaced it. ``is_file``: ``known`` is the identity of a regular file. ``has_set_id``: the
     drain may have given it set-ID bits, or withheld them, without a later content.
@@ -65,6 +67,7 @@ class Expected:
     ours: frozenset[Identity] = frozenset()
     over: tuple[Identity, ...] = ()
     is_made: bool = False
+    maker: Credentials | None = None
     was_there: bool = False
     is_file: bool = False
     has_set_id: bool = False

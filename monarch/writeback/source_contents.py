@@ -107,7 +107,14 @@ class StagedContents:
             elif place.kind != "conflict" and expected.is_made and is_given_away(op):
                 # Root gave the file to another user, or another user renamed it. Whether its name
                 # may be made there is tried with the rights of the user who gave it.
-                os.close(self._open_part(directories, op, place, make=make))
+                try:
+                    os.close(self._open_part(directories, op, place, make=make))
+                except PermissionError:
+                    if place.kind != "new" or expected.maker is None:
+                        raise
+                    # The user has written a file that another user made there.
+                    place.by = expected.maker
+                    os.close(self._open_part(directories, op, place, make=make))
                 place.by = None
             part_fd = self._open_part(directories, op, place, make=make)
             place.source_ino = os.fstat(part_fd).st_ino

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from monarch.posix.credentials import Credentials
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.expected import Expected, is_shared, is_time, shared
 from monarch.writeback.history import followed
@@ -120,6 +121,8 @@ class SourceState:
         self.entries = Entries()
         # Objects of files that were created on the mount.
         self._new: set[int] = set()
+        # Of those that the source does not have yet: the path of each, and the user who made it.
+        self._makers: dict[int, tuple[bytes, Credentials]] = {}
         # Objects of files of the source whose "take" is still in the queue.
         self._to_take: set[int] = set()
         # Files of the source that renames on the mount have replaced by an object's file.
@@ -269,6 +272,7 @@ class SourceState:
         number = op.object
         if not number:
             return self._expected_entry(seq, op)
+        made_at, maker = self._makers.get(number, (b"", None))
         return Expected(
             seq=seq,
             known=self._known.get(number),
@@ -276,6 +280,7 @@ class SourceState:
             ours=self._ours_of(number),
             over=self._over.get(number, ()),
             is_made=number in self._new,
+            maker=maker if made_at == op.path else None,
             was_there=number in self._known or number in self._to_take,
             is_file=True,
         )
@@ -319,6 +324,8 @@ class SourceState:
         """Records the effects on all later changes; called also before the change is made."""
         if op.kind == "create":
             self._new.add(op.object)
+            if op.by is not None:
+                self._makers[op.object] = op.path, op.by
         elif op.kind == "take":
             self._to_take.add(op.object)
 
@@ -351,6 +358,7 @@ class SourceState:
                 self._over.pop(number, None)
                 self._ours.pop(number, None)
                 self._set_times.pop(number, None)
+                self._makers.pop(number, None)
             case "content":
                 self._present.discard(number)
                 self._published.pop(number, None)
@@ -415,6 +423,7 @@ class SourceState:
             self._set_times,
             self._base,
             self._intact,
+            self._makers,
             self.staged_beside,
         ):
             table.pop(number, None)

@@ -149,6 +149,60 @@ async def test_the_bytes_of_a_user_come_before_the_change_that_ends_the_right_to
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
+@pytest.mark.promise(80)
+@pytest.mark.parametrize("works", [True, False], ids=["same mount", "next mount"])
+@pytest.mark.parametrize("may_make", [True, False], ids=["open", "closed"])
+async def test_another_user_writes_a_new_file_where_only_its_maker_may_make_files(
+    rig: Rig, works: bool, may_make: bool
+) -> None:
+    async with rig.mount(works=works) as session:
+        made = await session.writing.create(*session.at(b"open/f"), mode=0o666, by=ALICE)
+        await session.writing.open(made.ino, os.O_RDWR, BOB)
+        await session.files.write(made.ino, 0, b"bytes")
+        if not may_make:
+            # Others give the directory away at the source, of which the mount does not know.
+            os.chown(rig.source / "open", 0, 0)
+        session.files.release(made.ino)
+        session.files.release(made.ino)
+        if not works:
+            session.kill()
+        else:
+            await session.at_rest()
+            refused = session.write_back.refusals.list()
+    if not works:
+        async with rig.mount() as session:
+            await session.at_rest()
+            refused = session.write_back.refusals.list()
+    file = rig.source / "open/f"
+    assert [each.path for each in refused] == ([] if may_make else [b"open/f"])
+    assert file.exists() == may_make
+    if may_make:
+        assert file.read_bytes() == b"bytes"
+        assert (file.stat().st_uid, stat.S_IMODE(file.stat().st_mode)) == (ALICE.uid, 0o666)
+
+
+@pytest.mark.promise(80)
+async def test_a_new_file_that_another_user_has_renamed_is_not_made_with_the_rights_of_its_maker(
+    rig: Rig,
+) -> None:
+    """The maker may make files there, and has not made this one there."""
+    given(rig.source / "both", ALICE, 0o777)
+    async with rig.mount(works=False) as session:
+        made = await session.writing.create(*session.at(b"both/f"), mode=0o666, by=ALICE)
+        await session.writing.open(made.ino, os.O_RDWR, BOB)
+        await session.files.write(made.ino, 0, b"older")
+        # The mount has not asked the kernel, which would not let this user do that.
+        await session.writing.rename(*session.at(b"both/f"), *session.at(b"open/f"), 0, by=BOB)
+        await session.files.write(made.ino, 0, b"bytes")
+        for _ in range(2):
+            session.files.release(made.ino)
+        session.kill()
+    async with rig.mount() as session:
+        await session.at_rest()
+        assert b"open/f" in {each.path for each in session.write_back.refusals.list()}
+    assert not (rig.source / "open/f").exists()
+
+
 @pytest.mark.parametrize("kind", ["mkdir", "symlink", "mknod", "link", "rename", "unlink", "rmdir"])
 def test_a_change_is_made_twice_though_its_directory_was_closed_after_the_first_time(
     tmp_path: Path, kind: str
