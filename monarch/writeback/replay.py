@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.namespace import Namespace
@@ -113,9 +113,11 @@ class _Replayed:
             case "rename":
                 self._rename()
             case "attr":
+                ino = self._require(op.path)
+                known = self._names.node(ino)
                 self._names.change(
-                    self._require(op.path),
-                    mode=op.mode,
+                    ino,
+                    mode=self._mode(known.xattrs if known is not None else {}),
                     uid=op.uid,
                     gid=op.gid,
                     atime_ns=op.atime_ns,
@@ -214,10 +216,7 @@ class _Replayed:
         parent, name = self._place(path)
         found = self._names.lookup(parent, name)
         kind = {"mkdir": stat.S_IFDIR, "symlink": stat.S_IFLNK}.get(op.kind)
-        mode = op.mode or 0
-        if not self._names.has_acls:
-            # The kernel does not check the list: the bits of its mask are not the group's.
-            mode = acl.narrowed(mode, acl.Acls(op.xattrs.get(acl.ACCESS) or b""))
+        mode = self._mode(op.xattrs) or 0
         if kind is None:
             kind = stat.S_IFMT(mode) or stat.S_IFREG
         if found is not None:
@@ -240,6 +239,14 @@ class _Replayed:
         self._have_xattrs(node)
         return node
 
+    def _mode(self, xattrs: Mapping[bytes, bytes | None]) -> int | None:
+        """The mode of the change, for an entry with these extended attributes. If the kernel does
+        not check the entry's list, the bits of the list's mask are not the group's."""
+        mode = self._op.mode
+        if mode is None or self._names.has_acls:
+            return mode
+        return acl.narrowed(mode, acl.Acls(xattrs.get(acl.ACCESS) or b""))
+
     def _is_free(self, ino: int) -> bool:
         return ino >= WRITTEN_INO and self._names.node(Ino(ino)) is None
 
@@ -252,12 +259,12 @@ class _Replayed:
         set-ID bits, and others may have changed the file at the source before: neither has another
         record. A newer snapshot has what others have changed, unless it lacks the file, or has
         another file in its place."""
-        op = self._op
-        if op.mode is None:
+        op, mode = self._op, self._mode(node.xattrs)
+        if mode is None:
             return
-        node.drop_bits((stat.S_ISUID | stat.S_ISGID) & ~op.mode)
+        node.drop_bits((stat.S_ISUID | stat.S_ISGID) & ~mode)
         if op.ino >= 0 or self._names.at_source(node.ino) is None or self._is_of_others(node.ino):
-            node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(op.mode)
+            node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(mode)
             node.uid = node.uid if op.uid is None else op.uid
             node.gid = node.gid if op.gid is None else op.gid
 

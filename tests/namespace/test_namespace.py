@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import stat
+import struct
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from monarch.namespace.namespace import Namespace
+from monarch.posix import acl
 from monarch.tiers.source import identity_of
-from monarch.types import ROOT_INO, Attributes, Ino
+from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 from monarch.writeback.op import Op
 from monarch.writeback.replay import replay
 from tests.namespace.conftest import Taken
@@ -182,3 +185,20 @@ def test_a_file_that_the_source_lacks_now_has_the_owner_of_its_last_content(
     # Others may have changed a file that the new snapshot has.
     found = names.attributes(ino_of(names, b"a"))
     assert (found.mode, found.uid, found.gid) == (before.mode, before.uid, before.gid)
+
+
+@pytest.mark.promise(20)
+@pytest.mark.parametrize("last", ["create", "content", "attr"])
+def test_a_replayed_list_that_is_not_checked_gives_the_group_no_rights_of_its_mask(
+    names: Namespace, caplog: pytest.LogCaptureFixture, last: str
+) -> None:
+    """The source has lost its last list since."""
+    tags = ((0x01, 0, 0), (0x02, 7, 1001), (0x04, 4, 0), (0x10, 0, 0), (0x20, 0, 0))
+    xattrs = {acl.ACCESS: struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *it) for it in tags)}
+    new = Op(kind="create", path=b"new", object=1, ino=WRITTEN_INO, mode=0o660, xattrs=xattrs)
+    content = replace(new, kind="content", paths=(b"new",), mtime_ns=1)
+    records = [new, content, Op(kind="attr", path=b"new", object=1, mode=0o660)]
+    kept = [op.kind for op in records].index(last) + 1
+    replay(names, enumerate(records[:kept], 1), now_ns=1)
+    assert caplog.messages == [] and not names.has_acls
+    assert stat.S_IMODE(names.attributes(ino_of(names, b"new")).mode) == 0o640
