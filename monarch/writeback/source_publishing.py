@@ -75,7 +75,7 @@ class Publishing:
         kind, target = kind_of_place(fd, name, op, expected)
         if kind != place.kind or _version_of(target) != _version_of(place.target):
             raise OSError(CHANGED_MEANWHILE, "the source has changed what is to be replaced")
-        if kind == "conflict" and not op.xattrs and _is_copy_of(fd, part, name, target):
+        if kind == "conflict" and _is_copy_of(fd, part, name, target, op):
             # Another node may have recovered it, while this one was away.
             os.unlink(part, dir_fd=fd)
         elif kind == "conflict":
@@ -299,19 +299,25 @@ def _same_bytes(fd: int, part: bytes, kept: bytes) -> bytes | None:
     return None
 
 
-def _is_copy_of(fd: int, part: bytes, name: bytes, target: os.stat_result | None) -> bool:
-    """Whether the file ``name``, with the status ``target``, has the bytes, owner, mode and
-    modification time of ``part``."""
+def _is_copy_of(fd: int, part: bytes, name: bytes, target: os.stat_result | None, op: Op) -> bool:
+    """Whether the file ``name``, with the status ``target``, has the bytes, owner, mode,
+    modification time and extended attributes of ``part``, which has those of ``op``."""
     with suppress(OSError), _open(fd, part) as new, _open(fd, name) as old:
         wanted, found = (os.fstat(file.fileno()).st_mtime_ns for file in (new, old))
         if (
             _like(new) == _like(old)
             and is_time(found, wanted)
+            and (not op.xattrs or _xattrs(new) == _xattrs(old))
             and all(block == old.read(_BLOCK) for block in iter(partial(new.read, _BLOCK), b""))
         ):
             # It was not changed meanwhile.
             return _version_of(status_at(fd, name)) == _version_of(target)
     return False
+
+
+def _xattrs(file: FileIO) -> dict[str, bytes]:
+    fd = file.fileno()
+    return {name: os.getxattr(fd, name) for name in os.listxattr(fd)}
 
 
 def _open(directory: int, name: bytes) -> FileIO:

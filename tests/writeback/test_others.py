@@ -253,10 +253,16 @@ async def test_the_same_bytes_are_kept_beside_a_changed_file_once(
 
 
 @pytest.mark.promise(331)
-@pytest.mark.parametrize("differs", ["nothing", "bytes", "time", "mode", "owner", "kind"])
+@pytest.mark.parametrize("attributes", [{}, {b"user.list": b"1"}], ids=["plain", "attributes"])
+@pytest.mark.parametrize(
+    "differs", ["nothing", "bytes", "time", "mode", "owner", "attributes", "kind"]
+)
 async def test_a_file_that_another_node_has_recovered_is_no_conflict(
-    shared: Model, clock: Clock, differs: str
+    shared: Model, clock: Clock, differs: str, attributes: dict[bytes, bytes]
 ) -> None:
+    if differs == "attributes" and not attributes:
+        pytest.skip("the file has none")
+    shared.create(b"new").xattrs.update(attributes)
     shared.write(b"new", b"ours")
     path, replay = shared.source / "new", shared.kill()
     node = shared.tree[b"new"]
@@ -266,6 +272,8 @@ async def test_a_file_that_another_node_has_recovered_is_no_conflict(
         path.write_bytes(b"hers" if differs == "bytes" else b"ours")
         path.chmod(0o751 if differs == "mode" else node.mode & 0o777)
         os.chown(path, 1003 if differs == "owner" else -1, -1)
+        for name, value in attributes.items():
+            os.setxattr(path, name, value + b"2" * (differs == "attributes"))
     # An earlier time could be the same one as a file system with other units keeps it.
     changed_ns = node.mtime_ns + (1 if differs == "time" else 0)
     os.utime(path, ns=(changed_ns, changed_ns), follow_symlinks=False)
