@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from monarch.errors import SourceChanged
+from monarch.posix import acl
 from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
 from monarch.posix.files import born_ns, closing_fd, status_at
 from monarch.tiers.source import Source, SourceFile, identity_of
@@ -275,6 +276,9 @@ class StagedContents:
             mode = mode & ~expected.taken | due_bits(there, op, expected)
             xattrs: dict[bytes, bytes | None] = {}
             with suppress(OSError):
+                # A default ACL of the directory has given the staged file one.
+                if "system.posix_acl_access" in os.listxattr(path_of(fd)):
+                    xattrs[acl.ACCESS] = None
                 for each in os.listxattr(path_of(it)):
                     if each.startswith(("user.", "trusted.", "system.posix_acl_access")):
                         xattrs[os.fsencode(each)] = os.getxattr(path_of(it), each)

@@ -18,7 +18,7 @@ from monarch.writeback.expected import SourceLog
 from monarch.writeback.object_table import content_of
 from monarch.writeback.source_attributes import SourceAttributes
 from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Mounted
-from tests.mount.command import needs_root
+from tests.mount.command import needs_root, ordinary_user
 from tests.mount.observe import account, objects_in, wait_until
 from tests.mount.test_acl import (
     ACCESS,
@@ -36,6 +36,14 @@ from tests.mount.test_permissions import as_another_user, reading
 pytestmark = [needs_root, pytest.mark.promise(20)]
 
 OPTIONS = ["allow_other", "write=absorb"]
+_MADE_BY_A_USER = """
+umask 027
+cd "$0" || exit
+for at in listed plain; do
+    : > $at/file && mkdir $at/dir $at/dir/inner && mkfifo $at/fifo || exit
+    stat -c '%n %a' $at/file $at/dir $at/dir/inner $at/fifo
+done
+"""
 
 
 def drained(mounted: Mounted) -> None:
@@ -54,6 +62,9 @@ def default_lists(top: Path) -> None:
         directory = top / name
         directory.mkdir(parents=True)
         directory.chmod(0o755)
+        (directory / "older").write_bytes(b"older")
+        (directory / "older").chmod(0o660)
+        os.chown(directory / "older", ALICE, ALICE)
         os.setxattr(directory, ACCESS, acl(0o755, alice, group=5))
         if default:
             os.setxattr(directory, DEFAULT, default)
@@ -80,6 +91,8 @@ def made_by_alice(directory: Path, top: str, umask: int) -> Mapping[str, str]:
         write(f"{top}/{at}/program", 0o777)
         write(f"{top}/{at}/secret", 0o600)
         write(f"{top}/{at}/old")
+        with open(f"{top}/{at}/older", "wb") as older:
+            older.write(b"new")
         os.mkdir(f"{top}/{at}/dir")
         os.mkdir(f"{top}/{at}/dir/closed", 0o700)
         write(f"{top}/{at}/dir/file")
@@ -181,6 +194,38 @@ def test_new_entries_inherit_default_lists_as_in_a_local_directory(
         mounted.umount()
 
 
+@pytest.mark.modes("auto")
+@pytest.mark.parametrize("datapath", ["python", "relay"])
+def test_the_umask_counts_once_on_a_mount_of_an_ordinary_user(
+    monarch: MonarchCommand, datapath: str
+) -> None:
+    with ordinary_user(monarch.case) as user:
+        local, source, mnt = (user.mkdir(name) for name in ("local", "source", "mnt"))
+        for top in (local, source):
+            for name in ("listed", "plain"):
+                directory = user.mkdir(f"{top.name}/{name}")
+                if name == "listed":
+                    os.setxattr(directory, DEFAULT, acl(0o770, (NAMED_USER, BOB, 7), group=7))
+        options = ("-o", "write=absorb", "-o", f"datapath={datapath}")
+        tier = f"{user.directory}/home/tier:64MiB"
+        done = user("mount", str(source), str(mnt), "--tier", tier, *options)
+        assert done.returncode == 0, done.stderr
+        shown = {}
+        for top in (local, mnt):
+            done = user.run("sh", "-c", _MADE_BY_A_USER, str(top))
+            assert done.returncode == 0, done.stderr
+            shown[top] = [line.split() for line in done.stdout.splitlines()]
+        assert user("umount", str(mnt)).returncode == 0
+    if datapath == "python":
+        # The kernel has applied it before.
+        shown[local] = [
+            [name, f"{int(mode, 8) & ~0o027:o}" if name.startswith("listed/") else mode]
+            for name, mode in shown[local]
+        ]
+    assert shown[mnt] == shown[local]
+    assert len(shown[local]) == 8
+
+
 @pytest.mark.modes("python", "relay")
 def test_a_killed_mount_drains_the_lists_of_new_entries(
     monarch: MonarchCommand, source: Path, tmp_path: Path
@@ -225,6 +270,21 @@ def test_a_written_file_keeps_its_list_when_it_is_read_from_the_source_again(
     wait_until(lambda: len(objects_in(left)) < objects / 2, "no object leaves the tier")
     found = rights(tmp_path, "mnt")
     assert {name: found[name] for name in expected} == expected
+    changes: dict[str, Callable[[], object]] = {}
+    for at in ("listed", "masked"):
+        changes |= {
+            f"mode in {at}": lambda at=at: os.chmod(f"mnt/{at}/file", 0o660),  # type: ignore[misc]
+            f"time in {at}": lambda at=at: os.utime(f"mnt/{at}/program"),  # type: ignore[misc]
+            f"attribute in {at}": lambda at=at: os.setxattr(  # type: ignore[misc]
+                f"mnt/{at}/changed", "user.a", b"1"
+            ),
+        }
+    assert {*as_another_user(tmp_path, changes, uid=ALICE).values()} == {"done"}
+    for _ in range(2):
+        drained(mounted)
+        expected, found = (rights(tmp_path, top) for top in ("source", "mnt"))
+        assert {name: found[name] for name in expected} == expected
+        write(f"{mounted.path}/listed/file")
     mounted.umount()
 
 
