@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +138,22 @@ def test_a_profile_with_an_impossible_number_is_refused(measured: Path, change: 
         words = ["analyze", command, str(measured)]
         error = CliRunner().invoke(cli, words, standalone_mode=False).exception
         assert isinstance(error, UsageError) and "cannot be used" in str(error), error
+
+
+def test_a_report_says_how_long_was_measured_and_why_not_longer(
+    measured: Path, tmp_path: Path
+) -> None:
+    def lengths(change: Callable[[dict[str, Any]], None]) -> str:
+        raw = json.loads(measured.read_text())
+        change(raw)
+        (tmp_path / "changed").write_text(json.dumps(raw))
+        done = CliRunner().invoke(cli, ["analyze", "report", str(tmp_path / "changed")])
+        (line,) = (line for line in done.output.splitlines() if line.startswith("measured: "))
+        return line
+
+    assert lengths(lambda raw: raw.update(most_iterations=400)).endswith(
+        "1 round, runs of 100 batches, 5 min in all; until the windows agreed"
+    )
+    # An earlier version of Monarch measured a fixed number of batches.
+    for key in ("most_iterations", "rounds"):
+        assert lengths(lambda raw, key=key: raw.pop(key)).endswith(" in all")  # type: ignore[misc]

@@ -234,28 +234,22 @@ def _lengths(profile: Profile, result: Result) -> Iterator[str]:
     """How long was measured, and why not longer."""
     runs = profile.used()
     batches = sorted({len(run.report.train_s) * run.report.window for run in runs})
+    each = counted(batches[-1], "batch", "batches")
+    if len(batches) > 1:
+        each = f"{batches[0]} to {each}"
     rounds, used = (len({run.round for run in some}) for some in (profile.runs, runs))
-    each = (
-        counted(batches[0], "batch", "batches")
-        if len(batches) == 1
-        else (f"{batches[0]} to {counted(batches[-1], 'batch', 'batches')}")
-    )
-    seconds = duration(
-        sum(sum(run.report.train_s) + sum(run.report.load_s) for run in profile.runs)
-    )
-    of = (
-        counted(used, "round", "rounds")
-        if rounds == used
-        else f"the last {used} of {rounds} rounds"
-    )
-    why = (
-        "until the windows agreed"
-        if not result.troubles
-        else (
-            "as long as --most-iters and --most-repeat allow; still " + "; ".join(result.troubles)
-        )
-    )
-    yield f"measured: {of}, runs of {each}, {seconds} in all; {why}"
+    of = counted(used, "round", "rounds")
+    if used < rounds:
+        of = f"the last {used} of {rounds} rounds"
+    seconds = sum(sum(run.report.train_s) + sum(run.report.load_s) for run in profile.runs)
+    why = ""
+    # Earlier versions of Monarch measured a fixed number of batches.
+    if profile.most_iterations:
+        why = "; until the windows agreed"
+        if result.troubles:
+            why = "; as long as --most-iters and --most-repeat allow; still "
+            why += "; ".join(result.troubles)
+    yield f"measured: {of}, runs of {each}, {duration(seconds)} in all{why}"
 
 
 def _advice(profile: Profile, result: Result) -> Iterator[str]:

@@ -101,10 +101,8 @@ class JobRuns:
                 trouble = trouble_in(last_rounds(runs, rounds)) if number >= rounds else ""
                 if number >= rounds and not trouble:
                     break
-                total, why = (
-                    1 + max(rounds, number + 1) * len(phases),
-                    f" ({trouble})" * bool(trouble),
-                )
+                total = 1 + max(rounds, number + 1) * len(phases)
+                why = f" ({trouble})" if trouble else ""
                 for phase, share in phases if number % 2 == 0 else reversed(phases):
                     of = "" if phase == "synthetic" else f", {share:.0%} from the tiers"
                     advance(1 + len(runs), total, f"runs: {phase}{of}{why}")
