@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ from monarch.types import Identity, Ino
 from tests.equipment.mounts import kind_of_file_system
 
 MIB = 1 << 20
-# FS_IOC_GETFLAGS and FS_NOATIME_FL of linux/fs.h
-GET_FLAGS, NO_ACCESS_TIME = 0x80086601, 0x80
+# FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_NOATIME_FL of linux/fs.h
+GET_FLAGS, SET_FLAGS, NO_ACCESS_TIME = 0x80086601, 0x40086602, 0x80
 
 
 @pytest.fixture
@@ -419,16 +420,24 @@ def die() -> None:
 
 
 def test_a_read_of_a_copy_writes_no_access_time(tier: Tier) -> None:
-    def flags_of(path: Path) -> int:
+    def flags_of(path: Path, add: int = 0) -> int:
         fd = os.open(path, os.O_RDONLY)
         try:
-            return int.from_bytes(fcntl.ioctl(fd, GET_FLAGS, bytes(8))[:4], "little")
+            flags = int.from_bytes(fcntl.ioctl(fd, GET_FLAGS, bytes(8))[:4], sys.byteorder)
+            if add:
+                fcntl.ioctl(fd, SET_FLAGS, (flags | add).to_bytes(4, sys.byteorder) + bytes(4))
+            return flags
         finally:
             os.close(fd)
 
+    probe = tier.path / "probe"
+    probe.mkdir()
     try:
-        flags_of(tier.path)
+        flags_of(probe, add=NO_ACCESS_TIME)
     except OSError as error:
-        pytest.skip(f"the file system of the tier has no flags: {error}")
+        pytest.skip(f"the file system of the tier has no such flag: {error}")
+    (probe / "file").touch()
+    if not flags_of(probe / "file") & NO_ACCESS_TIME:
+        pytest.skip("a new file does not inherit the flag there")
     put(tier, 7, b"data")
     assert flags_of(path_of(tier, 7)) & NO_ACCESS_TIME
