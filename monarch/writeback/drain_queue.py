@@ -198,6 +198,9 @@ class DrainQueue:
         if is_full:
             self.is_full = True
             self._takes_nothing |= entry.op.kind in REMOVALS
+            if not entry.is_aside:
+                # An earlier refusal is over: the source has got as far as to look for room.
+                entry.refusal = entry.why = ""
         else:
             self._note_refusal(entry, error)
         if entry.answer in FULL:

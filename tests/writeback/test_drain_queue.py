@@ -167,6 +167,21 @@ async def test_a_full_source_takes_removals_of_all_users_only_and_nothing_is_ref
     assert rig.aside == []
 
 
+async def test_a_refused_change_for_which_all_users_lack_room_later_is_not_refused_any_more(
+    rig: Rig, clock: Clock
+) -> None:
+    rig.put(b"new")
+    rig.refuse()
+    assert [refusal.path for refusal in rig.queue.refusals()] == [b"new"]
+    rig.front()
+    await trio.sleep(rig.queue.retry_in_s())
+    assert rig.front() == 1
+    rig.queue.hold_front(OSError(errno.ENOSPC, ""), is_full=True)
+    assert list(rig.queue.refusals()) == []
+    assert [entry.waits_for_room for entry in rig.queue.held] == [True]
+    assert rig.aside == []
+
+
 async def test_callers_bring_the_next_try_at_a_full_source_forward_to_one_a_second(
     rig: Rig, clock: Clock
 ) -> None:
