@@ -73,7 +73,7 @@ written_files.replace_whole(Path(sys.argv[1]), "new")
 """
 
 
-def test_what_a_killed_command_has_left_is_removed_and_what_another_one_writes_is_not(
+def test_the_file_of_a_killed_command_is_removed_and_that_of_a_running_one_stays(
     tmp_path: Path,
 ) -> None:
     out, victim = tmp_path / "page.html", tmp_path / "victim"
