@@ -369,6 +369,9 @@ class JournalFile:
         with self._lock:
             fd, self.fd = self.fd, -1
             os.close(fd)
+            # It writes to its temporary file for nothing.
+            with suppress(OSError):
+                self.remove_staged()
 
 
 def _write(fd: int, records: Iterable[Record | bytes]) -> int:

@@ -151,6 +151,24 @@ def test_records_appended_during_a_compaction_follow_the_replaced_ones(file: Jou
     assert lines(file)[-1]["upto"] == file.synced_bytes
 
 
+def test_a_journal_that_is_closed_while_it_is_replaced_leaves_no_other_file(tmp_path: Path) -> None:
+    file = JournalFile.open(tmp_path / "journal")
+    file.begin({"n": 0})
+    before = file.path.read_bytes()
+
+    def first() -> Iterator[Record]:
+        yield {"n": 100}
+        assert sorted(os.listdir(tmp_path)) == ["journal", "journal.part"]
+        file.close()
+        # The thread may end only with the process, which does not wait for it.
+        assert os.listdir(tmp_path) == ["journal"]
+
+    with pytest.raises(OSError):
+        file.replace(first, file.position)
+    assert os.listdir(tmp_path) == ["journal"]
+    assert file.path.read_bytes() == before
+
+
 def test_a_replacement_that_fails_leaves_the_file(
     file: JournalFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
