@@ -23,6 +23,16 @@ MAKE = {
 }
 
 
+def _make(kind: str, image: Path) -> None:
+    """Makes a file system. mkfs.btrfs compares the file with all loop devices, and fails if another
+    test removes one of them meanwhile."""
+    for _ in range(5):
+        done = subprocess.run([*MAKE[kind], str(image)], capture_output=True, text=True)
+        if done.returncode == 0:
+            return
+    raise RuntimeError(f"{' '.join(MAKE[kind])} {image}: {done.stderr}")
+
+
 def unavailable(kind: str = "ext4") -> str | None:
     """Why this machine cannot have such disks, None if it can."""
     if os.geteuid() != 0:
@@ -48,7 +58,7 @@ class Disk:
         if not image.exists():
             with image.open("wb") as file:
                 file.truncate(size)
-            subprocess.run([*MAKE[kind], str(image)], check=True, capture_output=True)
+            _make(kind, image)
 
     @contextmanager
     def mounted(self, at: Path, options: Sequence[str] = ()) -> Iterator[CuttableDisk]:
