@@ -277,7 +277,7 @@ class StagedContents:
             xattrs: dict[bytes, bytes | None] = {}
             with suppress(OSError):
                 # A default ACL of the directory has given the staged file one.
-                if "system.posix_acl_access" in os.listxattr(path_of(fd)):
+                if acl.ACCESS.decode() in os.listxattr(path_of(fd)):
                     xattrs[acl.ACCESS] = None
                 for each in os.listxattr(path_of(it)):
                     if each.startswith(("user.", "trusted.", "system.posix_acl_access")):
