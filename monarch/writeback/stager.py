@@ -26,6 +26,7 @@ from monarch.writeback.mover import Courtesy, Mover, begin_all, close_all, open_
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import NotAnObjectError, Objects
 from monarch.writeback.op import above
+from monarch.writeback.open_file import UNTOUCHED
 from monarch.writeback.progress import Marks
 from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_state import SourceState
@@ -225,12 +226,19 @@ class Stager:
         await self._mover.move(staging, version.size, self._steps.applying(entry, version))
         if is_part:
             return version if self._order.is_intact(entry) else None
-        if await self._threads.run(staging.version) != version:
+        now = await self._threads.run(staging.version)
+        if now != version and not (now.size == version.size and self._is_unwritten(entry)):
             return None
         # A process that has the file open may write more.
         if not is_recorded and self._files.is_written(op.object):
             return None
         return version
+
+    def _is_unwritten(self, entry: Entry) -> bool:
+        """Whether no bytes of an object have changed since its last content was recorded, which is
+        this one: then a process has set its times, which is a change behind this one."""
+        is_last = self._order.later(entry) is None
+        return is_last and self._files.lowest(entry.op.object) == UNTOUCHED
 
     def _is_part(self, entry: Entry, version: Identity, written: bool) -> bool:
         """Whether an object begins with the recorded bytes, and has more since. False for a file

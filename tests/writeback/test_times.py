@@ -16,6 +16,7 @@ from monarch.errors import Refused
 from monarch.posix.thread_pool import ThreadPool
 from monarch.types import Ino
 from monarch.writeback import open_file, open_files
+from monarch.writeback.mover import Mover
 from monarch.writeback.open_file import FileBytes, ObjectBytes
 from tests.writeback.remounts import ROOT, Rig, Session
 
@@ -185,3 +186,31 @@ async def test_attributes_that_change_or_that_no_content_contains_are_recorded(
         assert journal.file.written == before + 1
         if what == "set_id":
             assert session.front.attributes.of(made.ino).mode & 0o7777 == 0o755
+
+
+@pytest.mark.promise(64)
+async def test_a_closed_file_whose_times_are_set_during_each_copy_reaches_the_source(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig.mount() as session:
+        move, count = Mover.move, 0
+
+        async def moved(mover: Mover, *args: Any) -> None:
+            nonlocal count
+            await move(mover, *args)
+            count += 1
+            if count <= 20:
+                # As a job does that shows by the time of a file that it lives.
+                await session.utime(b"alive", SET_NS + count)
+
+        monkeypatch.setattr(Mover, "move", moved)
+        await session.write(b"alive", b"bytes")
+        await session.utime(b"alive", SET_NS)
+        await session.drained()
+        # The times that were set meanwhile, too.
+        await session.at_rest()
+        node = session.names.node(session.ino(b"alive"))
+        assert node is not None
+        assert session.front.drained.durable(node) == b"source"
+        assert (rig.source / "alive").read_bytes() == b"bytes"
+        assert (rig.source / "alive").stat().st_mtime_ns == SET_NS + count
