@@ -20,12 +20,16 @@ def sides(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def looked(
-    sides: tuple[Path, Path], *, drained: bool = True, expected: str | None = None
+    sides: tuple[Path, Path],
+    *,
+    path: str = "a",
+    drained: bool = True,
+    expected: str | None = None,
 ) -> tuple[Compared, int]:
     read: list[int] = []
     mount, source = sides
     found = compare(
-        "a",
+        path,
         mount=mount,
         source=source,
         drained=drained,
@@ -63,3 +67,27 @@ def test_differences_are_classified(sides: tuple[Path, Path]) -> None:
     assert looked(sides)[0].verdict == "unreadable"
     (mount / "a").unlink()
     assert looked(sides)[0] == Compared("a", 0, "missing", "it is missing in the mount")
+
+
+def test_a_path_that_is_longer_than_the_kernel_takes_is_compared(sides: tuple[Path, Path]) -> None:
+    names = ["d" * 250] * 17
+    for side in sides:
+        fds = [os.open(side, os.O_RDONLY)]
+        for name in names:
+            os.mkdir(name, dir_fd=fds[-1])
+            fds.append(os.open(name, os.O_RDONLY, dir_fd=fds[-1]))
+        os.link(side / "a", "a", dst_dir_fd=fds[-1])
+        for fd in fds:
+            os.close(fd)
+    path = "/".join([*names, "a"])
+    assert looked(sides, path=path)[0] == Compared(path, 1_400_000, "same", "")
+
+
+def test_a_directory_that_is_a_link_is_not_followed(sides: tuple[Path, Path]) -> None:
+    mount, source = sides
+    for side in sides:
+        (side / "d").mkdir()
+        os.link(side / "a", side / "d/a")
+    (source / "d").rename(source / "e")
+    (source / "d").symlink_to(mount / "d")
+    assert looked(sides, path="d/a")[0].verdict == "unreadable"

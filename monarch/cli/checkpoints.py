@@ -16,6 +16,7 @@ from monarch.errors import MonarchError, Unanswered, UsageError
 from monarch.frameworks.store import MANIFEST, Listed, digest_of, list_checkpoints
 from monarch.posix.bounded_calls import call_within
 from monarch.posix.files import closing_fd
+from monarch.posix.openat2 import open_beneath
 from monarch.telemetry.report import WrittenFile, WrittenFiles
 from monarch.text import escape_text
 
@@ -23,8 +24,8 @@ from monarch.text import escape_text
 _PATIENCE_S = 10.0
 # Files that a checkpointer keeps beside the checkpoints.
 _BESIDE = frozenset({MANIFEST, "lock"})
-# Does not wait for a fifo and does not follow a symbolic link out of a directory.
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# Does not wait for a fifo.
+_READ = os.O_RDONLY | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ def compare(
     the recorded XXH3 (64 bits, hexadecimal), if any. ``progress`` is called with the bytes read.
     A hanging mount or source makes it hang, too: the user can interrupt it.
     """
-    here = _digest(mount / path, progress)
+    here = _digest(mount, path, progress)
     if isinstance(here, Compared):
         return Compared(path, 0, here.verdict, f"{here.why} in the mount")
     size, digest = here
@@ -160,7 +161,7 @@ def compare(
         return Compared(path, size, "damaged", "its bytes differ from the recorded checksum")
     if not drained:
         return Compared(path, size, "waiting", "it is not at the source yet")
-    there = _digest(source / path, progress)
+    there = _digest(source, path, progress)
     if isinstance(there, Compared):
         return Compared(path, size, there.verdict, f"{there.why} at the source")
     if there[0] != size:
@@ -171,10 +172,13 @@ def compare(
     return Compared(path, size, "same", "")
 
 
-def _digest(path: Path, progress: Callable[[int], None]) -> tuple[int, str] | Compared:
+def _digest(root: Path, path: str, progress: Callable[[int], None]) -> tuple[int, str] | Compared:
     """The size and the checksum of a file, or why it has none, in a Compared without a path."""
     try:
-        with closing_fd(os.open(path, _READ)) as fd:
+        with (
+            closing_fd(os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as root_fd,
+            closing_fd(open_beneath(root_fd, os.fsencode(path), _READ)) as fd,
+        ):
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return Compared("", 0, "unreadable", "it is not a regular file")
             return digest_of(fd, progress)
