@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import xxhash
 
-from monarch.cli.checkpoints import Compared, compare
+from monarch.cli import checkpoints
+from monarch.cli.checkpoints import Compared, Row, compare, compare_all
+from monarch.control.registry import MountRecord
 
 
 @pytest.fixture
@@ -91,3 +95,33 @@ def test_a_directory_that_is_a_link_is_not_followed(sides: tuple[Path, Path]) ->
     (source / "d").rename(source / "e")
     (source / "d").symlink_to(mount / "d")
     assert looked(sides, path="d/a")[0].verdict == "unreadable"
+
+
+@pytest.mark.parametrize(
+    ("then", "verdicts"),
+    [
+        # The time of each further listing, and where the file is by then.
+        ([], []),
+        ([(1, "source")], ["different"]),
+        ([(2, "local")], ["waiting"]),
+        ([(2, "source"), (2, "source")], ["different"]),
+        ([(2, "source"), (3, "source"), (4, "source")], ["waiting"]),
+        ([(2, "source"), (3, "local")], ["waiting"]),
+        ([(2, "source")], []),
+    ],
+    ids=["removed", "wrong", "written", "rewritten", "busy", "busy, then written", "removed later"],
+)
+def test_a_file_that_was_changed_since_it_was_listed_is_compared_again(
+    sides: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    then: list[tuple[int, str]],
+    verdicts: list[str],
+) -> None:
+    mount, source = sides
+    os.truncate(source / "a", 5)
+    lists = [[Row("a", 1_400_000, durable, time_ns)] for time_ns, durable in [(1, "source"), *then]]
+    listed = iter([*lists, []])
+    monkeypatch.setattr(checkpoints, "rows_of", lambda record, below: next(listed))
+    record = cast(MountRecord, SimpleNamespace(mountpoint=str(mount), source=str(source)))
+    found = compare_all(record, "", lambda row, done, total: None)
+    assert [each.verdict for each in found] == verdicts

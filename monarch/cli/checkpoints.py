@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -138,6 +139,50 @@ class Compared:
     bytes: int
     verdict: Verdict
     why: str
+
+
+# How often a file is compared that is changed meanwhile.
+_TRIES = 3
+WRONG = frozenset({"damaged", "different", "missing", "unreadable"})
+
+
+def compare_all(
+    record: MountRecord, below: str, progress: Callable[[Row, int, int], None]
+) -> list[Compared]:
+    """Compares the files at and beneath ``below``, newest first. ``progress`` is called with the
+    file, the bytes read and those to read.
+
+    A file that is wrong is looked up again: it counts as wrong only if it has not changed since it
+    was listed. One that is gone from the list was removed."""
+    rows = to_compare = rows_of(record, below)
+    found: dict[str, Compared] = {}
+    total = done = 0
+
+    def read(row: Row, count: int) -> None:
+        nonlocal done
+        done += count
+        progress(row, done, max(total, done))
+
+    for _ in range(_TRIES):
+        total += sum(row.bytes * (1 + (row.durable == "source")) for row in to_compare)
+        for row in to_compare:
+            found[row.path] = compare(
+                row.path,
+                mount=Path(record.mountpoint),
+                source=Path(record.source),
+                drained=row.durable == "source",
+                expected=row.xxh3,
+                progress=partial(read, row),
+            )
+        wrong = [row for row in to_compare if found[row.path].verdict in WRONG]
+        now = {row.path: row for row in rows_of(record, below)} if wrong else {}
+        changed = [row.path for row in wrong if now.get(row.path) != row]
+        to_compare = [now[path] for path in changed if path in now]
+        for path in changed:
+            found.pop(path)
+    for row in to_compare:
+        found[row.path] = Compared(row.path, row.bytes, "waiting", "it is being changed")
+    return [found[row.path] for row in rows if row.path in found]
 
 
 def compare(

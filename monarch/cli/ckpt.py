@@ -21,7 +21,6 @@ from monarch.frameworks.store import prune
 from monarch.text import counted, escape_text, format_bytes
 
 _WRONG = 1
-_WRONG_VERDICTS = frozenset({"damaged", "different", "missing", "unreadable"})
 
 
 @click.group()
@@ -139,31 +138,17 @@ def verify(mountpoint: Path, path: str | None, as_json: bool) -> int:
     """Compare the bytes of written files in the mount with those at the source.
 
     Checksums of a manifest are compared as well. A file that is not at the source yet is only read
-    in the mount. The exit code is 1 if a file is damaged, different, missing or unreadable.
+    in the mount, and so is one that is being changed. The exit code is 1 if a file is damaged,
+    different, missing or unreadable.
     """
     record, below = daemon_call.mount_and_path(mountpoint, path)
-    rows = checkpoints.rows_of(record, below)
-    total = sum(row.bytes * (1 + (row.durable == "source")) for row in rows)
-    done = 0
-    results: list[checkpoints.Compared] = []
     with progress_bar(quiet=as_json, of_bytes=True) as advance:
 
-        def progress(count: int) -> None:
-            nonlocal done
-            done += count
-            advance(done, max(total, done), f"reading {row.path}")
+        def progress(row: checkpoints.Row, done: int, total: int) -> None:
+            advance(done, total, f"reading {row.path}")
 
-        for row in rows:
-            result = checkpoints.compare(
-                row.path,
-                mount=Path(record.mountpoint),
-                source=Path(record.source),
-                drained=row.durable == "source",
-                expected=row.xxh3,
-                progress=progress,
-            )
-            results.append(result)
-    wrong = [result for result in results if result.verdict in _WRONG_VERDICTS]
+        results = checkpoints.compare_all(record, below, progress)
+    wrong = [result for result in results if result.verdict in checkpoints.WRONG]
     if as_json:
         emit_json({"ok": not wrong, "files": results})
     else:
