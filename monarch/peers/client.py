@@ -310,9 +310,9 @@ class PeerClient:
             return [str(ipaddress.ip_address(self._host))]
         except ValueError:
             found = addresses_of(self._host, within_s=_RESOLVE_S)
-            return [each for each in found if each not in self._slow] + [
-                each for each in self._slow if each in found
-            ]
+            # An address that the name does not have any more must not be remembered for ever.
+            self._slow = [each for each in self._slow if each in found]
+            return [each for each in found if each not in self._slow] + self._slow
 
     def _proven(self, address: tuple[str, int]) -> Connection:
         """A new connection to this address, at which the member has proved that it is one. Raises

@@ -401,6 +401,24 @@ def test_an_address_that_drops_all_packets_hides_the_others_once(
     client.close()
 
 
+def test_addresses_that_a_name_does_not_have_any_more_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [f"192.0.2.{number}" for number in range(1, 200)]
+    monkeypatch.setattr(clients, "addresses_of", lambda name, *, within_s: found[:1])
+    monkeypatch.setattr(clients, "_connect", lambda address: raise_(TimeoutError()))
+    client = PeerClient(Endpoint("a-node"), [1], KEY, Breaker(10.0))
+    while found:
+        with pytest.raises(PeerFailed):
+            client.get("c/01/1", 5)
+        assert client._slow == found[:1]
+        del found[0]
+
+
+def raise_(error: Exception) -> socket.socket:
+    raise error
+
+
 def test_a_member_that_fails_again_and_again_is_left_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
