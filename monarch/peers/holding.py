@@ -49,19 +49,20 @@ REQUEST = re.compile(rf"GET /[0-9a-f]{{32}}/({FORM}) HTTP/1\.[01]\r\n".encode())
 _DIGITS = 19
 # No clock of a node has given a later version: this is a time of the year 2116, in nanoseconds.
 _LAST_VERSION = 1 << 62
-_THREADS = 4
+# Files that are received at a time from one member, and from all together.
+_THREADS, _MOST_THREADS = 4, 16
 # Short requests to other members at a time: those that do not answer must not delay the others.
 _AT_ONCE = 32
 # The members that are asked to keep one file.
 _ASKED = 2
 # The bytes of one request.
 _PART = 8 * MiB
-# How long a file may take, in seconds, and for each byte.
+# How long a file, and the part of it that came, may take, in seconds, and for each byte.
 _LEAST_S = 10.0
 _BYTE_S = 1 / 20e6
 # How long an answer to an offer is known, for a member that asks again, in seconds.
 _KEPT_S = 10.0
-# The most offers that are known at a time.
+# The most offers of one member that are known at a time.
 _MOST_ARRIVING = 1000
 # How long a member that did not take a file in time is not asked to keep files, in seconds.
 _REST_S = 60.0
@@ -120,7 +121,7 @@ class Holding:
         self._patience_s = patience_s
         self._objects = objects
         self._is_recoverable = is_recoverable
-        self._threads = ThreadPool(_THREADS, "held files", abandon=True)
+        self._threads = ThreadPool(_MOST_THREADS, "held files", abandon=True)
         self._asks = ThreadPool(_THREADS, "replicas", abandon=True)
         # Short calls do not wait for those that move whole files.
         self._removals = ThreadPool(1, "held files removed", abandon=True)
@@ -132,9 +133,11 @@ class Holding:
         self._offered: dict[int, _Offer] = {}
         self._last_offer = time.time_ns()
         self._numbering = threading.Lock()
-        # The offers that this node got, and whether it keeps the file, once that is known.
+        # The offers that this node got, and whether it keeps the file, once that is known; and the
+        # right of each member to send one.
         self._arriving: dict[tuple[str, int], bool | None] = {}
         self._arrived = trio.Condition()
+        self._turns = {member: trio.CapacityLimiter(_THREADS) for member in others}
 
     # -- for other members ---------------------------------------------------------------------
 
@@ -175,7 +178,7 @@ class Holding:
         if client is None:
             return NOT_KEPT
         if key not in self._arriving:
-            if len(self._arriving) >= _MOST_ARRIVING:
+            if sum(known == member for known, _ in self._arriving) >= _MOST_ARRIVING:
                 return NOT_KEPT
             self._arriving[key] = None
             nursery.start_soon(self._receive, client, key)
@@ -192,7 +195,8 @@ class Holding:
         is_kept = False
         try:
             try:
-                is_kept = await self._threads.run(self._fetch, client, *key)
+                async with self._turns[key[0]]:
+                    is_kept = await self._threads.run(self._fetch, client, *key)
             except (PeerFailed, MonarchError, OSError, ValueError) as error:
                 self._limiter.warning(
                     f"held {client.name}", "a file of node %s is not kept: %s", client.name, error
@@ -204,7 +208,7 @@ class Holding:
                         self._arrived.notify_all()
             await trio.sleep(_KEPT_S)
         finally:
-            self._arriving.pop(key, None)
+            del self._arriving[key]
 
     def _fetch(self, client: PeerClient, member: str, offer: int) -> bool:
         """Gets a file from the member that has written it. Raises PeerFailed, OSError, and
@@ -219,8 +223,12 @@ class Holding:
                 " or names beside it"
             )
 
+        late_s = _now() + _LEAST_S
+
         def fetch(take: Take) -> None:
             for offset in range(0, record.size, _PART):
+                if _now() > late_s + offset * _BYTE_S:
+                    raise PeerFailed("slow")
                 size = min(_PART, record.size - offset)
                 answer = client.get(f"bytes/{member}/{offer}", size, offset)
                 if answer.status != OK:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
@@ -266,6 +267,7 @@ def test_short_requests_do_not_wait_for_whole_files(tmp_path: Path) -> None:
         try:
             for _ in range(holdings._THREADS):
                 owner._asks.start(ended.wait)
+            for _ in range(holdings._MOST_THREADS):
                 other._threads.start(ended.wait)
             assert await owner.is_held(pair.clients[1], record)
             assert await owner.forget(pair.clients[1], TOKEN, 300, owner.newest())
@@ -410,3 +412,93 @@ def test_a_member_knows_a_limited_number_of_offers(
         assert not pair.members[1].held.files
 
     with_pair(tmp_path, check)
+
+
+class Trickling:
+    """A member that gives each part of its files only after ``delays``."""
+
+    name = "slow"
+
+    def __init__(self, size: int, delays: Callable[[], object]) -> None:
+        self.breaker = Breaker(10.0)
+        self.parts = 0
+        self._record = Record(TOKEN, 300, size, "0" * 32, b"ckpt/a", 0o644, 0, 0, 5)
+        self._delays = delays
+
+    def get(self, name: str, size: int, offset: int | None = None) -> Answer:
+        if name.startswith("record/"):
+            number = int(name.rpartition("/")[2])
+            return Answer(OK, replace(self._record, number=number).to_text().encode(), None)
+        self.parts += 1
+        self._delays()
+        return Answer(OK, bytes(size), None)
+
+
+@pytest.mark.fault("N7")
+def test_a_member_that_sends_slowly_keeps_out_no_file_of_another_one(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    async def main() -> None:
+        slow, quick = Trickling(1, lambda: ended.wait(60)), Trickling(0, bool)
+        holding = Holding(
+            *(HeldFiles(tmp_path / "held", 1 << 30), cast(Any, {"1": slow, "2": quick}), "3"),
+            *(60.0, lambda number: tmp_path, lambda record: True),
+        )
+        try:
+            async with trio.open_nursery() as nursery:
+                for offer in range(2 * holdings._MOST_THREADS):
+                    nursery.start_soon(holding._hold, "1", offer, nursery)
+                with trio.fail_after(60):
+                    while slow.parts < holdings._THREADS:
+                        await trio.sleep(0.01)
+                    assert await holding._hold("2", 1, nursery) == NOT_KEPT
+                assert slow.parts == holdings._THREADS
+                ended.set()
+                nursery.cancel_scope.cancel()
+        finally:
+            ended.set()
+
+    trio.run(main)
+
+
+@pytest.mark.fault("N7")
+def test_a_file_that_comes_too_slowly_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(holdings, "_now", lambda: now[0])
+
+    def passes() -> None:
+        # 1 MB/s.
+        now[0] += 8.0
+
+    slow = Trickling(100 << 20, passes)
+    holding = Holding(
+        *(HeldFiles(tmp_path / "held", 1 << 30), cast(Any, {"1": slow}), "3", 60.0),
+        *(lambda number: tmp_path, lambda record: True),
+    )
+    with pytest.raises(PeerFailed):
+        holding._fetch(cast(Any, slow), "1", 5)
+    assert slow.parts == 2
+    assert not holding.held.files and holding.held.nbytes == 0
+
+
+def test_the_offers_of_one_member_leave_room_for_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdings, "_MOST_ARRIVING", 1)
+
+    async def main() -> None:
+        members, numbers = {"1": Trickling(0, bool), "2": Trickling(0, bool)}, count(5)
+        holding = Holding(
+            *(HeldFiles(tmp_path / "held", 1 << 30), cast(Any, members), "3", 60.0),
+            *(lambda number: tmp_path, lambda record: True),
+        )
+        async with trio.open_nursery() as nursery:
+            for member in ("1", "1", "2"):
+                await holding._hold(member, next(numbers), nursery)
+            assert [member for member, _ in holding._arriving] == ["1", "2"]
+            nursery.cancel_scope.cancel()
+        assert not holding._arriving
+
+    trio.run(main)
