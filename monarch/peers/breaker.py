@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 # The limit is this many times the 99th percentile of the latencies, and at most this, in seconds.
 _TIMES_P99 = 4
@@ -29,6 +30,14 @@ _LONGEST_PAUSE_S = 300.0
 _BUDGET_S = 10.0
 _GIVEN_BACK = 0.01
 _ENOUGH_S = 1.0
+
+
+@dataclass(slots=True)
+class SourceTime:
+    """What a read of the source takes, in seconds: an answer of any member within this time is not
+    late."""
+
+    seconds: float = _MOST_S
 
 
 class Breaker:
@@ -49,11 +58,16 @@ class Breaker:
         self._counted_s: float | None = None
         # The end of the last late call.
         self._late_to_s = -math.inf
-        # What a call may take without being late, and so may each MiB of its answer, in seconds.
-        self.fair_s = max(least_s, _MOST_S)
+        # Those of one node have the same one.
+        self.source = SourceTime()
         # The limit of the wait for the first byte, and for each further MiB, in seconds. Until the
         # latencies are known it is the greatest one.
         self.limit_s = max(least_s, _MOST_S)
+
+    @property
+    def fair_s(self) -> float:
+        """What a call, and each MiB of its answer, may take without being late, in seconds."""
+        return max(self._least_s, self.source.seconds)
 
     def is_out(self, now: float) -> bool:
         """Whether the member is left out at ``now``."""
@@ -74,10 +88,6 @@ class Breaker:
         self._give_back(now)
         self._out_until_s = now + self._pause_s
         return True
-
-    def source_takes(self, seconds: float) -> None:
-        """Sets what a read of the source takes: an answer within this time is not late."""
-        self.fair_s = max(self._least_s, seconds)
 
     def late(self, now: float, seconds: float) -> None:
         """Records that a call, answered or not, has taken ``seconds`` longer than a fair time. Of

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from monarch.peers.breaker import SourceTime
 from monarch.peers.client import COMING, Answer, PeerClient, PeerFailed, until_known
 
 # Members that are asked for one file: the owner, and the next one.
@@ -54,14 +55,15 @@ class Requests:
         # Requests to which the owner answered that it does not keep the file or span.
         self.not_kept = 0
         self._reads_s: deque[float] = deque(maxlen=_READS)
+        self._source = SourceTime()
+        for client in self.clients:
+            if client is not None:
+                client.breaker.source = self._source
 
     def source_took(self, seconds: float) -> None:
         """Records a read of the source by this node."""
         self._reads_s.append(seconds)
-        fair_s = _TIMES_SOURCE * max(self._reads_s.copy())
-        for client in self.clients:
-            if client is not None:
-                client.breaker.source_takes(fair_s)
+        self._source.seconds = _TIMES_SOURCE * max(self._reads_s.copy())
 
     def ask(self, order: Iterable[int], request: Callable[[PeerClient], bytes | None]) -> Asked:
         """Asks the members in this order, up to this node. ``request`` returns None if the member

@@ -84,7 +84,7 @@ def test_the_pause_has_a_limit() -> None:
 @pytest.mark.promise(341)
 def test_the_time_that_a_member_answers_late_is_limited() -> None:
     breaker, now, late_s = Breaker(0.05), 0.0, 0.0
-    breaker.source_takes(0.02)
+    breaker.source.seconds = 0.02
     assert breaker.fair_s == 0.05
     while now < 100_000.0:
         if breaker.admits(now):
@@ -126,7 +126,7 @@ def test_a_member_that_used_up_its_time_gets_some_back() -> None:
 
 def test_an_answer_that_is_not_slower_than_the_source_is_not_late() -> None:
     breaker = Breaker(0.05)
-    breaker.source_takes(8.0)
+    breaker.source.seconds = 8.0
     assert breaker.fair_s == 8.0
     for second in range(1000):
         breaker.late(float(second), -0.1)

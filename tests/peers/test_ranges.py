@@ -114,7 +114,9 @@ def test_each_block_has_one_owner_and_a_large_file_is_on_all_nodes() -> None:
     snapshot = SimpleNamespace(entries=100, attributes=lambda ino: attributes)
     kept = []
     for own in range(4):
-        members = cast(Sequence[PeerClient | None], [None if n == own else n for n in range(4)])
+        members = cast(
+            Sequence[PeerClient | None], [None if n == own else Owner() for n in range(4)]
+        )
         ranges = Ranges(
             cast(Snapshot, snapshot),
             Ownership(names),

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -355,6 +355,22 @@ def test_counts_of_many_threads_add_up() -> None:
     for thread in threads:
         thread.join()
     assert peers.received[1].files == 800
+
+
+def test_a_read_of_the_source_costs_no_step_for_each_member() -> None:
+    class Counting(FakeMember):
+        asked_for = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            Counting.asked_for += name == "breaker"
+            return super().__getattribute__(name)
+
+    members = [Counting() for _ in range(1023)]
+    peers = peers_of(None, *members)
+    Counting.asked_for = 0
+    peers.source_took(3.0)
+    assert Counting.asked_for == 0
+    assert {member.breaker.fair_s for member in members} == {12.0}
 
 
 def test_the_share_of_a_node_is_that_of_its_weight() -> None:
