@@ -135,6 +135,8 @@ class Engine:
         # The port at which it answers; None while it does not.
         self.port: int | None = None
         self.starts = 0
+        # The ports before it that other programs have.
+        self._others: list[int] = []
         # Set when it answers for the first time, or could not be started.
         self.settled = trio.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -166,6 +168,8 @@ class Engine:
                 except UsageError as error:
                     reason = str(error)
                 self.settled.set()
+                with trio.move_on_after(_HELLO_S):
+                    await self._name_another()
                 if self.port is not None and self._process is not None:
                     await _ended(self._process)
             finally:
@@ -184,9 +188,10 @@ class Engine:
         """Starts the engine at the first port that is free; ``port`` is None if it does not answer.
         Raises OSError, and UsageError for a certificate, and if no port is free."""
         self._prepare()
-        was_tried = False
+        was_tried, self._others = False, []
         for port in self._site.ports:
             if not is_free(self._site.address, port):
+                self._others.append(port)
                 continue
             self._claim = _claim(self._site.address, port)
             if self._claim is None:
@@ -204,6 +209,18 @@ class Engine:
             await self._end()
         if not was_tried:
             raise UsageError(f"no port of {self._site.ports} is free")
+
+    async def _name_another(self) -> None:
+        """Logs that another mount of this node proves to be the same member of the same job."""
+        for port in self._others:
+            with suppress(OSError, trio.BrokenResourceError):
+                if await self._proves(port):
+                    log.warning(
+                        "another mount of this node, at port %d, has the same secret and the same"
+                        " set of files: the nodes of one job may ask the mounts of the other one,"
+                        " and their written files are not kept; make a secret for each job",
+                        port,
+                    )
 
     def _prepare(self) -> None:
         """Makes the directory, with links to the tiers and the certificate. Raises OSError,

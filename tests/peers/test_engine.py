@@ -453,6 +453,37 @@ def test_a_port_is_reserved_until_the_engine_has_ended(tmp_path: Path) -> None:
     claim.close()
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_log_names_another_mount_with_the_same_secret(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_same: bool,
+) -> None:
+    monkeypatch.setattr(engines, "_HELLO_S", 60.0)
+    key = KEY if is_same else MemberKey(HOST, "cd" * 16, SECRET)
+
+    async def check(node: Node) -> None:
+        directory, files = tmp_path / "second" / "peers", Files(tmp_path / "second")
+        answers = Answers(directory / SOCKET, files, key, patience_s=0.02, most_held=1)
+        site = Site(files.tiers, key, HOST, [node.port, free_port()])
+        engine = Engine(find_engine(None), directory, site)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answers.run)
+            nursery.start_soon(engine.run)
+            await engine.settled.wait()
+            # A killed engine is started again: then all of this has been done once.
+            assert engine._process is not None
+            os.kill(engine._process.pid, signal.SIGKILL)
+            while engine.starts < 2:
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+        found = [each for each in caplog.messages if f"at port {node.port}, has the same" in each]
+        assert bool(found) == is_same
+
+    with_node(tmp_path, check)
+
+
 @pytest.mark.parametrize(
     ("cause", "reason"),
     [
