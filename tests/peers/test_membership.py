@@ -170,6 +170,28 @@ def test_a_name_for_which_the_dns_does_not_answer_leaves_the_others_their_time(
     hung.set()
 
 
+def test_a_job_of_many_nodes_costs_each_node_one_name_of_the_dns(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def addresses_of(name: str, *, within_s: float = 0.0) -> list[str]:
+        asked.append(name)
+        return ["192.0.2.7"]
+
+    monkeypatch.setattr(network, "addresses_of", addresses_of)
+    settings = PeerSettings(members="slurm", engine=engine)
+    environ = {
+        VARIABLE: SECRET,
+        "SLURM_JOB_NODELIST": "n[0001-1024]",
+        "SLURMD_NODENAME": "n0512",
+    }
+    found = membership(settings, environ)
+    assert found is not None
+    assert (found.own, found.address, len(found.members)) == (511, "192.0.2.7", 1024)
+    assert asked == ["n0512"]
+
+
 # -- the configuration, doctor and status ----------------------------------------------------------
 
 
