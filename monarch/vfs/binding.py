@@ -189,30 +189,31 @@ class Bindings:
         return binding.outdated
 
     def hand_over(self, binding: Binding, names: Namespace) -> None:
-        """Lets the datapath read from the descriptor; reads without one come here."""
+        """Lets the datapath read from the descriptor; reads without one come here, and those of the
+        source if a measured job reads the file, also if the datapath has its descriptor."""
         if self._fast is None:
             return
-        fd = binding.file.fd if binding.file is not None else binding.fd
-        if binding.is_shared and binding.fd < 0:
-            size = names.attributes(binding.ino).size
-            self._fast.bind(binding.ino, -1, tier=binding.tier, size=size, backing_id=0)
-        elif fd >= 0:
-            copy, size = binding.copy, names.attributes(binding.ino).size
-            backing_id = copy.take_backing_id() if copy is not None else 0
-            self._fast.bind(binding.ino, fd, tier=binding.tier, size=size, backing_id=backing_id)
-        if binding.is_watched:
-            self._fast.watch(binding.ino, WATCHED_FROM)
+        if binding.job is not None:
+            self._fast.watch(binding.ino, 1)
+        else:
+            self._give_file(self._fast, binding, names)
         part = binding.part
         if part is not None and not part.is_dropped and part.file.fd >= 0:
             size = part.identity.size
             self._fast.bind_part(binding.ino, part.file.fd, tier=part.tier, size=size)
 
-    def take_back(self, binding: Binding, job: MeasuredJob) -> None:
-        """Sends the reads of a file at the source here, also if the datapath has its descriptor,
-        until its last release: a measured job reads it, too."""
-        binding.job = job
-        if self._fast is not None:
-            self._fast.watch(binding.ino, 1)
+    @staticmethod
+    def _give_file(fast: FastPath, binding: Binding, names: Namespace) -> None:
+        fd = binding.file.fd if binding.file is not None else binding.fd
+        if binding.is_shared and binding.fd < 0:
+            size = names.attributes(binding.ino).size
+            fast.bind(binding.ino, -1, tier=binding.tier, size=size, backing_id=0)
+        elif fd >= 0:
+            copy, size = binding.copy, names.attributes(binding.ino).size
+            backing_id = copy.take_backing_id() if copy is not None else 0
+            fast.bind(binding.ino, fd, tier=binding.tier, size=size, backing_id=backing_id)
+        if binding.is_watched:
+            fast.watch(binding.ino, WATCHED_FROM)
 
     def outdate_elsewhere(self, ino: Ino) -> bool:
         """Whether the datapath has a copy open; it then reports the last release of the copy."""

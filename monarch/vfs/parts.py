@@ -42,6 +42,7 @@ from monarch.vfs.binding import WATCHED_FROM, Binding, read_fully, read_if_in_me
 from monarch.vfs.interfaces import FastPath, TierMonitor
 from monarch.vfs.promotions import Promotions
 from monarch.vfs.source_files import SourceFiles
+from monarch.vfs.source_limit import Payment
 from monarch.vfs.unit_fetches import UnitFetches
 from monarch.vfs.units import OpenPart, Unit
 
@@ -255,10 +256,12 @@ class PartialCopies:
 
     # -- reads -------------------------------------------------------------------------------------
 
-    async def read(self, binding: Binding, offset: int, size: int) -> tuple[bytes, int] | None:
+    async def read(
+        self, binding: Binding, offset: int, size: int, payment: Payment
+    ) -> tuple[bytes, int] | None:
         """``size`` bytes of a binding with a partial copy, fewer only at the end of the file, and
         the tier that has answered, SOURCE if it was not alone. None if the caller must continue at
-        the source. Raises SourceError."""
+        the source. Raises SourceError; Refused as ``Payment.pay``."""
         part = binding.part
         if part is None:
             return None
@@ -267,6 +270,8 @@ class PartialCopies:
         tier = part.tier
         while offset < end:
             granule, stop = offset // GRANULE, -(-end // GRANULE)
+            if part.is_dropped and self._fast is not None and binding.job is None:
+                self._fast.watch(binding.ino, 0)
             if part.is_dropped or not self._monitor.is_read(part.tier):
                 return None
             state = part.file.map[granule]
@@ -283,9 +288,13 @@ class PartialCopies:
                 piece = await self._fetches.join(binding, part, unit, offset, end)
                 if piece is None and not part.is_dropped:
                     continue
+            elif not payment.has_paid:
+                # Not while the bytes are fetched: readers of other jobs may wait for them.
+                await payment.pay(end - offset)
+                continue
             else:
                 tier = SOURCE
-                piece = await self._fetches.read(binding, part, offset, end)
+                piece = await self._fetches.read(binding, part, offset, end, payment)
             if piece is None:
                 return None
             pieces.append(piece)
@@ -469,7 +478,6 @@ class PartialCopies:
         part.is_dropped = True
         if self._fast is not None:
             self._fast.drop_part(ino)
-            self._fast.watch(ino, 0)
         if not part.is_used:
             self._unused(part)
 

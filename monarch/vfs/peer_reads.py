@@ -11,6 +11,7 @@ from monarch.vfs.binding import Binding
 from monarch.vfs.interfaces import TierCalls
 from monarch.vfs.read_side import ReadSide
 from monarch.vfs.readers import Readers
+from monarch.vfs.source_limit import free_of_charge
 from monarch.vfs.units import OpenPart
 
 
@@ -54,7 +55,7 @@ class PeerReads:
             except OSError:
                 return None
             return Granules(part.tier, digests)
-        found = await self._read.parts.read(binding, offset, size)
+        found = await self._read.parts.read(binding, offset, size, free_of_charge())
         return None if found is None else found[0]
 
     def _admits(self, part: OpenPart, block: int) -> bool:

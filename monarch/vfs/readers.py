@@ -18,7 +18,7 @@ import errno
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 
 import trio
 
@@ -36,7 +36,7 @@ from monarch.vfs.measured import MeasuredJob, MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.quotas import JobQuotas
 from monarch.vfs.read_side import ReadSide
-from monarch.vfs.source_limit import LimitedCalls, Payment, SourceLimit, Unpaid
+from monarch.vfs.source_limit import LimitedCalls, Payment, Unpaid
 from monarch.writeback.front import WriteFront
 
 # How often an open begins again when the source changes meanwhile. A file that changes faster than
@@ -113,10 +113,10 @@ class Readers:
             if binding.users > 1 and binding.file is not None:
                 await self._source_files.notice_rewriting(ino, binding.file)
             binding.opener = CALLER.get()
-            if job is not None and binding.file is not None and binding.part is None:
+            if job is not None and binding.file is not None:
                 # Another job may have opened it, or a copy of it is being made.
-                self._bindings.take_back(binding, job)
-            if binding.job is None and (self.quotas is None or binding.fd >= 0):
+                binding.job = job
+            if self.quotas is None or binding.fd >= 0:
                 # The bytes of the source are counted, and limited, for the job that reads them.
                 self._bindings.hand_over(binding, self._names)
         except BaseException:
@@ -145,7 +145,7 @@ class Readers:
         read that waits has locked these pages, and storing would wait for the read for ever.
         Raises SourceError; ESTALE if the file changes all the time.
         """
-        with self._limited.payment(self._limits_of(CALLER.get(), job)) as payment:
+        with self._payment(CALLER.get()) as payment:
             while (binding := self._bindings.get(ino)) is None:
                 begun = self._bindings.begin(ino)
                 if begun is not None:
@@ -374,10 +374,12 @@ class Readers:
         """The bytes, and the number of the tier that has answered. Raises SourceError."""
         if binding.content is not None:
             return binding.content[offset : offset + size], SOURCE
+        caller = caller or CALLER.get() or binding.opener
         if binding.is_watched:
             self._parts.decide(binding, offset)
         if binding.part is not None:
-            found = await self._parts.read(binding, offset, size)
+            with self._payment(caller) as payment:
+                found = await self._parts.read(binding, offset, size, payment)
             if found is not None:
                 return found
             await self._source_files.continue_with(binding)
@@ -392,10 +394,7 @@ class Readers:
                     file.release()
                 else:
                     binding.fall_back(file)
-        caller = caller or CALLER.get() or binding.opener
-        # Other jobs may read from the same binding.
-        job = self._measured_caller(caller)
-        with self._limited.payment(self._limits_of(caller, job)) as payment:
+        with self._payment(caller) as payment:
             await payment.pay(max(0, min(size, binding.size - offset)))
             data = await self._source_files.read(binding, offset, size)
             payment.read(len(data))
@@ -479,11 +478,13 @@ class Readers:
         """The number of the quota of the process whose call is answered; None without one."""
         return None if self.quotas is None else self.quotas.job_of(CALLER.get())
 
-    def _limits_of(self, caller: Caller | None, job: MeasuredJob | None) -> list[SourceLimit]:
-        """What limits the reads of a process from the source; ``job`` if it is measured."""
-        limits = [] if job is None else [job.source]
+    def _payment(self, caller: Caller | None) -> AbstractContextManager[Payment]:
+        """What a call pays to the limits of its process, if it reads the source. Other jobs may
+        read from the same binding."""
+        job = self._measured_caller(caller)
         quota = None if self.quotas is None else self.quotas.source_of(caller)
-        return limits if quota is None else [*limits, quota]
+        limits = [] if job is None else [job.source]
+        return self._limited.payment(limits if quota is None else [*limits, quota])
 
     def _count_open(
         self,

@@ -113,19 +113,19 @@ class Payment:
     def __init__(self, calls: LimitedCalls, limits: Sequence[SourceLimit]) -> None:
         self._calls = calls
         self._limits = limits
-        self._has_paid = False
+        self.has_paid = False
         # The bytes that were paid for and not read yet.
         self._left = 0
 
     def require(self, nbytes: int) -> None:
         """Raises Unpaid if the call must pay for bytes before it reads them. A file that grows
         after that is read nevertheless."""
-        if not self._has_paid and any(limit.rate for limit in self._limits):
+        if not self.has_paid and any(limit.rate for limit in self._limits):
             raise Unpaid(nbytes)
 
     async def pay(self, nbytes: int) -> None:
         """Takes bytes, and waits as long as the limits demand. Raises Refused as ``wait``."""
-        self._has_paid = True
+        self.has_paid = True
         self._left += nbytes
         now = trio.current_time()
         ends = [(limit, now + limit.take(nbytes)) for limit in self._limits]
@@ -143,3 +143,8 @@ class Payment:
         for limit in self._limits:
             limit.take(-self._left)
         self._left = 0
+
+
+def free_of_charge() -> Payment:
+    """The payment of a call that belongs to no job of this node."""
+    return Payment(LimitedCalls(), ())

@@ -22,6 +22,7 @@ from monarch.tiers.partial import GRANULE
 from monarch.tiers.source import SourceFile
 from monarch.vfs.binding import Binding
 from monarch.vfs.source_files import SourceFiles
+from monarch.vfs.source_limit import Payment
 from monarch.vfs.units import OpenPart, Unit
 
 # The units of one range that are fetched ahead at the same time.
@@ -93,10 +94,12 @@ class UnitFetches:
                 del unit.apart[granule]
         return await self.join(binding, part, apart, offset, end)
 
-    async def read(self, binding: Binding, part: OpenPart, offset: int, end: int) -> bytes | None:
+    async def read(
+        self, binding: Binding, part: OpenPart, offset: int, end: int, payment: Payment
+    ) -> bytes | None:
         """Bytes from a missing granule on; None if the source has another version. No other bytes
-        are read if they cannot be stored, or as many bytes as allowed wait for a slow tier. Raises
-        SourceError."""
+        are read if they cannot be stored, or as many bytes as allowed wait for a slow tier. The
+        reader pays for those that are fetched ahead of it, too. Raises SourceError."""
         granule, stop = offset // GRANULE, -(-end // GRANULE)
         room = min(self._most_held - self._held, self._accounts.room(part.ino))
         is_young = self._doubts.by_bytes(part.ino, part.identity)
@@ -105,9 +108,12 @@ class UnitFetches:
             if binding.is_shared:
                 # Another node has each block.
                 end = min(end, (offset // BLOCK + 1) * BLOCK)
+            payment.read(end - offset)
             return await self._fetched(binding, part, offset, end - offset)
         unit, *others = part.begin(granule, stop, room=room if binding.file is not None else 0)
-        self._held += sum(part.size_of(each) for each in (unit, *others))
+        fetched = sum(part.size_of(each) for each in (unit, *others))
+        payment.read(fetched)
+        self._held += fetched
         part.storing += 1 + len(others)
         if unit.stop > stop and binding.file is not None:
             # The reader does not need all of it, and must not wait for it for long.

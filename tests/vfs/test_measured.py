@@ -12,11 +12,14 @@ import trio
 from trio.testing import MockClock
 
 from monarch.errors import Refused
+from monarch.text import MiB
+from monarch.tiers.partial import GRANULE
 from monarch.transfer.source_calls import CALLER, Caller
 from monarch.vfs import source_limit
 from monarch.vfs.measured import MeasuredJob
 from tests.vfs.conftest import FILES
-from tests.vfs.rig import Rig
+from tests.vfs.part_rig import SIZE, Makes
+from tests.vfs.rig import FakeFastPath, Rig
 
 NAMES = ("small", "large", "d/other")
 
@@ -218,3 +221,59 @@ async def test_a_measured_job_waits_for_its_limit_in_a_file_that_another_job_has
         assert await rig.content("large") == FILES["large"]
         assert trio.current_time() - began == pytest.approx(10, abs=0.01)
     assert job.source.nbytes == 100_000
+
+
+@pytest.mark.promise(292)
+async def test_a_measured_job_pays_for_the_granules_that_a_partial_copy_lacks(
+    make: Makes, us: Caller, autojump_clock: MockClock
+) -> None:
+    rig = make()
+    async with rig.running():
+        with calling(Caller(0, 0, 0)):
+            ino = await rig.open("big")
+            await rig.at(ino, 15 * MiB)
+            await rig.stored()
+        before = rig.source_bytes()
+        job = begin(rig, us, 1.0, GRANULE)
+        with calling(us):
+            await rig.open("big")
+            began = trio.current_time()
+            await rig.at(ino, 15 * MiB)
+            assert trio.current_time() == began and job.source.nbytes == 0
+            # The bytes of a granule are those of a second, whatever is read of it.
+            for number in range(1, 4):
+                await rig.at(ino, (10 + number) * MiB)
+                assert job.source.nbytes == number * GRANULE == rig.source_bytes() - before
+        assert trio.current_time() - began == pytest.approx(2, abs=0.1)
+        with calling(Caller(0, 0, 0)):
+            began = trio.current_time()
+            await rig.at(ino, 9 * MiB)
+        assert trio.current_time() == began and job.source.nbytes == 3 * GRANULE
+        rig.filesystem.measured.end(job.session)
+        for _ in range(2):
+            rig.filesystem.release(ino)
+
+
+@pytest.mark.promise(292)
+async def test_a_measured_job_is_limited_after_a_partial_copy_is_dropped(
+    make: Makes, us: Caller
+) -> None:
+    fast = FakeFastPath()
+    rig = make(fast=fast)
+    async with rig.running():
+        with calling(Caller(0, 0, 0)):
+            ino = await rig.open("big")
+            await rig.at(ino, 15 * MiB)
+            await rig.stored()
+        assert fast.parts == {ino: (1, SIZE)} and ino in fast.bound
+        job = begin(rig, us, 1.0)
+        with calling(us):
+            await rig.open("big")
+            rig.read_side.promotions.evict(ino)
+            assert fast.parts == {}
+            # The datapath has the file, and must not read it for the job.
+            await rig.at(ino, 15 * MiB)
+            assert fast.watched == {ino: 1} and job.source.nbytes == 4096
+        rig.filesystem.measured.end(job.session)
+        for _ in range(2):
+            rig.filesystem.release(ino)

@@ -121,6 +121,9 @@ async def test_the_datapath_watches_the_file_until_the_decision_and_serves_the_g
         assert fast.parts == {ino: (1, SIZE)}
         rig.read_side.promotions.evict(ino)
         assert fast.parts == {}
+        # The datapath reads all of the source again.
+        await rig.at(ino, 15 * MiB)
+        assert fast.watched == {ino: 0}
         rig.filesystem.release(ino)
         await rig.stored()
         await rig.open("big")
