@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from monarch.analysis.loader_model import JobModel, Kind, Point, fitted
@@ -11,7 +11,6 @@ from monarch.analysis.stalls import (
     Measured,
     Run,
     Verdict,
-    last_rounds,
     measured,
     stalls_with,
     troubles_of,
@@ -33,7 +32,7 @@ class Profile(Report):
     ``data_bytes`` are those of all files of the mount, ``tier_bytes`` the capacity of its tiers.
     ``source_limit`` in bytes/s was in force in all runs, 0: none. ``cores`` were usable. A run had
     ``iterations`` batches, or up to ``most_iterations`` if its windows differed. The conclusions
-    are from the last ``rounds`` rounds, 0: all.
+    are from ``runs``; ``unused_runs`` are those of earlier rounds, which differed too much.
     """
 
     monarch_profile: int
@@ -50,11 +49,7 @@ class Profile(Report):
     warmup: int
     runs: list[Run]
     most_iterations: int = 0
-    rounds: int = 0
-
-    def used(self) -> list[Run]:
-        """The runs from which the conclusions are."""
-        return last_rounds(self.runs, self.rounds)
+    unused_runs: list[Run] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +120,17 @@ def profile_of(raw: object) -> Profile:
         raise ValueError(f"its format has version {raw['monarch_profile']!r}, not {VERSION}")
     profile = Profile.from_dict(raw)
     sizes = (profile.data_bytes, profile.tier_bytes, profile.source_limit)
-    if (
-        profile.rounds < 0
-        or not 1 <= profile.cores < 1 << 20
-        or not all(0 <= each <= MOST_BYTES for each in sizes)
-    ):
+    if not 1 <= profile.cores < 1 << 20 or not all(0 <= each <= MOST_BYTES for each in sizes):
         raise ValueError("it has a number out of its range")
-    measured(profile.used())
+    measured(profile.runs)
+    if profile.unused_runs:
+        measured(profile.unused_runs)
     return profile
 
 
 def result_of(profile: Profile) -> Result:
     """Raises ValueError if a phase was not measured."""
-    found = measured(profile.used())
+    found = measured(profile.runs)
     verdict, why = verdict_on(found, found.real[0])
     last = profile.runs[-1].report
     batch_bytes, epoch_bytes = _bytes(profile, found)
@@ -166,7 +159,7 @@ def result_of(profile: Profile) -> Result:
 def model_of(profile: Profile) -> tuple[JobModel | None, float | None]:
     """The model that describes the job best, and its error; None if the measured shares do not
     differ."""
-    found = measured(profile.used())
+    found = measured(profile.runs)
     last = profile.runs[-1].report
     shares = [*found.real, found.cached]
     points = [Point(each.hits, each.load.per_s, each.train.per_s) for each in shares]
@@ -214,9 +207,7 @@ def _bytes(profile: Profile, found: Measured) -> tuple[float, float]:
     all its files.
     """
     least = found.real[0]
-    runs = [
-        run.report for run in profile.used() if run.phase == "real" and run.share == least.asked
-    ]
+    runs = [run.report for run in profile.runs if run.phase == "real" and run.share == least.asked]
     batches = sum(run.batches for run in runs) * (1 - least.hits)
     batch_bytes = sum(run.source_bytes for run in runs) / batches if batches else 0.0
     length = profile.runs[-1].report.epoch_batches

@@ -201,9 +201,9 @@ def trouble_in(runs: Sequence[Run]) -> str:
 
 
 def last_rounds(runs: Sequence[Run], rounds: int) -> list[Run]:
-    """The runs of the last ``rounds`` rounds; 0: all."""
-    first = max((run.round for run in runs), default=0) - rounds
-    return [run for run in runs if not rounds or run.round > first]
+    """The runs of the last ``rounds`` rounds."""
+    first = max(run.round for run in runs) - rounds
+    return [run for run in runs if run.round > first]
 
 
 def verdict_on(found: Measured, share: Share) -> tuple[Verdict, str]:

@@ -15,6 +15,7 @@ from monarch.analysis import profile as profiles
 from monarch.analysis.loader_model import TOLERANCE
 from monarch.analysis.plan import Phase
 from monarch.analysis.profile import Profile, Result, model_of, result_of
+from monarch.analysis.stalls import last_rounds
 from monarch.cli.daemon_call import JSON
 from monarch.cli.job_runs import JobRuns, or_unchanged
 from monarch.cli.measured_mount import (
@@ -147,6 +148,7 @@ def run(
     started_ns = time.time_ns()
     with or_unchanged(out), progress_bar(quiet=as_json) as advance:
         runs = jobs.all(phases, repeat, most_rounds, advance)
+    used = last_rounds(runs, repeat)
     profile = Profile(
         monarch_profile=profiles.VERSION,
         monarch=__version__,
@@ -160,9 +162,9 @@ def run(
         source_limit=source_limit,
         iterations=iters,
         warmup=warmup,
-        runs=runs,
+        runs=used,
         most_iterations=most,
-        rounds=repeat,
+        unused_runs=runs[: -len(used)],
     )
     try:
         code = _show(profile, as_json)
@@ -232,16 +234,16 @@ def _lines(profile: Profile, result: Result) -> Iterator[str]:
 
 def _lengths(profile: Profile, result: Result) -> Iterator[str]:
     """How long was measured, and why not longer."""
-    runs = profile.used()
-    batches = sorted({len(run.report.train_s) * run.report.window for run in runs})
+    every = [*profile.unused_runs, *profile.runs]
+    batches = sorted({len(run.report.train_s) * run.report.window for run in profile.runs})
     each = counted(batches[-1], "batch", "batches")
     if len(batches) > 1:
         each = f"{batches[0]} to {each}"
-    rounds, used = (len({run.round for run in some}) for some in (profile.runs, runs))
+    rounds, used = (len({run.round for run in some}) for some in (every, profile.runs))
     of = counted(used, "round", "rounds")
     if used < rounds:
         of = f"the last {used} of {rounds} rounds"
-    seconds = sum(sum(run.report.train_s) + sum(run.report.load_s) for run in profile.runs)
+    seconds = sum(sum(run.report.train_s) + sum(run.report.load_s) for run in every)
     why = ""
     # Earlier versions of Monarch measured a fixed number of batches.
     if profile.most_iterations:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 from click.testing import CliRunner, Result
 
-from monarch.analysis.profile import decode
+from monarch.analysis.profile import decode, result_of
 from monarch.analysis.stalls import Run
 from monarch.cli import analyze, output, written_files
 from monarch.cli.measured_mount import MeasuredMount
@@ -98,3 +99,21 @@ def test_a_run_with_noise_gives_no_verdict_and_an_exit_code_of_its_own(
         done = CliRunner().invoke(analyze.analyze, arguments, standalone_mode=False)
         assert done.return_value == code, done.output
         assert done.output.startswith(f"{verdict}: ")
+
+
+def test_rounds_that_differed_too_much_are_kept_apart_in_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that does not know ``unused_runs`` has the same conclusions."""
+    noisy, steady = runs(0.1, 0.2, 0.8, noise=NOISY), runs(0.1, 0.2, 0.8)
+    steady = [Run(each.phase, each.share, 1, each.report) for each in steady]
+    monkeypatch.setattr(analyze.JobRuns, "all", lambda *_: [*noisy, *steady], raising=False)
+    out = tmp_path / "profile.json"
+    arguments = ["run", "--repeat", "1", "--out", str(out), "--", "train"]
+    done = CliRunner().invoke(analyze.analyze, arguments, standalone_mode=False)
+    assert done.return_value == 0 and "the last 1 of 2 rounds" in done.output
+    raw = json.loads(out.read_text())
+    assert decode(json.dumps(raw)).unused_runs == noisy
+    del raw["unused_runs"]
+    assert decode(json.dumps(raw)).runs == steady
+    assert raw["result"] == result_of(decode(json.dumps(raw))).to_dict()
