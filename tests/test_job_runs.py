@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from monarch.analysis.plan import Phase, RunReport
+from monarch.analysis.plan import Phase, RunReport, encode
 from monarch.cli import job_runs
 from monarch.cli.job_runs import JobRuns
 from monarch.control.registry import process_started, process_stat
@@ -71,7 +71,7 @@ def test_processes_that_cannot_be_read_are_not_of_the_session(
         assert first.stdout is not None
         left = int(first.stdout.readline())
         try:
-            assert job_runs._ends_within(60, first.pid)
+            wait_until(lambda: job_runs._has_ended(first.pid), "the first process has ended")
             assert job_runs._running(first) == {left}
         finally:
             os.kill(left, signal.SIGKILL)
@@ -97,17 +97,16 @@ def test_no_other_session_can_have_the_number_of_a_command_whose_processes_are_e
     assert states == [b"Z"]
 
 
-def test_the_output_of_a_command_takes_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_runs, "_MOST_LOGGED", 1000)
-    monkeypatch.setattr(job_runs, "_LOOK_MOUNT_S", 0.02)
-    # It ends when its output is smaller than before.
-    script = """
-        size=0
-        while [ $(stat -Lc %s /dev/fd/2) -ge $size ]; do
-            size=$(stat -Lc %s /dev/fd/2)
-            echo 'a line of the output'
-        done
+def test_the_output_of_a_command_takes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # More than a pipe holds. It closes its output before it ends.
+    script = f"""
+        yes 'a line of the output' | head -n 50000
+        find {tmp_path} -type f
         echo 'the last line' >&2
+        exec >&- 2>&-
         exit 7
     """
     said: list[str] = []
@@ -116,6 +115,48 @@ def test_the_output_of_a_command_takes_bounded_room(monkeypatch: pytest.MonkeyPa
     with pytest.raises(MonarchError, match="exit code 7"), runs.begun():
         pass
     assert said[-1] == "  | the last line"
+    assert set(said[:-1]) == {"  | a line of the output"}
+
+
+# Reports, and then has no end.
+_MEASURED = """
+import json, os, pathlib, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+report = json.loads(os.environ["MONARCH_ANALYZE"])["report"]
+part = pathlib.Path(report + ".part")
+part.write_text(os.environ["REPORT"])
+part.rename(report)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.promise(293)
+def test_a_command_that_is_measured_and_does_not_end_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_runs, "_GRACE_S", 0.1)
+    monkeypatch.setattr(job_runs, "_LOOK_MOUNT_S", 0.1)
+    report = run("cached", 1.0).report
+    monkeypatch.setenv("REPORT", encode(report))
+    runs = JobRuns([sys.executable, "-c", _MEASURED], "/mnt/data", 10, 1, 0)
+    with runs.begun() as measure:
+        assert measure("cached", 1.0, None) == report
+
+
+def test_a_daemon_that_a_command_has_left_has_no_output(tmp_path: Path) -> None:
+    number = tmp_path / "number"
+    # It has a session of its own, so it does not end with the run.
+    daemon = f"echo $$ > {number}.part && mv {number}.part {number}; while echo on; do :; done"
+    script = f"""
+        setsid sh -c '{daemon}' &
+        while [ ! -e {number} ]; do sleep 0.01; done
+    """
+    with pytest.raises(MonarchError, match="before it was measured"):
+        with JobRuns(["sh", "-c", script], "/mnt/data", 10, 1, 0).begun():
+            pass
+    left = int(number.read_text())
+    wait_until(lambda: process_started(left) is None, "the daemon cannot write any more")
 
 
 _ANALYSIS = """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
+import select
 import shlex
 import shutil
 import signal
@@ -36,17 +38,17 @@ from monarch.posix.mounts import MONARCH_TYPE, is_dead, mount_table
 from monarch.posix.processes import process_space
 from monarch.posix.signals import Interruption, interruptible_where_heeded
 from monarch.posix.unfinished import is_locked, remove_if_left
-from monarch.text import MiB, escape_text
+from monarch.text import escape_text
 from monarch.types import Progress
 
 # The interval in which it is checked whether the mount has ended.
 _LOOK_MOUNT_S = 1.0
-# How long the processes of a run may take to end.
+# How long the processes of a run may take to end: after the report, and after each signal.
 _GRACE_S = 5.0
 _LOOK_S = 0.02
-# Lines of the output of a command that has failed, of so many bytes at its end. The file is emptied
-# when it is larger than the last number.
-_SHOWN, _READ, _MOST_LOGGED = 15, 1 << 16, 64 * MiB
+# Lines of the output of a command that has failed, and the bytes at its end that are kept: as many
+# as a pipe has.
+_SHOWN, _KEPT = 15, 1 << 16
 # How a directory is opened.
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Characters of a command in a message.
@@ -131,7 +133,7 @@ class JobRuns:
         share: float,
         cores: int | None,
     ) -> RunReport:
-        report, log = directory / "report", directory / "log"
+        report = directory / "report"
         report.unlink(missing_ok=True)
         plan = Plan(
             phase=phase,
@@ -145,13 +147,12 @@ class JobRuns:
             analysis=self._analysis,
         )
         environment = {**os.environ, VARIABLE: encode(plan), PHASE_VARIABLE: phase}
-        log.unlink(missing_ok=True)
-        # For appending: what is written after the file was emptied is at its begin.
-        with log.open("ab") as output:
-            code = self._run(interruption, environment, output.fileno(), cores)
+        with closing(_Output()) as output:
+            code = self._run(interruption, environment, report, output, cores)
+            output.take(0.0)
         if not report.exists():
             self._require_mount()
-            for line in _last_lines(log):
+            for line in output.last_lines():
                 remark(f"  | {line}")
             how = f"exit code {code}" if code >= 0 else f"signal {-code}"
             raise MonarchError(
@@ -171,7 +172,8 @@ class JobRuns:
         self,
         interruption: Interruption,
         environment: dict[str, str],
-        output: int,
+        report: Path,
+        output: _Output,
         cores: int | None,
     ) -> int:
         """Runs the command in a session of its own: the limits of a run are those of its session.
@@ -182,25 +184,35 @@ class JobRuns:
                     self._command,
                     env=environment,
                     stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
+                    stdout=output.writing,
+                    stderr=output.writing,
                     start_new_session=True,
                 )
         except OSError as error:
             name = escape_text(self._command[0])
             raise UsageError(f"{name} cannot be run: {error.strerror}") from error
+        output.begin()
         try:
             with interruption.heeded():
-                while not _ends_within(_LOOK_MOUNT_S, process.pid):
-                    # A job may wait for ever for what it has not read.
-                    self._require_mount()
-                    if os.fstat(output).st_size > _MOST_LOGGED:
-                        os.ftruncate(output, 0)
+                self._wait(process.pid, report, output)
         finally:
-            _end(process)
+            _end(process, output)
             # Not before, or another session may have its number.
             process.poll()
         return process.wait()
+
+    def _wait(self, pid: int, report: Path, output: _Output) -> None:
+        """Waits until the command ends, but not long after its report: what it does then, such as
+        to wait for a thread, may have no end. Raises NotMountedError if the mount ends."""
+        look_s, until_s = time.monotonic() + _LOOK_MOUNT_S, math.inf
+        while not _has_ended(pid) and time.monotonic() < until_s:
+            output.take(_LOOK_S)
+            if time.monotonic() >= look_s:
+                # A job may wait for ever for what it has not read.
+                self._require_mount()
+                look_s = time.monotonic() + _LOOK_MOUNT_S
+                if until_s == math.inf and report.exists():
+                    until_s = time.monotonic() + _GRACE_S
 
     def _is_in_table(self) -> bool:
         return any(
@@ -218,10 +230,44 @@ class JobRuns:
             )
 
 
+class _Output:
+    """The output of a command: a pipe, of which the end is kept. A process that still writes when
+    it is closed gets SIGPIPE, so a daemon that the command has left takes no room."""
+
+    def __init__(self) -> None:
+        self._reading, self.writing = os.pipe2(os.O_CLOEXEC)
+        self._kept = b""
+        self._written = select.poll()
+        self._written.register(self._reading, select.POLLIN)
+
+    def begin(self) -> None:
+        """Called when the command has the end for writing."""
+        os.close(self.writing)
+        self.writing = -1
+
+    def take(self, wait_s: float) -> None:
+        """Takes what is in the pipe, as soon as there is something, or waits so long in vain."""
+        if self._written.poll(1000 * wait_s):
+            if taken := os.read(self._reading, _KEPT):
+                self._kept = (self._kept + taken)[-_KEPT:]
+            else:
+                # All writers have closed it.
+                time.sleep(wait_s)
+
+    def last_lines(self) -> list[str]:
+        lines = self._kept.decode(errors="replace").splitlines()
+        return [escape_text(line.rstrip()) for line in lines[-_SHOWN:]]
+
+    def close(self) -> None:
+        os.close(self._reading)
+        if self.writing >= 0:
+            os.close(self.writing)
+
+
 @contextmanager
 def _own_directory() -> Iterator[Path]:
-    """A directory for the reports and the output of the command, which is removed at the end. Those
-    of commands that were killed on this node are removed before."""
+    """A directory for the reports of the command, which is removed at the end. Those of commands
+    that were killed on this node are removed before."""
     prefix = f"monarch-analyze-{socket.gethostname()}-"
     for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
         remove_if_left(left, _OPEN, shutil.rmtree)
@@ -270,20 +316,16 @@ def _on_cores(count: int | None) -> Iterator[None]:
             os.sched_setaffinity(0, usable)
 
 
-def _ends_within(seconds: float, pid: int) -> bool:
-    """Whether a child ends in this time. It stays a zombie, so its number belongs to no other
-    process, nor to a session of another one."""
-    until = time.monotonic() + seconds
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended. It stays a zombie, so its number belongs to no other process, nor
+    to a session of another one."""
     # Without a zombie where SIGCHLD is ignored.
     with suppress(ChildProcessError):
-        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(_LOOK_S)
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     return True
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], output: _Output) -> None:
     """Ends all processes of the session that the command has begun."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + _GRACE_S
@@ -295,7 +337,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             signalled |= running
             if time.monotonic() > until:
                 break
-            time.sleep(_LOOK_S)
+            output.take(_LOOK_S)
         if not running:
             return
 
@@ -304,7 +346,7 @@ def _running(process: subprocess.Popen[bytes]) -> set[int]:
     """The processes of the session of the command that run: others may outlive the first one, also
     in process groups of their own. A zombie does not run; it stays where nothing waits for the
     orphans of a container."""
-    first = set() if _ends_within(0.0, process.pid) else {process.pid}
+    first = set() if _has_ended(process.pid) else {process.pid}
     session = str(process.pid).encode()
     pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
     return first | {pid for pid in pids if _runs_in(session, pid)}
@@ -319,10 +361,3 @@ def _runs_in(session: bytes, pid: int) -> bool:
         # process cannot end either.
         return False
     return stat is not None and stat[3] == session and stat[0] != b"Z"
-
-
-def _last_lines(log: Path) -> list[str]:
-    with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _READ))
-        lines = file.read(_READ).decode(errors="replace").splitlines()
-    return [escape_text(line.rstrip()) for line in lines[-_SHOWN:]]
