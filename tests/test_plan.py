@@ -274,7 +274,11 @@ def test_a_mistake_in_the_nodes_is_named_with_its_line(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "{", "\xff", "[" * 100_000, '{"monarch_sensitivity": 1}']
+    "text",
+    [
+        *("", "[]", "{}", "{", "\xff", "[" * 100_000, '{"monarch_sensitivity": 1}'),
+        f'{{"monarch_sensitivity": 1, "rates": [[{10**400}]]}}',
+    ],
 )
 def test_a_file_that_is_not_of_a_job_is_refused(run: Run, tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_bytes(text.encode("latin-1"))

@@ -563,7 +563,11 @@ def _decode(kind: type[T], raw: Any, where: str) -> T:
             raise ValueError(f"{where} is {raw!r}")
         value = raw
     elif kind is float:
-        value = float(_checked(raw, (int, float), where))
+        number = _checked(raw, (int, float), where)
+        try:
+            value = float(number)
+        except OverflowError as error:
+            raise ValueError(f"{where} is out of its range") from error
     else:
         value = _checked(raw, kind, where)
     return typing.cast(T, value)
