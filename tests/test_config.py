@@ -276,6 +276,10 @@ MISTAKES = {
         "quotas: [{user: root, tier: 30%}, {user: root, tier: 70%}]",
         "quotas: [1] has no effect: an earlier one is for user root",
     ),
+    "quota for the same user by number": (
+        "quotas: [{user: root, tier: 30%}, {user: 0, tier: 70%}]",
+        "quotas: [1] has no effect: an earlier one is for user 0",
+    ),
     "quotas without opens": (
         "<<: {open: none, quotas: [{tier: 30%}]}",
         "quotas exclude open: none",

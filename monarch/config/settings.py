@@ -491,7 +491,8 @@ class MountSettings(Section):
         for number, quota in enumerate(quotas):
             if any((each.user, each.cgroup) == (None, None) for each in quotas[:number]):
                 raise ValueError(f"[{number}] has no effect: an earlier one is for all processes")
-            if (quota.user, quota.cgroup) in [(q.user, q.cgroup) for q in quotas[:number]]:
+            known = [(each.user_number(), each.cgroup) for each in quotas[:number]]
+            if (quota.user_number(), quota.cgroup) in known:
                 raise ValueError(f"[{number}] has no effect: an earlier one is for {quota.job}")
         placement, peers = fields.data.get("placement"), fields.data.get("peers")
         for name, excludes in (
