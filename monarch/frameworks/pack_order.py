@@ -64,8 +64,7 @@ def pack_sampler(
 def _chunks(pack: AnyPath, paths: Sequence[AnyPath]) -> tuple[npt.NDArray[np.int64], str]:
     """The chunk of each file, and the identity of the pack."""
     top = os.path.abspath(os.fsencode(pack))
-    # In memory: it is then read once for the check and the records.
-    with Pack.open(_directory(top), in_memory=True) as opened:
+    with Pack.open(_directory(top)) as opened:
         opened.require_sound()
         numbers = _numbers(opened, top, paths)
         links = opened.records["link"][numbers].astype(np.int64)

@@ -88,7 +88,7 @@ class PackSource(Source):
         super().__init__(path, close)
         self.damage = Damage()
         try:
-            with Pack.open(path, in_memory=True) as pack:
+            with Pack.open(path) as pack:
                 pack.require_sound()
                 self.info: PackSummary = pack.info
                 self.files = PackFiles(pack)

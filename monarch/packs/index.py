@@ -1,4 +1,4 @@
-"""The index of a pack: every entry of its tree as a record, in one mapped file (docs/packs.md).
+"""The index of a pack: every entry of its tree as a record, in one file (docs/packs.md).
 
 The index is computed from the tables of the chunks alone, so that it can be made again, byte for
 byte. A record has a number: its position, from 1, the root. An entry's record stands behind that of
@@ -222,14 +222,14 @@ def _placed(
 
 
 class Index:
-    """The arrays of an index in memory or in a mapped file. Opening reads only the header.
+    """The arrays of an index. Opening compares only the header.
 
     Raises PackError if the sizes do not fit. ``require_sound`` checks all records; an index that
     was not checked may give wrong numbers, but none outside of its arrays raises more than
     IndexError. Element 0 of ``records`` belongs to no entry.
     """
 
-    def __init__(self, raw: bytes | memoryview) -> None:
+    def __init__(self, raw: bytes) -> None:
         if len(raw) < HEADER_BYTES:
             raise PackError("the index ends within its header")
         magic, version, record_bytes, entries, chunks, placed, heap, files, file_bytes = (
@@ -266,7 +266,7 @@ class Index:
         self.entries: int = entries
         self.files: int = files
         self.file_bytes: int = file_bytes
-        self._heap = raw[begins:] if isinstance(raw, memoryview) else memoryview(raw)[begins:]
+        self._heap = memoryview(raw)[begins:]
 
     def text(self, offset: int, length: int) -> bytes:
         """Bytes of the heap. Raises PackError."""

@@ -7,7 +7,6 @@ file of a pack is opened beneath its directory, and never through a symbolic lin
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import stat
 from contextlib import ExitStack, suppress
@@ -95,14 +94,13 @@ class Record:
 class Pack:
     """An open pack. Safe to use in several threads; immutable.
 
-    Raises PackError for anything damaged or hostile. ``open`` reads the description and the header
-    of the index, and maps the rest; ``require_sound`` checks all of it. Use as a context manager.
+    Raises PackError for anything damaged or hostile. ``open`` reads the description and the index,
+    which is not mapped: the process survives that another program cuts its file off.
+    ``require_sound`` checks all of it. Use as a context manager.
     """
 
-    def __init__(
-        self, path: bytes, root: int, info: PackSummary, raw: bytes | memoryview, index: Index
-    ) -> None:
-        """``raw`` are the bytes of ``index``, in memory or mapped."""
+    def __init__(self, path: bytes, root: int, info: PackSummary, raw: bytes, index: Index) -> None:
+        """``raw`` are the bytes of ``index``."""
         self.path = path
         self.info = info
         self._root = root
@@ -110,19 +108,15 @@ class Pack:
         self._index = index
 
     @classmethod
-    def open(cls, path: bytes, *, in_memory: bool = False) -> Pack:
-        """The pack in the directory ``path``. Raises PackError.
-
-        With ``in_memory`` the index is read instead of mapped: the process then survives that the
-        file is cut off by another program.
-        """
+    def open(cls, path: bytes) -> Pack:
+        """The pack in the directory ``path``. Raises PackError."""
         try:
             with ExitStack() as on_failure:
                 root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 on_failure.callback(os.close, root)
                 raw = read_description(root)
                 info = _summary(raw)
-                raw_index = _read(root, INDEX, in_memory=in_memory)
+                raw_index = _read(root, INDEX)
                 index = Index(raw_index)
                 _require_fits(info, index)
                 on_failure.pop_all()
@@ -150,12 +144,8 @@ class Pack:
         self.close()
 
     def require_sound(self) -> None:
-        """Compares the whole index with its digest and with itself. Raises PackError. Takes about a
-        second for each million entries. A mapped index is read once more."""
-        raw = self._raw
-        if not isinstance(raw, bytes):
-            raw = _read(self._root, INDEX, in_memory=True)
-        if xxhash.xxh3_128_hexdigest(raw) != self.info.identity:
+        """Compares the whole index with its digest and with itself. Raises PackError."""
+        if xxhash.xxh3_128_hexdigest(self._raw) != self.info.identity:
             raise self._error("the index is damaged", REBUILD)
         try:
             self._index.require_sound()
@@ -307,8 +297,8 @@ _AHEAD_BYTES, _MOST_AHEAD = 128 * KiB, 64 * MiB
 _VERIFY = "`monarch pack verify {}` lists all damage"
 
 
-def _read(root: int, name: bytes, *, in_memory: bool) -> bytes | memoryview:
-    """A file of a pack, mapped or in memory. Raises OSError, PackError."""
+def _read(root: int, name: bytes) -> bytes:
+    """The bytes of a file of a pack. Raises OSError, PackError."""
     with closing_fd(open_beneath(root, name, _READ)) as fd:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -320,8 +310,6 @@ def _read(root: int, name: bytes, *, in_memory: bool) -> bytes | memoryview:
         for begin in range(0, min(status.st_size, _MOST_AHEAD), _AHEAD_BYTES):
             with suppress(OSError):
                 os.posix_fadvise(fd, begin, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-        if not in_memory:
-            return memoryview(mmap.mmap(fd, status.st_size, mmap.MAP_PRIVATE, mmap.PROT_READ))
         with os.fdopen(os.dup(fd), "rb") as file:
             return file.read(status.st_size)
 

@@ -228,7 +228,7 @@ def _require_finished(root: int, name: str) -> None:
 def _present(path: Path) -> PackSummary | None:
     """The description of the pack if its index is sound and fits it."""
     with suppress(PackError):
-        with Pack.open(os.fsencode(path), in_memory=True) as pack:
+        with Pack.open(os.fsencode(path)) as pack:
             pack.require_sound()
             return pack.info
     return None

@@ -67,7 +67,7 @@ def unpack(path: Path, directory: Path, *, set_id: bool, progress: Progress) -> 
     directory = Path(os.path.abspath(directory))
     name = escape_text(os.fspath(directory))
     _require_free(directory, path, name)
-    with Pack.open(os.fsencode(path), in_memory=True) as pack:
+    with Pack.open(os.fsencode(path)) as pack:
         pack.require_sound()
         try:
             staged = tempfile.mkdtemp(

@@ -137,7 +137,7 @@ class _Run:
         """Compares the index and the description with the tables."""
         expected = self._expected()
         try:
-            with Pack.open(os.fsencode(path), in_memory=True) as pack:
+            with Pack.open(os.fsencode(path)) as pack:
                 pack.require_sound()
                 found = pack.info
         except PackError as error:

@@ -251,7 +251,7 @@ def _received(end: socket.socket, buffer: bytearray, within_s: float) -> bytes:
 
 
 def _build_of_pack(source: Path, file: Path) -> None:
-    with Pack.open(os.fsencode(source), in_memory=True) as pack:
+    with Pack.open(os.fsencode(source)) as pack:
         tree = PackTree(pack)
         write(
             tree,

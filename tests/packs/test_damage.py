@@ -358,7 +358,7 @@ def test_holes_take_no_memory(own: Path, name: str) -> None:
     os.truncate(own / name, len(raw) + more)
     assert [what for what in damage_of(own, name.encode()) if "holes" in what]
     rebuilt(own)
-    with Pack.open(os.fsencode(own), in_memory=True) as opened:
+    with Pack.open(os.fsencode(own)) as opened:
         opened.require_sound()
 
 

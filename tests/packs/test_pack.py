@@ -163,18 +163,17 @@ def test_a_description_that_does_not_fit_is_refused(own: Path, field: str, value
         Pack.open(os.fsencode(own))
 
 
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_a_damaged_index_is_found_by_its_digest(own: Path, in_memory: bool) -> None:
+def test_a_damaged_index_is_found_by_its_digest(own: Path) -> None:
     raw = bytearray((own / "index").read_bytes())
     raw[-1] ^= 1
     (own / "index").write_bytes(raw)
-    with Pack.open(os.fsencode(own), in_memory=in_memory) as opened:
+    with Pack.open(os.fsencode(own)) as opened:
         with pytest.raises(PackError, match="index --rebuild"):
             opened.require_sound()
 
 
-def test_an_index_in_memory_survives_that_its_file_is_cut_off(own: Path) -> None:
-    with Pack.open(os.fsencode(own), in_memory=True) as opened:
+def test_an_open_pack_survives_that_its_index_is_cut_off(own: Path) -> None:
+    with Pack.open(os.fsencode(own)) as opened:
         os.truncate(own / "index", 0)
         assert opened.record(opened.number(b"large")).size == 20_000
         # It is not read a second time.

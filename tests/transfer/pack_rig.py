@@ -83,7 +83,7 @@ class PackRig(AheadRig):
         return CountingPack(os.fsencode(source))
 
     def _make_snapshot(self, source: Path, target: Path) -> None:
-        with Pack.open(os.fsencode(source), in_memory=True) as pack:
+        with Pack.open(os.fsencode(source)) as pack:
             tree = PackTree(pack)
             write(
                 tree,
