@@ -64,7 +64,7 @@ def pack_sampler(
 def _chunks(pack: AnyPath, paths: Sequence[AnyPath]) -> tuple[npt.NDArray[np.int64], str]:
     """The chunk of each file, and the identity of the pack."""
     top = os.path.abspath(os.fsencode(pack))
-    with Pack.open(_directory(top)) as opened:
+    with _opened(top) as opened:
         opened.require_sound()
         numbers = _numbers(opened, top, paths)
         links = opened.records["link"][numbers].astype(np.int64)
@@ -77,22 +77,24 @@ def _chunks(pack: AnyPath, paths: Sequence[AnyPath]) -> tuple[npt.NDArray[np.int
         return chunks, opened.info.identity
 
 
-def _directory(top: bytes) -> bytes:
-    """The directory of the pack that ``top`` is, or is a mount of. Raises PackError."""
-    if is_pack(top):
-        return top
+def _opened(top: bytes) -> Pack:
+    """The pack that ``top`` is, or is a mount of. Raises PackError."""
     mounts = [
         each
         for each in mount_table()
         if each.kind == MONARCH_TYPE and os.fsencode(each.mount_point) == top
     ]
-    if not mounts:
+    # The newest mount covers the others. It comes first: its tree may have the files of a pack.
+    directory = os.fsencode(mounts[-1].source) if mounts else top
+    try:
+        return Pack.open(directory)
+    except PackError as error:
+        if is_pack(directory):
+            raise
         name = escape_text(os.fsdecode(top))
         raise PackError(
             f"{name} is neither a pack nor the mount point of one", hint="name the pack itself"
-        )
-    # The newest mount covers the others.
-    return os.fsencode(mounts[-1].source)
+        ) from error
 
 
 def _numbers(opened: Pack, top: bytes, paths: Sequence[AnyPath]) -> npt.NDArray[np.int64]:
