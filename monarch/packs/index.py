@@ -10,7 +10,6 @@ from __future__ import annotations
 import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from monarch.packs.format import (
     LARGE,
     MOST,
     MOST_CHUNK,
+    MOST_NAME,
     MOST_PATH,
     MOST_SIZE,
     MOST_TARGET,
@@ -72,6 +72,9 @@ _NUMBER: Final = np.dtype("<u4")
 # The paths of directories without an entry have at most this number of bytes for each byte of the
 # paths of the entries, or the least number.
 _MOST_LOST, _LEAST_LOST_BYTES = 64, 16 * MiB
+
+# Names that are compared at once.
+_TOGETHER: Final = 1 << 14
 
 # The mode of a directory whose own entry is lost with its chunk.
 _LOST_MODE: Final = stat.S_IFDIR | 0o755
@@ -440,20 +443,57 @@ class Index:
             raise PackError("the extents of the index contradict each other")
 
     def _require_sound_names(self) -> None:
-        heap = bytes(self._heap)
-        begins = self.records["name_offset"].tolist()
-        lengths = self.records["name_length"].tolist()
-        parents = self.records["parent"].tolist()
-        # Of each path, with the separator behind it.
+        # Zeros behind the heap: the last name may be shorter than the widest one.
+        heap = np.zeros(len(self._heap) + MOST_NAME, np.uint8)
+        heap[: len(self._heap)] = np.frombuffer(self._heap, np.uint8)
+        begins = self.records["name_offset"].astype(np.int64)
+        lengths = self.records["name_length"].astype(np.int64)
+        parents = self.records["parent"]
+        if not bool(((lengths[2:] > 0) & (lengths[2:] <= MOST_NAME)).all()):
+            raise PackError("an entry has an impossible name")
+        for first in range(0, len(self.children), _TOGETHER):
+            # The last one before them, too, which has its place in the order.
+            numbers = self.children[max(0, first - 1) : first + _TOGETHER]
+            names = _names(heap, begins[numbers], lengths[numbers])
+            is_ordered = _ascends(names) | (parents[numbers[1:]] != parents[numbers[:-1]])
+            if not bool(is_ordered.all()):
+                above = int(parents[numbers[1:][~is_ordered][0]])
+                raise PackError(f"the names in directory {above} of the index are not sorted")
+        self._require_short_paths(lengths)
+
+    def _require_short_paths(self, name_lengths: npt.NDArray[np.int64]) -> None:
+        parents = self.records["parent"]
+        folders = np.flatnonzero(self.records["mode"] & 0o170000 == stat.S_IFDIR)[1:]
+        # Of each path of a directory, with the separator behind it.
         path_bytes = [0] * len(parents)
-        for parent, group in groupby(self.children.tolist(), parents.__getitem__):
-            before = b""
-            for number in group:
-                name = heap[begins[number] : begins[number] + lengths[number]]
-                require_name(name)
-                if name <= before:
-                    raise PackError(f"the names in directory {parent} of the index are not sorted")
-                before = name
-                path_bytes[number] = path_bytes[parent] + len(name) + 1
-                if path_bytes[number] > MOST_PATH + 1:
-                    raise PackError("a path of the index is too long")
+        columns = folders.tolist(), parents[folders].tolist(), name_lengths[folders].tolist()
+        for number, parent, length in zip(*columns, strict=True):
+            path_bytes[number] = path_bytes[parent] + length + 1
+        above = np.array(path_bytes, np.int64)[parents[2:]]
+        if int((above + name_lengths[2:]).max(initial=0)) > MOST_PATH:
+            raise PackError("a path of the index is too long")
+
+
+def _names(
+    heap: npt.NDArray[np.uint8], begins: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint8]:
+    """Names of the heap, one in each row, with zeros behind the shorter ones. Raises PackError for
+    one that no entry has."""
+    places = np.arange(int(lengths.max(initial=0)))
+    names: npt.NDArray[np.uint8] = heap[begins[:, None] + places]
+    is_behind = places >= lengths[:, None]
+    is_dots = ((names == ord(".")) | is_behind).all(axis=1) & (lengths <= 2)
+    if bool(is_dots.any()) or bool((((names == 0) | (names == ord("/"))) & ~is_behind).any()):
+        raise PackError("an entry has an impossible name")
+    names[is_behind] = 0
+    return names
+
+
+def _ascends(names: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Of each row but the first, whether it is greater than the one before."""
+    differs = names[1:] != names[:-1]
+    rows = np.arange(len(differs))
+    # Of equal names the first place, where they do not ascend.
+    first = differs.argmax(axis=1) if differs.size else np.zeros(len(differs), np.int64)
+    ascends: npt.NDArray[np.bool_] = names[1:][rows, first] > names[:-1][rows, first]
+    return ascends
