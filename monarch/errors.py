@@ -16,6 +16,7 @@
       BusyError            10  EBUSY   files are open; nothing was done
       NotDrainedError      13  EBUSY   not all written files are at the source
       PackError            14  EIO     a pack cannot be used, or cannot be written
+        NewerPack          14  EIO     written by a newer Monarch
       CheckpointError       1  EIO     a checkpoint, or a data order, that cannot be used
       LmdbError             1  EIO     an LMDB file, or its index, that cannot be read
 
@@ -154,6 +155,10 @@ class PackError(MonarchError):
     """A pack is damaged, incomplete or hostile, or it cannot be written."""
 
     exit_code = 14
+
+
+class NewerPack(PackError):
+    """A file of a pack is in a format of a newer Monarch."""
 
 
 class CheckpointError(MonarchError):

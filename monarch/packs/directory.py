@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from monarch.errors import PackError
-from monarch.packs.format import CHUNK_MAGIC, FORMAT
+from monarch.errors import NewerPack, PackError
+from monarch.packs.format import CHUNK_MAGIC, FORMAT, require_version
+from monarch.packs.index import HEADER_BYTES, Index
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.text import escape_text
@@ -26,6 +28,16 @@ REBUILD: Final = "`monarch pack index --rebuild {}` makes the index again from t
 # The description is a few hundred bytes.
 _MOST_DESCRIPTION = 64 * 1024
 _READ = os.O_RDONLY | os.O_NONBLOCK
+
+
+@contextmanager
+def naming(path: bytes) -> Iterator[None]:
+    """Puts the directory of a pack before the message of a PackError."""
+    try:
+        yield
+    except PackError as error:
+        name = escape_text(os.fsdecode(path))
+        raise type(error)(f"{name}: {error.args[0]}", hint=error.hint) from error
 
 
 def is_pack(path: bytes) -> bool:
@@ -82,3 +94,32 @@ def read_description(root: int) -> dict[str, Any]:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise PackError("pack.json does not describe a pack")
     return raw
+
+
+def require_known(root: int) -> None:
+    """Raises NewerPack if a newer Monarch has written the description, the mark or the index of a
+    pack: it must not be written by this one. What is missing or damaged is passed over."""
+    for require in (_require_known_description, _require_known_mark, _require_known_index):
+        try:
+            require(root)
+        except NewerPack:
+            raise
+        except (OSError, PackError, ValueError, RecursionError):
+            continue
+
+
+def _require_known_description(root: int) -> None:
+    require_version(read_description(root).get("version"), "it has")
+
+
+def _require_known_mark(root: int) -> None:
+    with closing_fd(open_beneath(root, MARK, _READ)) as fd:
+        raw = json.loads(os.read(fd, _MOST_DESCRIPTION).partition(b"\n")[0])
+    if isinstance(raw, dict) and raw.get("format") == FORMAT:
+        require_version(raw.get("version"), "it has")
+
+
+def _require_known_index(root: int) -> None:
+    with closing_fd(open_beneath(root, INDEX, _READ)) as fd:
+        # The header alone is never a whole index.
+        Index(os.read(fd, HEADER_BYTES))

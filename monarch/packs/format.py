@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import xxhash
 
-from monarch.errors import PackError
+from monarch.errors import NewerPack, PackError
 from monarch.text import GiB, MiB
 
 FORMAT: Final = "monarch-pack"
@@ -129,6 +129,18 @@ class Entry(NamedTuple):
     xattrs: bytes = b""
 
 
+def require_version(version: object, what: str) -> None:
+    """Raises PackError for another version of the format than that of this module; NewerPack if it
+    is a later one, so that the file must not be written again by this Monarch."""
+    if version == VERSION:
+        return
+    kind = NewerPack if isinstance(version, int) and version > VERSION else PackError
+    raise kind(
+        f"{what} format version {str(version)[:20]}, and this Monarch reads {VERSION}",
+        hint="use the Monarch that wrote it, or a newer one",
+    )
+
+
 def path_key(path: bytes) -> bytes:
     """The sort key of the index: a directory stands before its entries, and these together."""
     return path.replace(b"/", b"\0")
@@ -157,11 +169,7 @@ def decode_header(raw: bytes) -> Header:
     (digest,) = _DIGEST.unpack_from(raw, _HEADER.size)
     if digest != xxhash.xxh3_64_intdigest(raw[: _HEADER.size]):
         raise PackError("its header is damaged")
-    if version != VERSION:
-        raise PackError(
-            f"it has format version {version}, and this Monarch reads {VERSION}",
-            hint="use the Monarch that wrote it, or a newer one",
-        )
+    require_version(version, "it has")
     header = Header(*fields)
     is_sound = (
         header.kind in (PAYLOAD, TREE)

@@ -31,7 +31,7 @@ from monarch.packs.format import (
     VERSION,
     Entry,
     path_key,
-    require_name,
+    require_version,
 )
 from monarch.text import MiB
 
@@ -243,12 +243,9 @@ class Index:
         (digest,) = _DIGEST.unpack_from(raw, _HEADER.size)
         if digest != xxhash.xxh3_64_intdigest(raw[: _HEADER.size]):
             raise PackError("the header of the index is damaged")
-        if version != VERSION or record_bytes != RECORD_DTYPE.itemsize:
-            raise PackError(
-                f"the index has format version {version}, and this Monarch reads {VERSION}",
-                hint="use the Monarch that wrote it, or a newer one",
-            )
-        if not 0 < entries <= MOST or chunks > MOST or placed > entries:
+        require_version(version, "the index has")
+        is_possible = 0 < entries <= MOST and chunks <= MOST and placed <= entries
+        if record_bytes != RECORD_DTYPE.itemsize or not is_possible:
             raise PackError("the header of the index has impossible numbers")
         begins = HEADER_BYTES
         arrays: list[npt.NDArray[Any]] = []

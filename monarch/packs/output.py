@@ -21,7 +21,15 @@ from typing import Any
 import xxhash
 
 from monarch.errors import LockedError, MonarchError, PackError, UsageError
-from monarch.packs.directory import DESCRIPTION, INDEX, MARK, TREE, is_pack
+from monarch.packs.directory import (
+    DESCRIPTION,
+    INDEX,
+    MARK,
+    TREE,
+    is_pack,
+    naming,
+    require_known,
+)
 from monarch.packs.format import FORMAT, VERSION, Entry
 from monarch.packs.pack import Pack, PackSummary, encode_description
 from monarch.packs.tables import TableFile, read_table
@@ -82,10 +90,13 @@ class Output:
             self._log = -1
 
     def begin(self, seed: int, order: str, chunk_bytes: int) -> None:
-        """Marks the directory, or continues the pack in it. Raises UsageError, PackError."""
+        """Marks the directory, or continues the pack in it. Raises UsageError, PackError, and
+        NewerPack before anything is changed."""
         fields = {"seed": seed, "order": order, "chunk_bytes": chunk_bytes}
         mark = json.dumps({"format": FORMAT, "version": VERSION, **fields}).encode() + b"\n"
         try:
+            with naming(os.fsencode(self._path)):
+                require_known(self._root)
             names = {os.fsencode(name) for name in os.listdir(self._root)}
             if DESCRIPTION in names:
                 self._require_ours(names)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from monarch.errors import PackError
-from monarch.packs.directory import INDEX, REBUILD, read_description
+from monarch.packs.directory import INDEX, REBUILD, naming, read_description
 from monarch.packs.format import (
     FORMAT,
     LARGE,
@@ -29,6 +29,7 @@ from monarch.packs.format import (
     ORDERS,
     VERSION,
     decode_xattrs,
+    require_version,
 )
 from monarch.packs.index import Index
 from monarch.packs.tables import require_few_holes
@@ -111,7 +112,7 @@ class Pack:
     def open(cls, path: bytes) -> Pack:
         """The pack in the directory ``path``. Raises PackError."""
         try:
-            with ExitStack() as on_failure:
+            with naming(path), ExitStack() as on_failure:
                 root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 on_failure.callback(os.close, root)
                 raw = read_description(root)
@@ -125,10 +126,6 @@ class Pack:
             raise PackError(
                 f"{escape_text(os.fsdecode(path))}: {error.strerror}",
                 hint="name the directory of a complete pack",
-            ) from error
-        except PackError as error:
-            raise PackError(
-                f"{escape_text(os.fsdecode(path))}: {error.args[0]}", hint=error.hint
             ) from error
 
     def close(self) -> None:
@@ -338,11 +335,7 @@ def encode_description(info: PackSummary) -> bytes:
 
 def _summary(raw: dict[str, Any]) -> PackSummary:
     """Raises PackError."""
-    if raw.get("version") != VERSION:
-        raise PackError(
-            f"it has format version {str(raw.get('version'))[:20]}; this Monarch reads {VERSION}",
-            hint="use the Monarch that wrote it, or a newer one",
-        )
+    require_version(raw.get("version"), "it has")
     limits = {
         **{"files": MOST, "entries": MOST, "bytes": MOST_SIZE, "chunks": MOST, "large": MOST},
         **{"chunk_bytes": MOST_CHUNK, "seed": (1 << 64) - 1},

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from monarch.errors import PackError
-from monarch.packs.directory import DESCRIPTION, INDEX, MARK, TREE
+from monarch.errors import NewerPack, PackError
+from monarch.packs.directory import DESCRIPTION, INDEX, MARK, TREE, naming, require_known
 from monarch.packs.format import LARGE, ORDERS, PAYLOAD, Entry, Header
 from monarch.packs.format import TREE as TREE_KIND
 from monarch.packs.index import ChunkFile, encode_index
@@ -139,6 +139,9 @@ def _table(root: int, name: bytes, damage: list[Damage]) -> TableFile | None:
     except OSError as error:
         damage.append(Damage(name, None, f"it cannot be read: {error.strerror}", loses=True))
         return None
+    except NewerPack as error:
+        # Not damaged: this Monarch must not write an index without its entries.
+        raise NewerPack(f"{name.decode()}: {error.args[0]}", hint=error.hint) from error
     except PackError as error:
         damage.append(Damage(name, None, str(error), loses=True))
         return None
@@ -194,16 +197,18 @@ def rebuild(path: Path, *, progress: Progress) -> RebuildReport:
     """Writes the index and the description of the pack ``path`` from its chunks, if they differ.
 
     A present index that is sound is kept if the tables of chunks are damaged: it still lists their
-    files. Raises PackError if there is no pack, or it cannot be written; LockedError if another
-    process writes it.
+    files. Raises PackError if there is no pack, or it cannot be written; NewerPack if a file of it
+    is of a newer Monarch; LockedError if another process writes it.
     """
     name = escape_text(os.fspath(path))
     try:
         with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
             lock(root, name)
             _require_finished(root, name)
-            tables = read_tables(root, progress=progress)
-            raw, info = tables.index()
+            with naming(os.fsencode(path)):
+                require_known(root)
+                tables = read_tables(root, progress=progress)
+                raw, info = tables.index()
             present = _present(path)
             if present == info:
                 return RebuildReport(info, False, False, tables.damage)

@@ -13,6 +13,7 @@ from pathlib import Path
 import xxhash
 
 from monarch.errors import PackError
+from monarch.packs.directory import naming, require_known
 from monarch.packs.format import LARGE, Entry
 from monarch.packs.pack import Pack, PackSummary, chunk_name, large_name
 from monarch.packs.rebuild import Damage, Tables, read_tables
@@ -41,11 +42,14 @@ class VerifyReport:
 
 def verify(path: Path, *, jobs: int, progress: Progress) -> VerifyReport:
     """Reads all files of the pack ``path``, up to ``jobs`` at once. Damage is listed, not raised.
-    Raises PackError if ``path`` is no directory of a pack."""
+    Raises PackError if ``path`` is no directory of a pack, or a file of it is of a newer
+    Monarch."""
     name = escape_text(os.fspath(path))
     try:
         with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
-            tables = read_tables(root, progress=lambda done, total, words: None)
+            with naming(os.fsencode(path)):
+                require_known(root)
+                tables = read_tables(root, progress=lambda done, total, words: None)
             run = _Run(root, tables, progress)
             run.read_all(jobs)
             run.compare_index(path)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from monarch.errors import LockedError, MonarchError, PackError
+from monarch.errors import LockedError, MonarchError, NewerPack, PackError, UsageError
+from monarch.packs import verify as verifying
 from monarch.packs.format import (
     HEADER_BYTES,
     PAYLOAD,
@@ -161,6 +162,63 @@ def test_a_pack_in_work_is_not_rebuilt(own: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX)
         with pytest.raises(LockedError):
             rebuilt(own)
+
+
+def _newer(raw: bytes, digest_at: int) -> bytes:
+    """A chunk or an index of version 2, with the right digest of its header."""
+    header = raw[:8] + (2).to_bytes(4, "little") + raw[12:digest_at]
+    digest = xxhash.xxh3_64_intdigest(header).to_bytes(8, "little")
+    return header + digest + raw[digest_at + 8 :]
+
+
+def _of_version_2(name: str, raw: bytes) -> bytes:
+    if name == "building":
+        return b'{"format": "monarch-pack", "version": 2, "more": []}\n'
+    if name == "pack.json":
+        return raw.replace(b'"version": 1', b'"version": 2')
+    return _newer(raw, 64 if name == "index" else 72)
+
+
+@pytest.mark.promise(49)
+@pytest.mark.parametrize("is_index_lost", [False, True])
+@pytest.mark.parametrize("name", ["pack.json", "index", "chunks/000002.chunk", "chunks/tree.chunk"])
+def test_a_pack_of_a_newer_monarch_is_refused_and_left_unchanged(
+    made: tuple[Path, Path], own: Path, name: str, is_index_lost: bool
+) -> None:
+    (own / name).write_bytes(_of_version_2(name, (own / name).read_bytes()))
+    if is_index_lost:
+        # What a rebuild makes again, so that it has something to do.
+        (own / ("pack.json" if name == "index" else "index")).unlink()
+    before = contents(own)
+    for command in (rebuilt, verified):
+        with pytest.raises(NewerPack, match="version 2") as raised:
+            command(own)
+        assert str(raised.value).startswith(f"{own}: ")
+        assert contents(own) == before
+    # A chunk of another version is none of this pack, which is therefore another one.
+    refusal = UsageError if "chunk" in name else NewerPack
+    with pytest.raises(refusal):
+        pack(made[0], own)
+    assert contents(own) == before
+
+
+@pytest.mark.promise(49)
+def test_a_pack_that_a_newer_monarch_has_begun_is_left_to_it(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    begun = tmp_path / "begun"
+    (begun / "chunks").mkdir(parents=True)
+    (begun / "chunks/000000.chunk").write_bytes(b"of another format")
+    (begun / "building").write_bytes(_of_version_2("building", b""))
+    before = contents(begun)
+    with pytest.raises(NewerPack, match="version 2"):
+        pack(made[0], begun)
+    assert contents(begun) == before
+    # The negative twin: what is of no version is made again.
+    (begun / "building").unlink()
+    (begun / "chunks/000000.chunk").unlink()
+    (begun / "chunks").rmdir()
+    assert pack(made[0], begun).pack is not None
 
 
 # -- verify ----------------------------------------------------------------------------------------
