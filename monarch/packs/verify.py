@@ -71,6 +71,7 @@ class _Run:
         self._bytes = 0
         self._damage = tables.damage[:_MOST_LISTED]
         self._damaged = len(tables.damage)
+        self._reported = {each.file for each in tables.damage}
 
     def read_all(self, jobs: int) -> None:
         """Compares the bytes of all files with their digests."""
@@ -101,8 +102,10 @@ class _Run:
     def _read_file(self, name: bytes, entries: list[Entry]) -> None:
         try:
             fd = open_beneath(self._root, name, _READ)
-        except OSError:
-            # Reported with the tables.
+        except OSError as error:
+            # What is missing was reported with the tables.
+            if name not in self._reported:
+                self._note(Damage(name, None, f"it cannot be read: {error.strerror}"))
             return
         with closing_fd(fd):
             for entry in entries:

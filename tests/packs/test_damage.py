@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -264,6 +265,27 @@ def test_a_file_of_the_pack_that_is_wrong_is_named(
 ) -> None:
     change(own)
     assert {each.file for each in verified(own).damage} == {file}
+
+
+def test_a_file_of_the_pack_that_cannot_be_opened_is_named(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size is known without the permission to read it."""
+    names = [b"large/000000.data", b"chunks/000002.chunk"]
+
+    def open_beneath(root: int, name: bytes, flags: int) -> int:
+        if name in names:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(root, name, flags)
+
+    real = verifying.open_beneath
+    monkeypatch.setattr(verifying, "open_beneath", open_beneath)
+    what = {each.file: each.what for each in verified(own).damage}
+    assert what == dict.fromkeys(names, "it cannot be read: Permission denied")
+    # What the tables name is not named twice.
+    (own / "large/000000.data").unlink()
+    files = [each.file for each in verified(own).damage]
+    assert sorted(files) == sorted(names)
 
 
 def test_a_directory_without_a_pack_is_an_error(tmp_path: Path) -> None:
