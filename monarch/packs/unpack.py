@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,13 @@ from monarch.errors import PackError, UsageError
 from monarch.packs.format import LARGE
 from monarch.packs.pack import Pack, Record
 from monarch.packs.reading import PIECE, copy_with_holes
-from monarch.posix.files import closing_fd, sync_file_system
+from monarch.posix.files import closing_fd, empty_directory, sync_file_system
 from monarch.posix.openat2 import open_beneath
 from monarch.text import escape_text
 from monarch.types import Progress
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SET_ID = stat.S_ISUID | stat.S_ISGID
 _DEVICES = (stat.S_IFCHR, stat.S_IFBLK)
 # Bytes of the name of the tree in that of the unfinished tree. A name has at most 255 bytes.
@@ -78,10 +79,10 @@ def unpack(path: Path, directory: Path, *, set_id: bool, progress: Progress) -> 
                 f"{name}: {error.strerror}", hint="name a directory that can be made"
             ) from error
         try:
-            with closing_fd(os.open(staged, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
+            with closing_fd(os.open(staged, _DIRECTORY)) as root, _emptied_on_failure(root):
                 report = _Unpacking(pack, root, progress, set_id=set_id).run()
                 sync_file_system(root)
-            os.rename(staged, directory)
+                os.rename(staged, directory)
             return report
         except OSError as error:
             raise PackError(
@@ -90,7 +91,18 @@ def unpack(path: Path, directory: Path, *, set_id: bool, progress: Progress) -> 
             ) from error
         finally:
             # After a success the name does not exist.
-            shutil.rmtree(staged, ignore_errors=True)
+            with suppress(OSError):
+                os.rmdir(staged)
+
+
+@contextmanager
+def _emptied_on_failure(root: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            empty_directory(root)
+        raise
 
 
 def _shortened(name: str) -> str:

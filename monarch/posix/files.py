@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
+import secrets
 import struct
 import sys
 from collections.abc import Iterator
@@ -106,6 +108,38 @@ def sync_file_system(fd: int) -> None:
     if _LIBC.syncfs(fd) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def empty_directory(fd: int) -> None:
+    """Removes all beneath an open directory, however deep it is. No other process may change it
+    meanwhile. Raises OSError."""
+    # Its directories are moved to the top one after the other: none is opened through another.
+    names = (f".{secrets.token_hex(8)}.{number}" for number in itertools.count())
+    os.fchmod(fd, 0o700)
+    waiting = _without_files(fd, fd, names)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    while waiting:
+        name = waiting.pop()
+        with closing_fd(os.open(name, flags, dir_fd=fd)) as below:
+            waiting += _without_files(below, fd, names)
+        os.rmdir(name, dir_fd=fd)
+
+
+def _without_files(directory: int, top: int, names: Iterator[str]) -> list[str]:
+    """Removes the files of a directory, and moves its directories to ``top`` by new ``names``,
+    which are returned."""
+    with os.scandir(directory) as entries:
+        found = list(entries)
+    moved = []
+    for entry in found:
+        if not entry.is_dir(follow_symlinks=False):
+            os.unlink(entry.name, dir_fd=directory)
+            continue
+        # Without the right to write to it, its user cannot move or empty it.
+        os.chmod(entry.name, 0o700, dir_fd=directory)
+        moved.append(next(names))
+        os.rename(entry.name, moved[-1], src_dir_fd=directory, dst_dir_fd=top)
+    return moved
 
 
 def data_at(fd: int, offset: int, end: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from monarch.packs import unpack as unpacking
 from monarch.packs.pack import Pack
 from monarch.packs.unpack import UnpackReport, unpack
 from tests.packs.test_format import NAMES
-from tests.packs.trees import contents, make_tree, pack, shown
+from tests.packs.trees import contents, deep_tree, make_tree, pack, shown
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may change owners")
 
@@ -256,6 +256,18 @@ def test_a_damaged_file_leaves_nothing_behind(own: Path, tmp_path: Path) -> None
     before = sorted(tmp_path.iterdir())
     with pytest.raises(PackError, match=r"is damaged; .*pack verify"):
         unpacked(own, tmp_path / "again")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.promise(224)
+def test_a_damaged_file_in_a_deep_tree_leaves_nothing_behind(tmp_path: Path) -> None:
+    """There are more directories than a function of Python can call itself."""
+    with deep_tree(tmp_path / "source", "d", 1200) as source:
+        pack(source, tmp_path / "pack")
+    os.truncate(tmp_path / "pack/chunks/000000.chunk", 100)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(PackError, match="cut off"):
+        unpacked(tmp_path / "pack", tmp_path / "again")
     assert sorted(tmp_path.iterdir()) == before
 
 

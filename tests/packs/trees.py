@@ -7,10 +7,13 @@ import random
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from monarch.packs.build import BuildReport, Parameters, build
 from monarch.packs.pack import Pack
+from monarch.posix.files import closing_fd, empty_directory
 
 
 def make_tree(root: Path, *, files: int = 60, most: int = 2000, seed: int = 1) -> Path:
@@ -39,6 +42,24 @@ def make_tree(root: Path, *, files: int = 60, most: int = 2000, seed: int = 1) -
     (root / "class1/000-private").chmod(0o4710)
     os.utime(root / "class1", ns=(1, 1_234_567_890))
     return root
+
+
+@contextmanager
+def deep_tree(root: Path, name: str, depth: int) -> Iterator[Path]:
+    """A file ``depth`` directories beneath a new directory ``root``, each called ``name``. It is
+    removed at the end: other programs may not be able to."""
+    root.mkdir()
+    with closing_fd(os.open(root, os.O_RDONLY | os.O_DIRECTORY)) as top:
+        here = os.dup(top)
+        for _ in range(depth):
+            os.mkdir(name, dir_fd=here)
+            below = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=here)
+            os.close(here)
+            here = below
+        with closing_fd(here), open("file", "wb", opener=partial(os.open, dir_fd=here)) as file:
+            file.write(b"deep")
+        yield root
+        empty_directory(top)
 
 
 def pack(
