@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from monarch.packs.format import Entry, encode_xattrs, is_kept_xattr
+from monarch.errors import PackError
+from monarch.packs.format import Entry, encode_xattrs, is_kept_xattr, require_sound
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.posix.workers import Workers
@@ -123,9 +124,14 @@ def _read(directory: int, path: bytes, names: Iterable[bytes], piece: _Piece) ->
     for name in names:
         below = b"%s/%s" % (path, name) if path else name
         try:
-            piece.listed.append(_entry(directory, below, name))
+            listed = _entry(directory, below, name)
+            # What no reader of a pack accepts is not written.
+            require_sound(listed.entry)
+            piece.listed.append(listed)
         except OSError as error:
             piece.failures.append(Failure(below, f"it cannot be read: {error.strerror}"))
+        except PackError as error:
+            piece.failures.append(Failure(below, f"it cannot be packed: {error}"))
 
 
 def _entry(directory: int, path: bytes, name: bytes) -> Listed:

@@ -23,7 +23,7 @@ from monarch.packs.build import Parameters, build
 from monarch.packs.directory import is_pack
 from monarch.packs.pack import Pack
 from tests.equipment import disks
-from tests.packs.trees import contents, copied, make_tree, pack
+from tests.packs.trees import contents, copied, deep_tree, make_tree, pack
 
 PROGRAM = """
 import sys
@@ -319,6 +319,36 @@ def test_a_full_disk_is_one_error_and_the_run_is_continued(tmp_path: Path) -> No
         assert pack(source, disk / "pack").pack is not None
         pack(source, tmp_path / "fresh")
         assert contents(disk / "pack") == contents(tmp_path / "fresh")
+
+
+def test_entries_that_no_reader_of_a_pack_accepts_are_named(tmp_path: Path) -> None:
+    with deep_tree(tmp_path / "source", "n" * 255, 258) as source:
+        report = pack(source, tmp_path / "pack")
+    [failure] = report.failures
+    assert (len(failure.path), failure.what) == (
+        256 * 257 - 1,
+        "it cannot be packed: a path is too long, or has a NUL",
+    )
+    assert report.pack is None
+
+
+@pytest.mark.promise(223)
+@pytest.mark.parametrize("below", ["chunks", "large"])
+def test_nothing_is_written_through_a_link_in_the_place_of_a_directory(
+    tmp_path: Path, below: str
+) -> None:
+    source = make_tree(tmp_path / "source")
+    victim, directory = tmp_path / "victim", tmp_path / "pack"
+    victim.mkdir()
+
+    def progress(done: int, total: int | None, words: str) -> None:
+        if words == "packing" and not (directory / below).is_symlink():
+            (directory / below).rename(directory / "moved")
+            (directory / below).symlink_to(victim)
+
+    with pytest.raises(PackError, match="cannot be written"):
+        build(source, directory, Parameters(7, "random", 8192), jobs=1, progress=progress)
+    assert list(victim.iterdir()) == []
 
 
 # -- directories in use ----------------------------------------------------------------------------
