@@ -263,23 +263,34 @@ def write_file(root: int, name: bytes, content: bytes) -> None:
     _commit(root, name, fd)
 
 
-def _stage(root: int, name: bytes) -> int:
+@contextmanager
+def _parent(root: int, path: bytes) -> Iterator[tuple[int, bytes]]:
+    """The open directory of a file of a pack, which is not reached through a link, and its name.
+    Raises OSError."""
+    directory, _, name = path.rpartition(b"/")
+    with closing_fd(open_beneath(root, directory, os.O_PATH | os.O_DIRECTORY)) as fd:
+        yield fd, name
+
+
+def _stage(root: int, path: bytes) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with suppress(FileNotFoundError):
-        os.unlink(name + _PART, dir_fd=root)
-    return os.open(name + _PART, flags, _MODE, dir_fd=root)
+    with _parent(root, path) as (directory, name):
+        with suppress(FileNotFoundError):
+            os.unlink(name + _PART, dir_fd=directory)
+        return os.open(name + _PART, flags, _MODE, dir_fd=directory)
 
 
-def _commit(root: int, name: bytes, fd: int) -> None:
+def _commit(root: int, path: bytes, fd: int) -> None:
     with closing_fd(fd):
         os.fsync(fd)
-    os.rename(name + _PART, name, src_dir_fd=root, dst_dir_fd=root)
+    with _parent(root, path) as (directory, name):
+        os.rename(name + _PART, name, src_dir_fd=directory, dst_dir_fd=directory)
 
 
-def _discard(root: int, name: bytes, fd: int) -> None:
+def _discard(root: int, path: bytes, fd: int) -> None:
     os.close(fd)
-    with suppress(OSError):
-        os.unlink(name + _PART, dir_fd=root)
+    with suppress(OSError), _parent(root, path) as (directory, name):
+        os.unlink(name + _PART, dir_fd=directory)
 
 
 def _large_line(number: int, entry: Entry) -> dict[str, Any]:
