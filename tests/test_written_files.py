@@ -17,6 +17,7 @@ from monarch.cli import json_files, written_files
 from monarch.cli.json_files import read_json
 from monarch.cli.written_files import replace_whole, require_writable
 from monarch.errors import UsageError
+from monarch.posix import unfinished
 from monarch.posix.files import closing_fd
 from monarch.posix.unfinished import is_locked, remove_if_left
 
@@ -83,7 +84,7 @@ def test_the_file_of_a_killed_command_is_removed_and_that_of_a_running_one_stays
     assert len(list(tmp_path.glob(".monarch.*.part"))) == 1
     running, link = tmp_path / ".monarch.1.part", tmp_path / ".monarch.2.part"
     link.symlink_to(victim)
-    with written_files._locked_part(running):
+    with unfinished._locked_file(running):
         replace_whole(out, "new")
         assert set(tmp_path.iterdir()) == {out, victim, running, link}
     assert (out.read_text(), victim.read_text()) == ("new", "mine")
@@ -102,7 +103,7 @@ def test_a_part_that_another_command_removes_before_it_is_locked_is_made_again(
         seen.append(is_locked(path, fd))
         return seen[-1]
 
-    monkeypatch.setattr(written_files, "is_locked", removed)
+    monkeypatch.setattr(unfinished, "is_locked", removed)
     replace_whole(tmp_path / "page.html", CONTENT)
     assert seen == [False, True] and (tmp_path / "page.html").read_text("utf-8") == CONTENT
 

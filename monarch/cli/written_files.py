@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from monarch.posix.unfinished import is_locked, remove_if_left
+from monarch.posix.unfinished import unfinished_file
 
 
 def require_writable(out: Path) -> None:
@@ -39,26 +39,9 @@ def _replace(out: Path, content: bytes) -> None:
         out.write_bytes(content)
         return
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
-    for left in target.parent.glob(".monarch.*.part"):
-        remove_if_left(left, os.O_RDWR | os.O_NONBLOCK, os.unlink)
-    part = target.with_name(f".monarch.{os.getpid()}.part")
-    with _locked_part(part) as file:
-        try:
-            _write_new(file, content, mode)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
-
-
-def _locked_part(part: Path) -> BinaryIO:
-    """Makes a file. In a directory of all users another one may have made a link of this name: it
-    is not followed. Raises OSError."""
-    while True:
-        part.unlink(missing_ok=True)
-        file = part.open("xb")
-        if is_locked(part, file.fileno()):
-            return file
-        file.close()
+    with unfinished_file(target.parent) as (part, file):
+        _write_new(file, content, mode)
+        part.replace(target)
 
 
 def _write_new(file: BinaryIO, content: bytes, mode: int | None) -> None:

@@ -27,6 +27,7 @@ from monarch.datasets.lmdb_file import AnyPath, LmdbFile, Version, naming
 from monarch.datasets.lmdb_table import Table
 from monarch.errors import LmdbError
 from monarch.posix.files import closing_fd, sync_path
+from monarch.posix.unfinished import unfinished_file
 from monarch.text import MiB
 
 VERSION = 1
@@ -63,16 +64,12 @@ def write_index(path: AnyPath, index: Index) -> int:
         *(len(table), len(table.heap), table.flags, 0, xxhash.xxh3_64_intdigest(rest)),
     )
     target = Path(path)
-    staged = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with staged.open("xb") as file:
-            file.write(header + _CHECK.pack(xxhash.xxh3_64_intdigest(header)))
-            file.write(rest)
-        sync_path(staged)
-        staged.rename(target)
-    except BaseException:
-        staged.unlink(missing_ok=True)
-        raise
+    with unfinished_file(target.parent) as (part, file):
+        file.write(header + _CHECK.pack(xxhash.xxh3_64_intdigest(header)))
+        file.write(rest)
+        file.flush()
+        sync_path(part)
+        part.rename(target)
     sync_path(target.parent)
     return HEADER_BYTES + len(rest)
 

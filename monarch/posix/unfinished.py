@@ -6,11 +6,37 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from monarch.posix.files import closing_fd
+
+
+@contextmanager
+def unfinished_file(directory: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new file in a directory, which is removed at the end of the block unless it was renamed.
+    Those of killed processes are removed first. Raises OSError."""
+    for left in directory.glob(".monarch.*.part"):
+        remove_if_left(left, os.O_RDWR | os.O_NONBLOCK, os.unlink)
+    part = directory / f".monarch.{os.getpid()}.part"
+    with _locked_file(part) as file:
+        try:
+            yield part, file
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _locked_file(part: Path) -> BinaryIO:
+    """Makes a file. In a directory of all users another one may have made a link of this name: it
+    is not followed. Raises OSError."""
+    while True:
+        part.unlink(missing_ok=True)
+        file = part.open("xb")
+        if is_locked(part, file.fileno()):
+            return file
+        file.close()
 
 
 def is_locked(path: Path, fd: int) -> bool:

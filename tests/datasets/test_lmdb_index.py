@@ -171,3 +171,13 @@ def test_a_failed_write_leaves_the_earlier_index(
         write_index(path, index_of([b"other"], [(0, 0)]))
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.promise(246)
+def test_the_part_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
+    # A name of the greatest length leaves no room for another beside it.
+    path, left = tmp_path / ("i" * 255), tmp_path / ".monarch.4000000.part"
+    left.write_bytes(b"of a process that was killed")
+    write_index(path, INDEX)
+    assert os.listdir(tmp_path) == [path.name]
+    assert read_index(path).table.heap == INDEX.table.heap
