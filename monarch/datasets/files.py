@@ -105,6 +105,8 @@ class Dataset:
         read: also for a directory (EISDIR), and for what is no regular file (EINVAL). Ctrl-C ends
         the call when the calls to the file system that run have ended.
         """
+        if isinstance(names, str | bytes | os.PathLike):
+            raise TypeError(f"get_many takes several names, not one: {names!r}; see get")
         wanted = tuple(names)
         if into is not None:
             return self._fill(wanted, memoryview(into).cast("B"))

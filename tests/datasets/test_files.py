@@ -170,6 +170,9 @@ def test_the_first_file_that_cannot_be_read_is_named(
         with pytest.raises(ValueError, match=r"null byte|embedded"):
             dataset.get_many(["a\0b"])
         assert dataset.get_many(names) == list(tree.values())
+        for one in ("ab", b"ab", Path("ab")):
+            with pytest.raises(TypeError, match="several names"):
+                dataset.get_many(one)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="closed"):
         dataset.get(names[0])
     with pytest.raises(FileNotFoundError, match="nowhere"):
