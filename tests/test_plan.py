@@ -284,6 +284,10 @@ def test_a_file_that_is_not_of_a_job_is_refused(run: Run, tmp_path: Path, text: 
     (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(MonarchError, match=r"a\.json (is not a file of a job|cannot be used)"):
         run("allocate", nodes_file(tmp_path), tmp_path / "a.json")
+    # A file of a newer Monarch, whose fields may differ, is refused by its version.
+    (tmp_path / "a.json").write_text('{"monarch_sensitivity": 2}')
+    with pytest.raises(UsageError, match=r"a\.json is not a file of a job: .* version 2, not 1"):
+        run("allocate", nodes_file(tmp_path), tmp_path / "a.json")
 
 
 def test_jobs_that_cannot_run_together_are_refused(

@@ -283,6 +283,8 @@ def test_a_file_that_is_no_plan_is_refused(plan: Path, tmp_path: Path, text: str
     plan.write_text(text)
     error = run(plan, "-o", tmp_path / "out").exception
     assert isinstance(error, UsageError) and "plan.json" in str(error)
+    if "2" in text:
+        assert "version 2, not 1" in str(error)
     raw = PlanReport(1, "tune", 1, 1, [grant("a", "n", -1)], [], 1, 1).to_dict()
     plan.write_text(json.dumps(raw))
     assert "out of its range" in str(run(plan, "-o", tmp_path / "out").exception)

@@ -295,10 +295,15 @@ def modelled(
     )
 
 
+def require_version(version: object) -> None:
+    """Raises ValueError for another version of the format, whose fields may have other types."""
+    if version != VERSION:
+        raise ValueError(f"its format has version {version!r}, not {VERSION}")
+
+
 def job_of(found: Sensitivity) -> Job:
     """The options of a job. Raises ValueError if the matrix is not one of rates."""
-    if found.monarch_sensitivity != VERSION:
-        raise ValueError(f"version {found.monarch_sensitivity} is not {VERSION}")
+    require_version(found.monarch_sensitivity)
     if not 1 <= found.gpus <= _MOST_GPUS:
         raise ValueError(f"gpus is {found.gpus}")
     if not found.job.isprintable() or not 1 <= len(found.job) <= 200:

@@ -17,6 +17,7 @@ from monarch.analysis.sensitivity import (
     Sensitivity,
     job_of,
     modelled,
+    require_version,
     sensitivity_of,
 )
 from monarch.cli.daemon_call import JSON
@@ -341,6 +342,7 @@ def _read_job(path: Path) -> Job:
     try:
         if not isinstance(raw, dict) or "monarch_sensitivity" not in raw:
             raise ValueError("it has no key monarch_sensitivity")
+        require_version(raw["monarch_sensitivity"])
         return job_of(Sensitivity.from_dict(raw))
     except ValueError as error:
         raise UsageError(

@@ -61,9 +61,10 @@ def read_plan(path: Path) -> PlanReport:
     try:
         if not isinstance(raw, dict) or "monarch_plan" not in raw:
             raise ValueError("it has no key monarch_plan")
+        # Before the fields: those of another version may have other types.
+        if raw["monarch_plan"] != VERSION:
+            raise ValueError(f"its format has version {raw['monarch_plan']!r}, not {VERSION}")
         plan = PlanReport.from_dict(raw)
-        if plan.monarch_plan != VERSION:
-            raise ValueError(f"version {plan.monarch_plan} is not {VERSION}")
         for each in plan.jobs:
             amounts = (*each.tier_bytes.values(), each.source_limit or 0)
             if not all(0 <= amount < 1 << 63 for amount in amounts):
