@@ -23,6 +23,17 @@ WRITTEN_INO = Ino(1 << 32)
 # Snapshots and records store times as signed 64-bit ns, which end in the year 2262.
 _LEAST_NS, _MOST_NS = -(1 << 63), (1 << 63) - 1
 
+# The extended attributes that a mount gives; their names begin with the first of these. ``copies``
+# and ``status`` are JSON: where the copies are, and what every user may know of the mount. Only its
+# root has the latter.
+XATTR_PREFIX = b"user.monarch."
+XATTR_TIER = XATTR_PREFIX + b"tier"
+XATTR_STATE = XATTR_PREFIX + b"state"
+XATTR_DIGEST = XATTR_PREFIX + b"digest"
+XATTR_DURABLE = XATTR_PREFIX + b"durable"
+XATTR_COPIES = XATTR_PREFIX + b"copies"
+XATTR_STATUS = XATTR_PREFIX + b"status"
+
 # A callback for the progress of long work: (done, total or None if unknown, words).
 Progress = Callable[[int, int | None, str], None]
 

@@ -16,9 +16,8 @@ from monarch.errors import MonarchError, NotMountedError, Unanswered
 from monarch.posix.bounded_calls import call_within
 from monarch.telemetry.report import StatusReport
 from monarch.text import counted, escape_text, format_bytes
+from monarch.types import XATTR_STATUS
 
-# The attribute of the root of a mount that has its public figures.
-_ATTRIBUTE = "user.monarch.status"
 # Time limit for an answer, in seconds: a daemon answers from memory, and other mounts wait.
 ANSWER_SECONDS = 5.0
 # The state of a mount whose daemon gives no report, in the table, in JSON and for --check.
@@ -100,7 +99,7 @@ def public_status(place: Path) -> tuple[str, dict[str, Any]]:
         )
     where = escape_text(mountpoint)
     try:
-        answer = call_within(ANSWER_SECONDS, os.getxattr, mountpoint, _ATTRIBUTE)
+        answer = call_within(ANSWER_SECONDS, os.getxattr, mountpoint, XATTR_STATUS)
         return mountpoint, json.loads(answer)
     except Unanswered:
         raise MonarchError(f"{where} does not answer", hint="ask the owner of the mount") from None

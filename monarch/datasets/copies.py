@@ -18,13 +18,7 @@ from array import array
 from contextlib import suppress
 
 from monarch.posix.mounts import MONARCH_TYPE, mount_table
-
-# The value is JSON: ``records`` is the path of the records, ``term`` that of the copies that need
-# no check, ``acls`` whether files may have access control lists, and ``directories`` the path of
-# the copies of each place of a record.
-ATTRIBUTE = "user.monarch.copies"
-# Of the root of a mount: JSON, with the mode of the mount.
-STATUS_ATTRIBUTE = "user.monarch.status"
+from monarch.types import XATTR_COPIES, XATTR_STATUS
 
 # The interval in which the mount is asked again, in seconds.
 _ASK_S = 1.0
@@ -38,7 +32,10 @@ class Opened:
     object. ``table`` has their numbers, as _copies.h."""
 
     def __init__(self, value: bytes, directory: int) -> None:
-        """``value`` is that of the attribute. Raises OSError, and ValueError for another value."""
+        """``value`` is that of the attribute: ``records`` is the path of the records, ``term`` that
+        of the copies that need no check, ``acls`` whether files may have access control lists, and
+        ``directories`` the path of the copies of each place of a record. Raises OSError, and
+        ValueError for another value."""
         self._fds: list[int] = []
         self.value = value
         try:
@@ -91,7 +88,7 @@ def _value(directory: int) -> bytes:
     """The value of the attribute. Raises OSError if there is none, or if it is not given by a
     daemon of root or of this user: on other file systems the owner of the directory may have set
     it, and a program of another user may serve any value."""
-    value = os.getxattr(directory, ATTRIBUTE)
+    value = os.getxattr(directory, XATTR_COPIES)
     number = os.fstat(directory).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     found = {(each.kind, each.user) for each in mount_table() if each.device == device}
@@ -108,7 +105,7 @@ def reads_ahead(directory: int) -> bool:
         device = f"{os.major(number)}:{os.minor(number)}"
         for each in mount_table():
             if each.device == device and each.kind == MONARCH_TYPE:
-                status = json.loads(os.getxattr(each.mount_point, STATUS_ATTRIBUTE))
+                status = json.loads(os.getxattr(each.mount_point, XATTR_STATUS))
                 return bool(status.get("open") == "none")
     return False
 

@@ -30,6 +30,7 @@ from monarch.frameworks.format import TRAILER_BYTES, parse, parse_header, traile
 from monarch.frameworks.owner import Owner
 from monarch.posix.files import closing_fd
 from monarch.text import MiB
+from monarch.types import XATTR_DURABLE
 
 MANIFEST = "manifest"
 _VERSION = 1
@@ -40,7 +41,6 @@ _PART = re.compile(r"\..+\.part")
 # lock after each, beside a busy trainer.
 PIECE_BYTES = 8 * MiB
 
-DURABLE = "user.monarch.durable"
 # ``none``: only in memory; ``local``: on storage of the node; ``peer``: on storage of another node,
 # too; ``source``: at the source of the mount. None: not on a Monarch mount, so as durable as fsync
 # of that file system.
@@ -160,7 +160,7 @@ def durability(path: Path) -> Durable | None:
     the mount does not report it."""
     try:
         # An unknown value counts as not durable.
-        return _DURABLE.get(os.getxattr(path, DURABLE), "none")
+        return _DURABLE.get(os.getxattr(path, XATTR_DURABLE), "none")
     except OSError as error:
         if error.errno in _NOT_MONARCH:
             return None

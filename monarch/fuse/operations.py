@@ -28,8 +28,8 @@ from monarch.fuse.handlers import NAME_MAX, VALID_S, Handlers, ReceiveHint, errn
 from monarch.posix import acl, failpoints
 from monarch.posix.credentials import Credentials, credentials_of
 from monarch.transfer.source_calls import CALLER, Caller
-from monarch.types import Attributes, Ino
-from monarch.vfs.filesystem import XATTR_COPIES, FileSystem
+from monarch.types import XATTR_COPIES, XATTR_STATUS, Attributes, Ino
+from monarch.vfs.filesystem import FileSystem
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +77,6 @@ def _answered(
             CALLER.reset(token)
 
     return answer
-
-
-STATUS_ATTRIBUTE = b"user.monarch.status"
 
 
 class Operations(pyfuse3.Operations):
@@ -346,7 +343,7 @@ class Operations(pyfuse3.Operations):
         if name == b"security.selinux" or (name in acl.NAMES and not self.enable_acl):
             # ls then does not ask again for this mount (_requests.c).
             raise FUSEError(errno.EOPNOTSUPP)
-        if name == STATUS_ATTRIBUTE and inode == pyfuse3.ROOT_INODE:
+        if name == XATTR_STATUS and inode == pyfuse3.ROOT_INODE:
             return self._status()
         if name == XATTR_COPIES and ctx.uid not in (0, os.getuid()):
             # Other users may not open a copy by its path.

@@ -22,20 +22,23 @@ from monarch.posix.buckets import bucket
 from monarch.posix.credentials import Credentials
 from monarch.tiers.tier import Space
 from monarch.transfer.source_calls import Caller
-from monarch.types import Attributes, Ino
+from monarch.types import (
+    XATTR_COPIES,
+    XATTR_DIGEST,
+    XATTR_DURABLE,
+    XATTR_PREFIX,
+    XATTR_STATE,
+    XATTR_TIER,
+    Attributes,
+    Ino,
+)
 from monarch.vfs.measured import MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.read_side import ReadSide
 from monarch.vfs.readers import Readers
-from monarch.writeback.attributes import XATTR_DURABLE, WrittenAttributes
+from monarch.writeback.attributes import WrittenAttributes
 from monarch.writeback.open_file import RELEASE_PAUSES_S
 from monarch.writeback.setup import WriteBack
-
-_OURS = b"user.monarch."
-XATTR_TIER = b"user.monarch.tier"
-XATTR_STATE = b"user.monarch.state"
-XATTR_DIGEST = b"user.monarch.digest"
-XATTR_COPIES = b"user.monarch.copies"
 
 
 class FileSystem:
@@ -194,14 +197,14 @@ class ExtendedAttributes:
         if name in acl.NAMES:
             return self._acl(ino, name) or None
         writing = self._writing
-        if writing is not None and not name.startswith(_OURS):
+        if writing is not None and not name.startswith(XATTR_PREFIX):
             is_of_users = name.startswith(b"user.")
             there = await writing.xattrs_elsewhere(ino) if is_of_users else None
             return there.get(name) if there is not None else writing.xattr(ino, name)
         is_written = writing is not None and self._names.is_rewritten(ino)
         if writing is not None and is_written and name not in (XATTR_TIER, XATTR_STATE):
             return writing.xattr(ino, name)
-        if not name.startswith(_OURS) and name in (found := self.of_source(ino)):
+        if not name.startswith(XATTR_PREFIX) and name in (found := self.of_source(ino)):
             return found[name]
         if not self._names.attributes(ino).is_file:
             # Each open is recorded, or is answered in a way of its own.
@@ -230,7 +233,7 @@ class ExtendedAttributes:
         SourceError."""
         lists = [name for name in acl.NAMES if self._acl(ino, name)]
         if self._writing is None:
-            return lists + [it for it in self.of_source(ino) if not it.startswith(_OURS)]
+            return lists + [it for it in self.of_source(ino) if not it.startswith(XATTR_PREFIX)]
         there = await self._writing.xattrs_elsewhere(ino)
         others = there if there is not None else self._writing.xattrs(ino)
         return lists + [it for it in others if it not in acl.NAMES]

@@ -15,7 +15,15 @@ from monarch.namespace.overlay import Node
 from monarch.placement.residency import SOURCE
 from monarch.posix.credentials import Credentials
 from monarch.transfer.source_calls import SourceCalls
-from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino, file_now_ns
+from monarch.types import (
+    ROOT_INO,
+    WRITTEN_INO,
+    XATTR_DURABLE,
+    XATTR_PREFIX,
+    Attributes,
+    Ino,
+    file_now_ns,
+)
 from monarch.writeback.copy_up import CopyUp, known_at_source
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
@@ -25,8 +33,6 @@ from monarch.writeback.source_files import DrainedObjects
 from monarch.writeback.undrained_attributes import UndrainedAttributes, applied
 from monarch.writeback.write_gate import WriteGate
 
-XATTR_DURABLE = b"user.monarch.durable"
-_OURS = b"user.monarch."
 # The namespaces that the source could keep as well. Others mean rights, which are not ours to give.
 _KEPT = (b"user.", b"trusted.")
 _LARGEST_XATTR = 64 * 1024
@@ -197,7 +203,7 @@ class WrittenAttributes:
             found = await self._at_source(ino)
         if found is None:
             return None
-        there = {name: value for name, value in found.items() if not name.startswith(_OURS)}
+        there = {name: value for name, value in found.items() if not name.startswith(XATTR_PREFIX)}
         # The source may lack changes of a directory that were made through an earlier mount.
         node = self._names.node(ino)
         if node is not None and node.is_dir:
@@ -222,7 +228,7 @@ class WrittenAttributes:
         node = self._names.node(ino)
         is_unlinked = node is not None and not node.names and ino != ROOT_INO
         path = b"" if is_unlinked else self._gate.require_node_covered(ino)
-        if name.startswith(_OURS):
+        if name.startswith(XATTR_PREFIX):
             raise Refused(errno.EPERM)
         if not name.startswith(_KEPT):
             raise Refused(errno.EOPNOTSUPP)

@@ -19,7 +19,7 @@ from monarch.datasets.files import Dataset
 from monarch.posix.mounts import MountedFileSystem
 from monarch.tiers.contents import copy_name, put_seal
 from monarch.tiers.records import Record, Records
-from monarch.types import Identity, Ino
+from monarch.types import XATTR_COPIES, Identity, Ino
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.waiting import wait_until
 
@@ -320,7 +320,7 @@ def test_only_a_daemon_of_root_or_of_the_same_user_says_where_copies_are(
     user: int | None,
     is_believed: bool,
 ) -> None:
-    os.setxattr(tmp_path, copies.ATTRIBUTE, b"anything")
+    os.setxattr(tmp_path, XATTR_COPIES, b"anything")
     number = tmp_path.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     mounted = MountedFileSystem(tmp_path, kind, device, user=user)
@@ -339,7 +339,7 @@ def test_only_a_daemon_of_root_or_of_the_same_user_says_where_copies_are(
 def test_a_directory_whose_owner_says_where_copies_are_is_read_itself(
     mount: FakeMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    os.setxattr(mount.root, copies.ATTRIBUTE, mount.value(0))
+    os.setxattr(mount.root, XATTR_COPIES, mount.value(0))
     monkeypatch.undo()
     with Dataset(mount.root) as dataset:
         assert dataset.get_many(NAMES) == [mount.of_file(name) for name in NAMES]

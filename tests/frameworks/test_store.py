@@ -23,6 +23,7 @@ from monarch.frameworks.checkpoint import (
     verify,
 )
 from monarch.frameworks.sampler import ResumableSampler
+from monarch.types import XATTR_DURABLE
 from tests.frameworks.faulty import FAILS, NO_SPACE, Faulty, Recorder, weights
 
 ROOT = Path(__file__).parents[2]
@@ -294,7 +295,7 @@ def test_a_checkpoint_that_reads_back_wrong_removes_no_other(
 
 
 def durable_as(path: Path, durable: str) -> None:
-    os.setxattr(path, store.DURABLE, durable.encode())
+    os.setxattr(path, XATTR_DURABLE, durable.encode())
 
 
 @pytest.mark.parametrize(

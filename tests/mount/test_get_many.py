@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import monarch as library
-from monarch.datasets.copies import ATTRIBUTE, reads_ahead
+from monarch.datasets.copies import reads_ahead
 from monarch.posix.files import closing_fd
+from monarch.types import XATTR_COPIES
 from tests.conftest import MonarchCommand, Mounted, Tree
 from tests.equipment.waiting import wait_until
 from tests.mount.command import needs_fuse, needs_root
@@ -23,7 +24,7 @@ pytestmark = [needs_fuse, needs_root]
 def places(path: Path) -> dict[str, object] | None:
     """The copies that a mount names."""
     try:
-        found: dict[str, object] = json.loads(os.getxattr(path, ATTRIBUTE))
+        found: dict[str, object] = json.loads(os.getxattr(path, XATTR_COPIES))
     except OSError:
         return None
     return found
@@ -47,7 +48,7 @@ def test_the_copies_are_read_once_every_file_has_one(
     assert places(mounted.path) is None
     read_all(mounted, content)
     wait_until(lambda: places(mounted.path) is not None, "every file has a copy")
-    refused = {"ask": lambda: os.getxattr("mnt", ATTRIBUTE)}
+    refused = {"ask": lambda: os.getxattr("mnt", XATTR_COPIES)}
     assert as_another_user(tmp_path, refused) == {"ask": "ENODATA"}
     with library.open_dataset(mounted.path) as dataset:
         assert dataset.get_many(content) == list(content.values())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from monarch.tiers.contents import copy_name
-from monarch.vfs.filesystem import XATTR_COPIES
+from monarch.types import XATTR_COPIES
 from tests.vfs.conftest import FILES, Rigs
 from tests.vfs.rig import Rig
 
