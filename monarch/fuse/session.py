@@ -65,6 +65,9 @@ class MountCaches:
         self.before_drop: Callable[[Ino], None] = lambda _: None
         self._is_open = False
         self._storing = threading.Lock()
+        # The process that drops pages now, and a lock: it is not reaped while it may be killed.
+        self._dropping: subprocess.Popen[bytes] | None = None
+        self._ending = threading.Lock()
         self._threads = ThreadPool(1, "pages", abandon=True)
         self._limiter = Limiter(log)
 
@@ -73,9 +76,12 @@ class MountCaches:
         self._is_open = True
 
     def close(self) -> None:
-        """The session may be freed from now on: no thread uses it any more."""
-        with self._storing:
+        """The session may be freed from now on: no thread uses it any more. Paths of the mount lead
+        elsewhere from now on, so no process drops pages any more."""
+        with self._storing, self._ending:
             self._is_open = False
+            if self._dropping is not None:
+                self._dropping.kill()
 
     def invalidate_attributes(self, ino: Ino) -> None:
         """Makes the kernel ask for the attributes again. It never waits, so a handler may call it.
@@ -124,15 +130,27 @@ class MountCaches:
         would for an invalidation of the inode.
         """
         self.before_drop(ino)
-        self._threads.start(_drop, os.path.join(self._mountpoint, self._path_of(ino)))
+        self._threads.start(self._drop, os.path.join(self._mountpoint, self._path_of(ino)))
 
-
-def _drop(path: bytes) -> None:
-    null = subprocess.DEVNULL
-    with suppress(OSError):
-        subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _DROP, path], stdin=null, stdout=null, stderr=null
-        )
+    def _drop(self, path: bytes) -> None:
+        command: list[str | bytes] = [sys.executable, "-I", "-S", "-c", _DROP, path]
+        null = subprocess.DEVNULL
+        was_open = self._is_open
+        if not was_open:
+            return
+        try:
+            # Outside the lock: the process closes what it inherits, and the source may hang.
+            process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
+        except OSError:
+            return
+        with self._ending:
+            self._dropping = process
+            if not self._is_open:
+                process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with self._ending:
+            process.wait()
+            self._dropping = None
 
 
 @dataclass(eq=False, kw_only=True)

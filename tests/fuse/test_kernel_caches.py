@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -95,20 +96,40 @@ def test_a_refusal_raises_nothing_and_is_logged_unless_the_kernel_has_no_such_in
 async def test_pages_are_dropped_by_another_process(
     caches: MountCaches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[list[str | bytes]] = []
-    done = trio.Event()
-    token = trio.lowlevel.current_trio_token()
-
-    def run(command: list[str | bytes], **_: object) -> None:
-        started.append(command)
-        token.run_sync_soon(done.set)
-
-    monkeypatch.setattr(session.subprocess, "run", run)
+    monkeypatch.setattr(session, "_DROP", "import sys; open(sys.argv[1], 'x')")
     # The count of opens must know of this open before it happens.
-    announced: list[tuple[Ino, int]] = []
-    caches.before_drop = lambda ino: announced.append((ino, len(started)))
+    announced: list[tuple[Ino, bool]] = []
+    caches.before_drop = lambda ino: announced.append((ino, (tmp_path / "7").exists()))
+    caches.open()
     caches.drop(INO)
+    await dropped(caches)
+    assert (tmp_path / "7").exists()
+    assert announced == [(INO, False)]
+
+
+async def dropped(caches: MountCaches) -> None:
+    """The pages of each file so far were dropped, or are not to be."""
     with trio.fail_after(60):
-        await done.wait()
-    assert started[0][-1] == os.fsencode(tmp_path / "7")
-    assert announced == [(INO, 0)]
+        await caches._threads.run(int)
+
+
+async def test_no_process_drops_pages_after_the_end(
+    caches: MountCaches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import sys, time; open(sys.argv[1], 'x'); time.sleep(1000)"
+    monkeypatch.setattr(session, "_DROP", code)
+    caches.open()
+    caches.drop(INO)
+    caches.drop(Ino(8))
+    with trio.fail_after(60):
+        while not (tmp_path / "7").exists():
+            await trio.sleep(0.01)
+    process = caches._dropping
+    assert process is not None
+    try:
+        caches.close()
+        await dropped(caches)
+        assert process.returncode == -signal.SIGKILL
+        assert not (tmp_path / "8").exists()
+    finally:
+        process.kill()
