@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 _MAX_TASKS = 20_000
 # Idle tasks that are kept; with fewer, each burst would start and end some.
 _IDLE_TASKS = 32
+# The mount answers from memory. It only takes long if the machine does not run its processes.
+_ANSWER_S = 60
 # The readahead for sequential readers: the largest request of FUSE.
 _READ_AHEAD_BYTES = 1 * MiB
 
@@ -244,13 +246,13 @@ class Session:
 
 
 async def wait_until_answered(mountpoint: Path) -> None:
-    """Waits until the mount answers a request. Raises FuseError if it does not in 10 seconds."""
+    """Waits until the mount answers a request. Raises FuseError if it does not in a minute."""
     null = subprocess.DEVNULL
     # Another process: the daemon must not access its own mount (see ``_DROP``).
     asking = await trio.lowlevel.open_process(
         ["stat", "--", os.fspath(mountpoint)], stdin=null, stdout=null, stderr=null
     )
-    with trio.move_on_after(10) as patience:
+    with trio.move_on_after(_ANSWER_S) as patience:
         await asking.wait()
     if patience.cancelled_caught:
         asking.kill()
