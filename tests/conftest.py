@@ -44,7 +44,7 @@ _TROUBLE = re.compile(
     r"|^\s*Traceback \(most recent call last\)"
 )
 
-_fork_server = ForkServer()
+fork_server = ForkServer()
 
 # The ways that reads can take. Whatever the mount promises holds in each of them.
 MODES: dict[str, tuple[str, ...]] = {
@@ -58,9 +58,6 @@ MODES: dict[str, tuple[str, ...]] = {
 # (docs/semantics.md).
 OPENS_ARE_REPORTED = ("python", "relay", "passthrough")
 EVERY_MODE = (*OPENS_ARE_REPORTED, "no_open")
-
-# Levels of directories that are too many for ``shutil.rmtree``.
-_DEEP = 200
 
 # Files listed at the end of a run with the time of their tests.
 _SLOW_FILES = 30
@@ -187,13 +184,12 @@ def _whole(path: str) -> bytes:
 def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The run leaves no mount in its directories and no process that it started."""
     yield
-    _fork_server.close()
+    fork_server.close()
     ours = str(tmp_path_factory.getbasetemp().resolve())
     assert {path for path in mounts() if path.startswith(ours)} == set()
     # A pool of workers that ends with its parent may need a moment.
     becomes_true(lambda: not _strays())
     assert _strays() == {}
-    _remove_deep_trees(ours)
 
 
 def _strays() -> dict[int, str]:
@@ -214,18 +210,6 @@ def below(directory: Path, pattern: str) -> list[Path]:
         for path in (Path(top, name) for name in (*directories, *names))
         if path.match(pattern)
     ]
-
-
-def _remove_deep_trees(directory: str) -> None:
-    """Removes the directories of tests which pytest's own clean-up, some runs later, could not."""
-    depth = _DEEP + 1
-    at_depth = f"-xdev -mindepth {depth} -maxdepth {depth} -printf %P\\0"
-    command = ["find", directory, *at_depth.split()]
-    found = subprocess.run(command, capture_output=True).stdout.split(b"\0")[:-1]
-    for name in sorted({path.partition(b"/")[0] for path in found}):
-        # rm goes down by descriptors; shutil.rmtree calls itself for each level.
-        path = os.path.join(os.fsencode(directory), name)
-        subprocess.run(["rm", "-rf", "--one-file-system", path], check=True)
 
 
 def trouble(line: str) -> bool:
@@ -366,7 +350,7 @@ class MonarchCommand:
                 timeout=timeout_s,
             )
         else:
-            done = _fork_server.run(arguments, self.environment(), timeout_s)
+            done = fork_server.run(arguments, self.environment(), timeout_s)
         if check and done.returncode != 0:
             pytest.fail(
                 f"monarch {' '.join(arguments)} exited with {done.returncode}:\n"

@@ -148,10 +148,18 @@ def test_a_directory_of_100_000_files_is_listed_whole(
                 os.stat(f"file-{number:07}x", dir_fd=fd)
 
 
+@pytest.fixture
+def deep(source: Path) -> Iterator[Path]:
+    """A source that pytest could not remove, some runs later: ``shutil.rmtree`` calls itself for
+    each level. Name it before ``monarch``: it must outlive the mount."""
+    yield source
+    subprocess.run(["rm", "-rf", "--one-file-system", str(source)], check=True)
+
+
 def test_1200_nested_directories_work_with_256_descriptors(
-    monarch: MonarchCommand, source: Path, tmp_path: Path
+    deep: Path, monarch: MonarchCommand, tmp_path: Path
 ) -> None:
-    fd = os.open(source, os.O_RDONLY)
+    fd = os.open(deep, os.O_RDONLY)
     for level in range(1200):
         os.mkdir("d", dir_fd=fd)
         with open(os.open("file", os.O_WRONLY | os.O_CREAT, dir_fd=fd), "wb") as file:
@@ -160,7 +168,7 @@ def test_1200_nested_directories_work_with_256_descriptors(
         os.close(fd)
         fd = below
     os.close(fd)
-    mounted = mount_with_descriptors(monarch, source, tmp_path, limit=256)
+    mounted = mount_with_descriptors(monarch, deep, tmp_path, limit=256)
     for _ in range(2):
         here = os.open(mounted.path, os.O_RDONLY)
         for level in range(1200):
