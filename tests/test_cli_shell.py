@@ -17,6 +17,7 @@ from monarch.cli import main, output
 from monarch.cli.analyze import UNSURE
 from monarch.cli.status import CHECK_CODES
 from monarch.control.registry import MountRecord, Registry
+from tests.conftest import fork_server
 
 HEAVY = {"pyfuse3", "lmdb", "trio", "pydantic", "yaml", "rich", "numpy", "prometheus_client"}
 
@@ -33,6 +34,11 @@ def monarch(*arguments: str | bytes, **environ: str) -> subprocess.CompletedProc
         check=False,
         env={**os.environ, **environ},
     )
+
+
+def forked(*arguments: str | bytes, **environ: str) -> subprocess.CompletedProcess[str]:
+    """As ``monarch``, where the start of Python does not matter."""
+    return fork_server.run([*map(os.fsdecode, arguments)], {**os.environ, **environ}, 100)
 
 
 def loaded_by(*arguments: str, **environ: str) -> set[str]:
@@ -84,7 +90,7 @@ def test_help_is_fast() -> None:
 
 def test_every_verb_of_the_table_can_be_loaded_and_tells_its_help() -> None:
     for verb, entry in main.VERBS.items():
-        run = monarch(verb, "--help")
+        run = forked(verb, "--help")
         assert run.returncode == 0, run.stderr
         assert run.stdout.startswith(f"Usage: monarch {verb} ")
         assert entry.help.endswith(".")
@@ -125,7 +131,7 @@ def test_version() -> None:
 def test_a_wrong_command_line_is_reported_in_one_line(
     arguments: list[str | bytes], reported: str
 ) -> None:
-    run = monarch(*arguments)
+    run = forked(*arguments)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("monarch: ")
     assert run.stderr.count("\n") == 1
@@ -136,7 +142,7 @@ def test_a_wrong_command_line_is_reported_in_one_line(
 @pytest.mark.finding("B7")
 @pytest.mark.parametrize("group", ["ckpt", "snapshot"])
 def test_a_group_alone_shows_its_help_on_several_lines(group: str) -> None:
-    run = monarch(group)
+    run = forked(group)
     assert (run.returncode, run.stdout) == (2, "")
     lines = run.stderr.splitlines()
     assert lines[0].lower().startswith(f"usage: monarch {group} ")
@@ -145,7 +151,7 @@ def test_a_group_alone_shows_its_help_on_several_lines(group: str) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_script_names_our_variable(shell: str) -> None:
-    run = monarch("completion", shell)
+    run = forked("completion", shell)
     assert run.returncode == 0
     assert f"_MONARCH_COMPLETE={shell}_complete" in run.stdout
 
@@ -153,13 +159,14 @@ def test_the_completion_script_names_our_variable(shell: str) -> None:
 def test_completion_offers_the_verbs_that_begin_so() -> None:
     words = {"_MONARCH_COMPLETE": "bash_complete", "COMP_WORDS": "monarch s", "COMP_CWORD": "1"}
     expected = ["plain,status", "plain,snapshot", "plain,simulate"]
-    assert monarch(**words).stdout.split() == expected
+    assert forked(**words).stdout.split() == expected
 
 
-def completed(directory: Path, *words: str) -> tuple[list[str], list[str]]:
-    """What bash offers after these words: its own list, and the names that it adds by itself."""
+def completed(completion: str, directory: Path, *words: str) -> tuple[list[str], list[str]]:
+    """What bash offers after these words: its own list, and the names that it adds by itself.
+    ``completion`` is the script of `monarch completion bash`."""
     script = """
-eval "$(python -m monarch completion bash)"
+eval "$COMPLETION"
 compopt() { added=$2; }
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
 _monarch_completion monarch "${COMP_WORDS[COMP_CWORD]}"
@@ -171,10 +178,9 @@ case $added in dirnames) compgen -d -- "$word";; default) compgen -f -- "$word";
 true
 """
     (directory / "bin").mkdir(exist_ok=True)
-    for name, arguments in (("python", ""), ("monarch", "-m monarch")):
-        command = directory / "bin" / name
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
-        command.chmod(0o755)
+    command = directory / "bin" / "monarch"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m monarch "$@"\n')
+    command.chmod(0o755)
     run = subprocess.run(
         ["bash", "--norc", "-c", script, "bash", "monarch", *words],
         capture_output=True,
@@ -183,6 +189,7 @@ true
         cwd=directory,
         env={
             **os.environ,
+            "COMPLETION": completion,
             "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
             "PYTHONPATH": str(Path(main.__file__).parents[2]),
             "MONARCH_STATE_ROOT": str(directory / "state"),
@@ -205,6 +212,7 @@ def test_bash_completes_files_mounts_names_and_settings(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     record = MountRecord("/mnt/data", "/pfs/i", 1, 1, "/s", "/st", "/log", 1)
     Registry(tmp_path / "state").add(record)
+    completion = forked("completion", "bash").stdout
     for words, expected in (
         (("mount", "so"), ([], ["source"])),
         (("mount", "im"), (["imagenet"], [])),
@@ -225,7 +233,7 @@ def test_bash_completes_files_mounts_names_and_settings(tmp_path: Path) -> None:
         (("ckpt", "ls", "/mnt/d"), (["/mnt/data"], [])),
         (("umount", "mn"), ([], ["mnt"])),
     ):
-        assert completed(tmp_path, *words) == expected, words
+        assert completed(completion, tmp_path, *words) == expected, words
 
 
 def test_standard_streams_that_are_closed_are_those_of_dev_null(tmp_path: Path) -> None:
