@@ -1332,8 +1332,10 @@ def test_the_tree_is_whole_while_the_source_loses_and_finds_files(
     inos = [ino for ino in places if snapshot.attributes(ino).ino == ino]
     files = [ino for ino in inos if snapshot.attributes(ino).is_file]
 
+    tree = tree_of(names)
+
     def somewhere() -> tuple[Ino, bytes]:
-        directories = [path for path, what in tree_of(names).items() if stat.S_ISDIR(what[0])]
+        directories = [path for path, what in tree.items() if stat.S_ISDIR(what[0])]
         return shown.ino(rng.choice(directories)), rng.choice(b"a b c f g".split())
 
     def step() -> None:
@@ -1360,7 +1362,7 @@ def test_the_tree_is_whole_while_the_source_loses_and_finds_files(
     for _ in range(300):
         with contextlib.suppress(Refused):
             step()
-        tree_of(names)
+        tree = tree_of(names)
         given.compare_attributes()
         # Those whose files the source has lost are given still.
         assert given.shown() == {it for it in given if names.lookup(*it) is not None}
