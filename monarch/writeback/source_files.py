@@ -57,7 +57,8 @@ class DrainedObjects:
         if seq == 0 or (file is not None and file.is_changed):
             return b"none"
         if self._is_done(node.object) and not (file is not None and file.is_write_through):
-            return b"source"
+            # The tier may have lost the bytes, and the content was left out.
+            return b"source" if self.is_settled(node) else b"none"
         if self._on_disk.failure(node.object):
             return b"none"
         if not synced:

@@ -240,3 +240,20 @@ async def test_a_file_whose_bytes_neither_the_tier_nor_the_source_has_cannot_be_
                 await session.open(b"f", flags)
             assert refused.value.errno == errno.EIO
     assert (rig.source / "f").read_bytes() == OLD
+
+
+@pytest.mark.promise(64)
+@pytest.mark.parametrize("is_in_source", [False, True], ids=str)
+async def test_lost_bytes_are_not_called_durable(rig: Rig, is_in_source: bool) -> None:
+    if is_in_source:
+        (rig.source / "f").write_bytes(OLD)
+    async with rig.mount(works=False) as session:
+        await session.write(b"f", NEW, synced=True)
+        number = number_of(session, b"f")
+    object_path(rig.directory, number).unlink()
+    async with rig.mount() as session:
+        await session.drained()
+        assert session.write_back.drain.backlog().lost == (b"f",)
+        node = session.names.node(session.ino(b"f"))
+        assert node is not None and node.object
+        assert session.front.drained.durable(node) == b"none"
