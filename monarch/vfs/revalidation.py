@@ -96,6 +96,9 @@ class Revalidation:
         if (self._shown_access(ino), self._recorded(ino)) != (access[:3], recorded):
             # Attributes were changed on the mount meanwhile, and ``status`` may be older.
             return
+        node = self._names.node(ino)
+        if node is not None and not (node.object or node.undrained):
+            node.follow_all()
         mode = self._shown_mode(status, acls)
         only_access = replace(known, mode=mode, uid=status.st_uid, gid=status.st_gid)
         if self._is_held(known, status):
@@ -222,11 +225,8 @@ class Revalidation:
         """The same if only attributes of a file of the snapshot were changed here: changes that the
         source may lack stay."""
         known, acls = self._names.stored(node.ino), self._names.acls(node.ino)
-        if identity_of(status) == known.identity:
-            return
-        if not node.undrained:
-            node.follow_all()
-        await self._refresh(known, status, acls)
+        if identity_of(status) != known.identity:
+            await self._refresh(known, status, acls)
 
     async def _drop_names_of_others(self, node: Node) -> None:
         """Removes from a file those of its names that are another file's at the source, unless all

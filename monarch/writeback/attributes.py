@@ -85,41 +85,42 @@ class WrittenAttributes:
         if node is None or node.names:
             self._gate.require_node_covered(ino)
         is_file = self._names.attributes(ino).is_file
-        # The source keeps the bytes of a file that was not written, which are not needed for this.
-        has_lost_names = node is not None and node.has_source_bytes and not node.names
-        if is_file and (size is not None or not (has_lost_names or self._is_at_source(ino))):
-            node = await self._copies.copy_up(ino, empty=size == 0, by=by, keep=size is not None)
-            if size is not None:
-                # It stays open meanwhile: else it could be drained, and be read from the source.
-                try:
-                    await self._files.truncate(node, size, by=by)
-                finally:
-                    self._files.release(ino)
+        if is_file and size is not None:
+            # It stays open meanwhile: else it could be drained, and be read from the source.
+            node = await self._copies.copy_up(ino, empty=size == 0, by=by, keep=True)
+            try:
+                await self._files.truncate(node, size, by=by)
+            finally:
+                self._files.release(ino)
             self._files.status(node)
         elif size is not None:
             raise Refused(errno.EINVAL)
         if mode is None and uid is None and gid is None and atime_ns is None and mtime_ns is None:
             return self._names.attributes(ino)
-        self._gate.require_held(ino)
-        await self._gate.require_room()
-        node = self._names.node(ino)
-        was = None if has_lost_names else known_at_source(self._names, ino)
-        # Only owners change modes. For other users the kernel does, when it removes set-ID bits.
-        now = self._names.attributes(ino)
-        owner = Credentials(now.uid, now.gid)
+        await self._have_place(ino, by)
         is_of_times = atime_ns is not None or mtime_ns is not None
-        if node is not None and not is_of_times and self._is_recorded_with(node, mode, uid, gid):
-            self._names.change(ino, now_ns=file_now_ns())
-            return self._names.attributes(ino)
-        if node is not None and not (mode is uid is gid is None):
-            self._recorder.record_of_others(node)
-        if node is not None and node.object > 0 and is_of_times:
+        while is_of_times and (node := self._names.node(ino)) is not None and node.object:
             # Before the node has them: a stat meanwhile takes over the times of the object.
+            number = node.object
             await self._files.set_times(
                 node,
                 atime_ns=node.atime_ns if atime_ns is None else atime_ns,
                 mtime_ns=node.mtime_ns if mtime_ns is None else mtime_ns,
             )
+            if node.object == number:
+                break
+            await self._have_place(ino, by)
+        # Nothing below waits: the file keeps its object until the change is recorded.
+        node = self._names.node(ino)
+        was = None if self._has_lost_names(node) else known_at_source(self._names, ino)
+        # Only owners change modes. For other users the kernel does, when it removes set-ID bits.
+        now = self._names.attributes(ino)
+        owner = Credentials(now.uid, now.gid)
+        if node is not None and not is_of_times and self._is_recorded_with(node, mode, uid, gid):
+            self._names.change(ino, now_ns=file_now_ns())
+            return self._names.attributes(ino)
+        if node is not None and not (mode is uid is gid is None):
+            self._recorder.record_of_others(node)
         now_ns = file_now_ns()
         node = self._names.change(
             ino, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns, now_ns=now_ns
@@ -154,6 +155,32 @@ class WrittenAttributes:
         if node is not None:
             return node.has_source_bytes and bool(node.names)
         return ino < WRITTEN_INO and self._names.attributes(ino).is_file
+
+    def _has_lost_names(self, node: Node | None) -> bool:
+        return node is not None and node.has_source_bytes and not node.names
+
+    async def _have_place(self, ino: Ino, by: Credentials, *, needs_room: bool = True) -> None:
+        """Has room for the record of a change of attributes, and the file an object, unless its
+        bytes stay at the source. During each wait for room it may lose the object: the source would
+        then have the file without the change, and the mount would show it like that."""
+        self._gate.require_held(ino)
+        while True:
+            if self._lacks_place(ino):
+                await self._copies.copy_up(ino, empty=False, by=by)
+            if needs_room:
+                await self._gate.require_room()
+            if not self._lacks_place(ino):
+                break
+        if (node := self._names.node(ino)) is not None and node.object:
+            self._files.status(node)
+
+    def _lacks_place(self, ino: Ino) -> bool:
+        """Whether a file needs an object before its attributes change. The source keeps the bytes
+        of a file that was not written, which are not needed for this."""
+        if not self._names.attributes(ino).is_file or self._is_at_source(ino):
+            return False
+        node = self._names.node(ino)
+        return not self._has_lost_names(node) and not (node is not None and node.object)
 
     def _is_recorded_with(
         self, node: Node, mode: int | None, uid: int | None, gid: int | None
@@ -243,11 +270,10 @@ class WrittenAttributes:
             await self._copies.copy_up(ino, empty=False, by=by)
         elif self._names.attributes(ino).is_dir:
             await self._know_xattrs_of_source(ino)
+        self._require_memory(ino, name, value)
+        await self._have_place(ino, by, needs_room=value is not None)
         # It, or a directory above, may have got another name meanwhile.
         path = self._names.visible_path(ino)
-        self._require_memory(ino, name, value)
-        if value is not None:
-            await self._gate.require_room()
         now_ns, was = file_now_ns(), known_at_source(self._names, ino)
         if there is not None and self._is_at_source(ino):
             node = self._change_at_source(ino, name, value, there, now_ns)

@@ -351,7 +351,8 @@ class WrittenFiles:
         log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
 
     async def set_times(self, node: Node, *, atime_ns: int, mtime_ns: int) -> None:
-        """Set the times of a file's object. Raises Refused or SourceError."""
+        """Set the times of a file's object, which may leave the tier meanwhile. Raises Refused or
+        SourceError."""
         ino, number = node.ino, node.object
         if (file := self._opens.files.get(ino)) is not None:
             # A last release meanwhile would close the descriptor.
@@ -371,8 +372,6 @@ class WrittenFiles:
                     if error.errno != errno.ENOENT:
                         raise
                     await self._source.open_instead(node, to_read=False)
-                    # The caller comes again, for a file without an object.
-                    raise Refused(errno.ESTALE) from error
 
     def status(self, node: Node) -> None:
         """Bring size, blocks and times of an open file's node up to date."""
