@@ -251,7 +251,7 @@ def _show_refused(report: RefusalsReport, as_json: bool) -> int:
     lines = []
     if report.stopped:
         changes = counted(report.waiting, "change waits", "changes wait")
-        lines.append(f"the source accepts no changes now, {changes}: {escape_text(report.stopped)}")
+        lines.append(f"{escape_text(report.stopped)}; {changes}")
     for each in report.refused:
         how = "set aside" if each.aside else "holds up its user"
         tries = counted(each.tries, "try", "tries")

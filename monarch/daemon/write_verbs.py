@@ -238,8 +238,9 @@ class WrittenVerbs:
             )
             for each in self.write_back.refusals.list(path)[:_NAMED]
         ]
-        drain, names = self.write_back.drain, [*map(os.fsdecode, removed[:_NAMED])]
-        return reports.RefusalsReport(refused, drain.backlog().ops, names, drain.stopped or "")
+        waiting, stopped = self.write_back.drain.backlog().ops, self.write_back.refusals.stopped()
+        names = [*map(os.fsdecode, removed[:_NAMED])]
+        return reports.RefusalsReport(refused, waiting, names, stopped)
 
     def _name(self, path: object) -> bytes:
         """An existing path, relative to the mount, as bytes. Raises UsageError."""

@@ -461,8 +461,8 @@ class RefusalReport:
 @dataclass(frozen=True, slots=True)
 class RefusalsReport(Report):
     """The changes that the source refuses. ``waiting`` counts all changes that are not at the
-    source. ``removed``: paths in the mount that were discarded. ``stopped``: why no change at all
-    reaches the source now, empty if it accepts changes."""
+    source. ``removed``: paths in the mount that were discarded. ``stopped``: what has failed and
+    why, if the changes of all users wait for it; empty if the source accepts changes."""
 
     refused: list[RefusalReport]
     waiting: int

@@ -49,7 +49,7 @@ from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter, Step
 from monarch.writeback.stager import StageAhead, Stager
 from monarch.writeback.steps import Steps, with_rights_to_read
-from monarch.writeback.wakeups import Trouble, Wakeups
+from monarch.writeback.wakeups import Cause, Trouble, Wakeups
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class Drain:
             drained_bytes=self._drained_bytes + self._grower.bytes,
             failures=self._trouble.stops + self.queue.refused,
             trouble=other or self.queue.refusal(is_aside=True),
-            cause=self._trouble.cause if self._trouble.reason else "source",
+            cause=self.cause,
             lost=tuple(self._order.lost.values()),
             moving_bytes=self._mover.moved_bytes,
             conflicts=self.writer.log.conflict_count,
@@ -220,6 +220,11 @@ class Drain:
         oldest_s = self._threads.oldest_s()
         hanging = f"no answer for {oldest_s:.0f} s" if oldest_s > _HANGS_S else None
         return self._trouble.reason or hanging
+
+    @property
+    def cause(self) -> Cause:
+        """The part that has failed while changes do not reach the source."""
+        return self._trouble.cause if self._trouble.reason else "source"
 
     # -- the front of the queue --------------------------------------------------------------
 

@@ -18,6 +18,24 @@ from monarch.writeback.drain import Drain
 from monarch.writeback.front import WriteFront
 from monarch.writeback.op import Op, is_within
 from monarch.writeback.queue_entry import Refusal
+from monarch.writeback.wakeups import Cause
+
+# Why no change is refused alone, by the part that has failed, and what to do.
+_STOPPED: dict[Cause, tuple[str, str]] = {
+    "source": (
+        "the source accepts no changes now",
+        "repair the source first; a file that is removed on the mount is not drained",
+    ),
+    "room": (
+        "the source is full: it accepts only removals",
+        "free space at the source, or remove files on the mount: removals are drained first",
+    ),
+    "tier": ("the tier's disk fails", "repair the disk of the tier first"),
+    "daemon": (
+        "the daemon lacks descriptors or memory to drain",
+        "raise the limits of the daemon, or free memory",
+    ),
+}
 
 
 class _Plan:
@@ -54,6 +72,11 @@ class Refusals:
             for refusal in self._drain.queue.refusals()
             if is_within(refusal.path, path) or is_within(path, refusal.path)
         ]
+
+    def stopped(self) -> str:
+        """Why changes of all users wait; empty if the source accepts changes."""
+        reason = self._drain.stopped
+        return f"{_STOPPED[self._drain.cause][0]}: {reason}" if reason else ""
 
     async def set_aside(self, path: bytes) -> None:
         """Sets aside the refused changes at, above and beneath a path: other changes of the same
@@ -116,10 +139,10 @@ class Refusals:
         """As ``list``. Raises UsageError if no change is refused there."""
         found = self.list(path)
         if not found and (reason := self._drain.stopped):
+            what, hint = _STOPPED[self._drain.cause]
             raise UsageError(
-                f"the source accepts no changes now, it does not refuse {os.fsdecode(path)!r}"
-                f" alone: {reason}",
-                hint="repair the source first; a file that is removed on the mount is not drained",
+                f"{what}; the source does not refuse {os.fsdecode(path)!r} alone: {reason}",
+                hint=hint,
             )
         if not found:
             raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import trio.testing
 from monarch.errors import BusyError, UsageError
 from monarch.posix.credentials import Credentials
 from monarch.tiers.source import Source
+from monarch.writeback.objects import TierCallError
 from monarch.writeback.op import Op
 from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_writer import SourceWriter, Step
@@ -108,18 +110,41 @@ def _read_only(*_: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-async def test_a_source_that_accepts_no_change_is_not_called_one_that_refuses_nothing(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+@pytest.mark.parametrize(
+    ("error", "what", "remedy"),
+    [
+        (OSError(errno.EROFS, ""), "the source accepts no changes now", "repair the source"),
+        (OSError(errno.ENOSPC, ""), "the source is full: .*only removals", "free space"),
+        (TierCallError(errno.EIO, ""), "the tier's disk fails", "disk of the tier"),
+        (OSError(errno.EMFILE, ""), "the daemon lacks descriptors", "raise the limits"),
+    ],
+    ids=["read-only", "full", "tier", "daemon"],
+)
+async def test_a_failure_for_all_changes_is_not_called_a_refusal(
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    error: OSError,
+    what: str,
+    remedy: str,
 ) -> None:
+    def failing(*_: object) -> tuple[list[None], OSError]:
+        return [], error
+
     async with rig.mount() as session:
         refusals = session.write_back.refusals
+        assert refusals.stopped() == ""
         with monkeypatch.context() as patched:
-            patched.setattr(SourceWriter, "carry_out", _read_only)
+            patched.setattr(SourceWriter, "carry_out", failing)
+            patched.setattr(SourceWriter, "has_room", lambda *_: False)
             await session.write(b"weights", b"1")
             await until(lambda: session.write_back.drain.stopped is not None)
+            name = errno.errorcode[error.errno or 0]
             for verb in (refusals.set_aside, refusals.discard):
-                with pytest.raises(UsageError, match=r"accepts no changes now.*'weights'.*EROFS"):
+                with pytest.raises(UsageError, match=f"^{what}.*'weights' alone.*{name}") as raised:
                     await verb(b"weights")
+                assert remedy in (raised.value.hint or "")
+            assert re.match(f"{what}.*'weights': .*{name}", refusals.stopped())
             # A retry ends as soon as the source was asked once more.
             failures = session.write_back.drain.backlog().failures
             await refusals.retry(b"weights")
