@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from monarch.posix.files import closing_fd
 
@@ -86,6 +87,11 @@ def can_act_as_others() -> bool:
     return os.geteuid() == 0
 
 
+def is_another_user(credentials: Credentials | None) -> TypeGuard[Credentials]:
+    """Whether ``acting_as`` gives a thread the identity of another user."""
+    return credentials is not None and not credentials.is_root and can_act_as_others()
+
+
 @contextmanager
 def acting_as(credentials: Credentials | None) -> Iterator[None]:
     """Let this thread act on files with the rights of ``credentials``, without capabilities.
@@ -94,7 +100,7 @@ def acting_as(credentials: Credentials | None) -> Iterator[None]:
     identity but root's, and its body must not wait for another thread. Raises OSError if the kernel
     refuses the identity; then the thread keeps its own.
     """
-    if credentials is None or credentials.is_root or not can_act_as_others():
+    if not is_another_user(credentials):
         yield
         return
     groups, gid = os.getgroups(), _LIBC.setfsgid(_NO_ID) & 0xFFFFFFFF

@@ -9,7 +9,12 @@ import stat
 from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 
-from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
+from monarch.posix.credentials import (
+    Credentials,
+    acting_as,
+    can_act_as_others,
+    is_another_user,
+)
 from monarch.posix.files import NO_LINKS, closing_fd, copy_data, status_at
 from monarch.posix.openat2 import open_beneath
 from monarch.tiers.source import Source
@@ -57,10 +62,10 @@ class OpenDirectories:
         if fd is None:
             try:
                 with acting_as(by):
-                    fd = self._source.at_root(self._opened, parent, make)
+                    fd = self._source.at_root(self._opened, parent, by, make)
             except PermissionError as error:
                 try:
-                    fd = self._source.at_root(self._opened, parent, False)
+                    fd = self._source.at_root(self._opened, parent, None, False)
                 except FileNotFoundError:
                     if make:
                         # This user may not make it; others may.
@@ -86,7 +91,8 @@ class OpenDirectories:
         for fd in self._open.values():
             sync_directory_at(fd)
 
-    def _opened(self, root: int, path: bytes, make: bool) -> int:
+    def _opened(self, root: int, path: bytes, by: Credentials | None, make: bool) -> int:
+        """Opens a directory with the rights of the thread, which are those of ``by``."""
         try:
             return _directory_at(root, path)
         except FileNotFoundError:
@@ -98,7 +104,7 @@ class OpenDirectories:
                 try:
                     below = _directory_at(fd, name)
                 except FileNotFoundError:
-                    self._make(fd, name, path)
+                    self._make(fd, name, path, by)
                     below = _directory_at(fd, name)
                 os.close(fd)
                 fd = below
@@ -107,7 +113,7 @@ class OpenDirectories:
             raise
         return fd
 
-    def _make(self, above_fd: int, name: bytes, path: bytes) -> None:
+    def _make(self, above_fd: int, name: bytes, path: bytes, by: Credentials | None) -> None:
         """Makes a directory that others have removed, with no more rights than the one above it."""
         above = os.fstat(above_fd)
         try:
@@ -121,8 +127,13 @@ class OpenDirectories:
             " the mode of the directory that it is in",
         )
         with closing_fd(os.open(name, ITSELF, dir_fd=above_fd)) as fd:
+            uid, gid = above.st_uid, above.st_gid
+            if is_another_user(by):
+                # A user keeps what the user makes, and may give it only to the user's own groups.
+                uid = by.uid
+                gid = gid if gid in (by.gid, *by.groups) else os.fstat(fd).st_gid
             mode = above.st_mode & 0o777
-            self._attributes.set(fd, Op(kind="attr", uid=above.st_uid, gid=above.st_gid, mode=mode))
+            self._attributes.set(fd, Op(kind="attr", path=path, uid=uid, gid=gid, mode=mode))
         sync_directory_at(above_fd)
 
 

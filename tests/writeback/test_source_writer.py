@@ -32,6 +32,7 @@ from monarch.writeback.source_directories import OpenDirectories, Temporaries
 from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_publishing import Publishing
 from monarch.writeback.source_writer import SourceWriter
+from tests.conftest import require_root
 
 NOTHING = Identity(0, 0, 0, 0)
 
@@ -217,6 +218,23 @@ def test_a_directory_that_others_removed_is_made_again_with_the_rights_above_it(
     assert rig.conflict().path == b"d/e"
     with pytest.raises(OSError):
         os.fstat(fd)
+
+
+@pytest.mark.parametrize("groups", [(), (1777,)], ids=["in no group", "in the group"])
+def test_a_directory_that_a_user_makes_again_is_the_users(
+    rig: Rig, caplog: pytest.LogCaptureFixture, groups: tuple[int, ...]
+) -> None:
+    """The source takes owners; only the user may not give a directory away."""
+    require_root()
+    os.chown(rig.root, 0, 1777)
+    rig.root.chmod(0o777)
+    with rig.directories() as directories:
+        directories.of(b"d/a", Credentials(1234, 1235, groups), make=True)
+    made = (rig.root / "d").stat()
+    assert (made.st_uid, made.st_gid) == (1234, 1777 if groups else 1235)
+    assert stat.S_IMODE(made.st_mode) == 0o777
+    assert "does not take" not in caplog.text
+    assert rig.conflict().path == b"d"
 
 
 # -- temporaries -----------------------------------------------------------------------------------
