@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 
 from monarch.posix.buckets import mix
 from monarch.posix.files import closing_fd
@@ -134,6 +135,38 @@ class Contents:
         with suppress(NotADirectoryError):
             return self.names(f"{self.PREFIX}{generation}/{PARTS}")
         return []
+
+    def empty(self, generation: str) -> int:
+        """Removes all copies of a generation, and the directories in its own; returns how many
+        copies. Raises OSError."""
+        removed, name = 0, self.PREFIX + generation
+        named = filter(part_of, self.parts(generation))
+        parts = (f"{name}/{PARTS}/{part}" for part in named)
+        for path in chain(self.copies(generation), parts):
+            with suppress(IsADirectoryError):
+                os.unlink(path, dir_fd=self._root)
+                removed += 1
+        buckets = (f"{name}/{bucket:02x}" for bucket in range(256))
+        for below in [*buckets, f"{name}/{PARTS}"]:
+            with suppress(OSError):
+                os.rmdir(below, dir_fd=self._root)
+        return removed
+
+    def rename_one(self, name: str) -> bool:
+        """Makes the directory of a generation that of another one, without its copies: a full disk,
+        or quota, has no room for one more. Returns False if there is none. Raises OSError."""
+
+        def copies(generation: str) -> int:
+            return sum(1 for _ in self.copies(generation))
+
+        for earlier in sorted(self.generations(), key=copies):
+            before = self.PREFIX + earlier
+            # A file of another program may have such a name.
+            if stat.S_ISDIR(os.lstat(before, dir_fd=self._root).st_mode):
+                self.empty(earlier)
+                os.rename(before, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+                return True
+        return False
 
     def names(self, name: str) -> list[str]:
         """The sorted names in a directory."""

@@ -30,7 +30,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import xxhash
@@ -43,14 +42,12 @@ from monarch.posix.private_directory import Lock
 from monarch.text import MiB
 from monarch.tiers.contents import (
     DIRECTORY,
-    PARTS,
     BrokenSeal,
     Contents,
     copy_name,
     keeps_seals,
     opened_in,
     part_name,
-    part_of,
     probe_file,
     put_seal,
     seal,
@@ -121,8 +118,14 @@ class Tier:
         """Sets the generation for serving and committing; empties the stage."""
         name = Contents.PREFIX + generation
         for needed in ("stage", name):
-            with suppress(FileExistsError):
+            try:
                 os.mkdir(needed, 0o700, dir_fd=self._root)
+            except FileExistsError:
+                pass
+            except OSError as error:
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                if not (is_full and needed == name and Contents(self._root).rename_one(name)):
+                    raise
             with closing_fd(os.open(needed, DIRECTORY, dir_fd=self._root)) as made:
                 keep_no_access_times(made)
         if self._generation >= 0:
@@ -162,16 +165,9 @@ class Tier:
         for generation in contents.generations():
             name = Contents.PREFIX + generation
             if name != self.generation_name:
-                named = filter(part_of, contents.parts(generation))
-                parts = (f"{name}/{PARTS}/{part}" for part in named)
-                for path in chain(contents.copies(generation), parts):
-                    with suppress(IsADirectoryError):
-                        os.unlink(path, dir_fd=self._root)
-                        removed += 1
-                buckets = (f"{name}/{bucket:02x}" for bucket in range(256))
-                for below in [*buckets, f"{name}/{PARTS}", name]:
-                    with suppress(OSError):
-                        os.rmdir(below, dir_fd=self._root)
+                removed += contents.empty(generation)
+                with suppress(OSError):
+                    os.rmdir(name, dir_fd=self._root)
         return removed
 
     def count_copies(self) -> int:

@@ -172,17 +172,17 @@ def snapshot_known(directory: Path) -> str:
 def know_snapshot(directory: Path, snapshot_id: str) -> None:
     """Notes the id of the snapshot that the journal changes; empty for none. Raises OSError.
 
-    On a full disk it is written over the earlier id, whose block it uses. What a power cut leaves
-    of the two is the id of no snapshot.
+    On a full disk it is written over the earlier id, and keeps its length: the block stays. What a
+    power cut leaves of the two is the id of no snapshot.
     """
-    path, content = directory / _SNAPSHOT, snapshot_id.encode("ascii")
+    path = directory / _SNAPSHOT
     try:
         replace_private(path, snapshot_id)
     except OSError as error:
         if error.errno not in FULL or not path.exists():
             raise
         with closing_fd(open_private(path, os.O_WRONLY)) as fd:
+            content = snapshot_id.encode("ascii").ljust(os.fstat(fd).st_size)
             if os.pwrite(fd, content, 0) < len(content):
                 raise
-            os.ftruncate(fd, len(content))
             os.fsync(fd)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -36,6 +37,18 @@ def tier(tmp_path: Path) -> Iterator[Tier]:
     opened.use("g")
     yield opened
     opened.close()
+
+
+def at_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No generation gets another directory."""
+    make = os.mkdir
+
+    def made(name: str, *arguments: Any, **more: Any) -> None:
+        if str(name).startswith("copies-"):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        make(name, *arguments, **more)
+
+    monkeypatch.setattr(os, "mkdir", made)
 
 
 def version(size: int, number: int = 0) -> Identity:
@@ -204,6 +217,26 @@ def test_a_copy_that_was_adopted_before_a_crash_is_there(tier: Tier) -> None:
     tier.use("next")
     assert tier.adopt("g", Ino(7), Ino(1000), version(5))
     assert tier.adopt("g", Ino(7), Ino(1000), version(5))
+
+
+@pytest.mark.promise(138)
+def test_a_full_quota_lends_an_earlier_generation_its_directory(
+    tier: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its copies: their numbers mean other files there."""
+    put(tier, 7, b"seven")
+    (tier.own / "copies-file").touch()
+    at_quota(monkeypatch)
+    tier.use("next")
+    assert tier.generation_name == "copies-next" and not tier.has(Ino(7))
+    assert not (tier.own / "copies-g").exists() and (tier.own / "copies-file").exists()
+    assert not tier.adopt("g", Ino(7), Ino(7), version(5))
+    # There is nothing to be renamed for the first generation.
+    empty = Tier(2, "empty", tmp_path / "empty", owner=Owner("mount"))
+    with pytest.raises(OSError) as raised:
+        empty.use("first")
+    assert raised.value.errno == errno.EDQUOT
+    empty.close()
 
 
 def test_a_broken_seal_is_not_mended_by_adoption(tier: Tier) -> None:

@@ -8,13 +8,14 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio.testing
 
 from monarch.errors import Refused
 from monarch.types import Identity
-from monarch.writeback import journal_file
+from monarch.writeback import journal_file, store
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.reserve import Reserve
 from monarch.writeback.source_writer import SourceWriter
@@ -212,6 +213,43 @@ async def test_a_full_tier_is_mounted_with_a_new_snapshot(
                 await session.drained()
                 await session.end()
         assert undrained == "nothing" or (rig.source / "undrained").read_bytes() == b"bytes"
+
+
+@pytest.mark.promise(138)
+async def test_a_tier_at_its_quota_is_mounted_with_a_new_snapshot_and_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    """Neither another directory nor another file fits, and what is freed is not given again."""
+    rig = Rig(tmp_path, monkeypatch)
+    (rig.source / "a").write_bytes(b"of the source")
+    async with rig.mount(works=False) as session:
+        await session.write(b"undrained", b"bytes", synced=True)
+    rig.lose_state()
+    make, replace = os.mkdir, store.replace_private
+
+    def at_quota(path: Any, *arguments: Any, **more: Any) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    def made(path: Any, *arguments: Any, **more: Any) -> None:
+        is_generation = str(path).startswith("copies-")
+        (at_quota if is_generation else make)(path, *arguments, **more)
+
+    snapshot = rig.directory / "snapshot"
+    before = snapshot.stat()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "mkdir", made)
+        patched.setattr(store, "replace_private", at_quota)
+        async with rig.mount() as session:
+            assert snapshot_known(rig.directory) == session.names.snapshot.id
+            with trio.fail_after(10_000):
+                await session.drained()
+            await session.end()
+        assert (rig.source / "undrained").read_bytes() == b"bytes"
+        # It keeps its block.
+        assert (snapshot.stat().st_ino, snapshot.stat().st_size) == (before.st_ino, before.st_size)
+        store.know_snapshot(rig.directory, "")
+        assert snapshot_known(rig.directory) == "" and snapshot.stat().st_size == before.st_size
+    assert store.replace_private is replace
 
 
 def _without_room(rig: Rig, *, keeps_ahead: bool = False) -> None:
