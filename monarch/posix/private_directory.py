@@ -142,13 +142,16 @@ class Lock:
             ) from None
         note = json.dumps({"pid": os.getpid(), "mountpoint": owner}).encode()
         try:
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, note, 0)
+            # Over all of an earlier note, in its block: a full disk has no other.
+            os.pwrite(self._fd, note.ljust(os.fstat(self._fd).st_size), 0)
         except OSError as error:
             # The lock is held all the same: a full disk, or quota, must not prevent a mount.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 os.close(self._fd)
                 raise
+            # Rather no name than that of an earlier holder.
+            with suppress(OSError):
+                os.ftruncate(self._fd, 0)
 
     def release(self) -> None:
         """May be called twice."""

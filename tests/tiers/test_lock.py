@@ -57,15 +57,32 @@ def test_a_note_that_cannot_be_read_still_keeps_the_second_out(
 
 
 @pytest.mark.promise(138)
+@pytest.mark.parametrize(
+    ("refused", "holder"),
+    [
+        (("ftruncate",), r"pid \d+ \(/mnt/first\)"),
+        (("pwrite",), "another daemon"),
+        (("pwrite", "ftruncate"), ""),
+    ],
+    ids=["truncation", "write", "both"],
+)
 def test_a_lock_is_held_although_the_disk_has_no_room_for_its_note(
-    directory: int, monkeypatch: pytest.MonkeyPatch
+    directory: int,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: tuple[str, ...],
+    holder: str,
 ) -> None:
-    def refused(fd: int, length: int) -> None:
+    """It does not name an earlier holder, which had a longer name."""
+
+    def refuse(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(os, "ftruncate", refused)
-    lock = Lock(directory, "the place", "/mnt/first")
-    with pytest.raises(LockedError):
+    Lock(directory, "the place", "/mnt/" + "long" * 10).release()
+    with monkeypatch.context() as patched:
+        for name in refused:
+            patched.setattr(os, name, refuse)
+        lock = Lock(directory, "the place", "/mnt/first")
+    with pytest.raises(LockedError, match=f"in use by {holder}"):
         Lock(directory, "the place", "/mnt/second")
     lock.release()
 
