@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from monarch.posix.credentials import Credentials
 from monarch.types import ANY_SIZE, Identity
@@ -103,6 +103,39 @@ class Entries:
                 del earlier[next(iter(earlier))]
 
 
+class Versions(dict[int, Identity]):
+    """Identities by object. ``objects_of`` finds the objects whose file has a number at the source,
+    by an index that is made at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._objects: dict[int, set[int]] | None = None
+
+    def __setitem__(self, number: int, identity: Identity) -> None:
+        self._leave(number)
+        super().__setitem__(number, identity)
+        if self._objects is not None:
+            self._objects.setdefault(identity.source_ino, set()).add(number)
+
+    def pop(self, number: int, default: Any = None) -> Any:
+        self._leave(number)
+        return super().pop(number, default)
+
+    def _leave(self, number: int) -> None:
+        if self._objects is not None and (identity := self.get(number)) is not None:
+            objects = self._objects[identity.source_ino]
+            objects.discard(number)
+            if not objects:
+                del self._objects[identity.source_ino]
+
+    def objects_of(self, source_ino: int) -> list[int]:
+        if self._objects is None:
+            self._objects = {}
+            for number, identity in self.items():
+                self._objects.setdefault(identity.source_ino, set()).add(number)
+        return list(self._objects.get(source_ino, ()))
+
+
 class SourceState:
     """Belongs to the event loop, and never calls the source: the drain reports its changes here.
 
@@ -117,7 +150,7 @@ class SourceState:
         # when a content of it is left out.
         self._present: set[int] = set()
         # The last known identity of the source's file, by object.
-        self._known: dict[int, Identity] = {}
+        self._known = Versions()
         self.entries = Entries()
         # Objects of files that were created on the mount.
         self._new: set[int] = set()
@@ -151,7 +184,8 @@ class SourceState:
         self._ours = dict(replay.staged)
         if replay.known is not None:
             known = replay.known
-            self._known.update(known.known)
+            for number, identity in known.known.items():
+                self._known[number] = identity
             self.entries.made.update(known.made)
             self._over.update(known.over)
             for number, inos in known.ours.items():
@@ -409,8 +443,10 @@ class SourceState:
         """Records a change of a file of an older snapshot, which objects of a newer snapshot may
         have replaced meanwhile: the changes do not wait for each other, as their numbers differ.
         The newer snapshot may have known it after a change of names or modes."""
-        for number, known in self._known.items():
-            if before is not None and _version(known) == _version(before):
+        if before is None:
+            return
+        for number in self._known.objects_of(before.source_ino):
+            if _version(self._known[number]) == _version(before):
                 self._known[number] = now
 
     def forget(self, number: int) -> None:

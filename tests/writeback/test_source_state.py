@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from monarch.types import Identity
+from monarch.writeback import source_state
 from monarch.writeback.journal import Known, Replay
 from monarch.writeback.op import Op
 from monarch.writeback.source_state import SourceState
@@ -64,6 +65,35 @@ def test_a_taken_file_is_known_as_a_change_under_an_older_number_leaves_it_later
     state.note(Op(kind="take", path=b"b", object=2, ino=71, was=OTHER), None)
     state.note(Op(kind="attr", path=b"a", ino=-7, was=OLD, mtime_ns=50, file=True), NEW)
     assert (state.identity(1), state.identity(2)) == (NEW, OTHER)
+
+
+def test_a_change_under_an_older_number_looks_at_the_objects_of_that_file_only(
+    state: SourceState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be as many objects as a tier keeps, and as many changes."""
+    for number in range(1, 100):
+        state.note(content(number), replace(OLD, source_ino=1000 + number))
+    older = Op(kind="attr", path=b"a", ino=-7, was=replace(OLD, source_ino=1050), mode=0o600)
+    state.note(replace(older, was=replace(OLD, source_ino=1)), replace(NEW, source_ino=1))
+    looked_at: list[Identity] = []
+    version = source_state._version
+
+    def counted(identity: Identity) -> tuple[int, int, int]:
+        looked_at.append(identity)
+        return version(identity)
+
+    # Of objects that have left the file, or came to it, meanwhile.
+    state.forget(50)
+    state.note(content(51), replace(OLD, source_ino=1050))
+    state.note(content(52), replace(OLD, source_ino=9000))
+    state.note(content(200), replace(OLD, source_ino=1050))
+    monkeypatch.setattr(source_state, "_version", counted)
+    now = replace(NEW, source_ino=1050)
+    state.note(replace(older, ino=-8), now)
+    assert len(looked_at) <= 8
+    assert state.identity(50) is None
+    assert state.identity(51) == state.identity(200) == now
+    assert state.identity(53) == replace(OLD, source_ino=1053)
 
 
 def test_a_content_that_is_left_out_leaves_the_older_version_known(state: SourceState) -> None:
