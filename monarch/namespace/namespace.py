@@ -395,7 +395,7 @@ class Namespace(Tree):
         node = self.copy_up(ino)
         if mode is not None:
             node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(mode)
-            node.keeps_mode = True
+            node.hidden_bits, node.keeps_mode = 0, True
         if uid is not None or gid is not None:
             node.uid = node.uid if uid is None else uid
             node.gid = node.gid if gid is None else gid

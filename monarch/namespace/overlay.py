@@ -57,8 +57,8 @@ class Node:
     file without an object. ``undrained`` is the number in the journal of the last change of
     attributes that the source may lack, if the file had no object then; 0 if there is none. Until
     then ``xattrs`` of such a file are those that differ from the source's. ``undrained_mtimes`` are
-    the modification times that such changes set, by their number in the journal, if there are any.
-    ``drained`` is the number of the last such change that has left the drain; 0 if there is none.
+    the modification times that such changes set, by their numbers. ``drained`` is the number of the
+    last such change that has left the drain, or 0. ``hidden_bits``: bits of a mask, not shown.
     """
 
     ino: Ino
@@ -88,6 +88,7 @@ class Node:
     undrained_mtimes: dict[int, int] | None = None
     drained: int = 0
     removed_xattrs: frozenset[bytes] = frozenset()
+    hidden_bits: int = 0
 
     @property
     def is_dir(self) -> bool:
@@ -164,7 +165,7 @@ class Node:
         if self.object or stat.S_IFMT(attributes.mode) != stat.S_IFMT(self.mode):
             return
         if not self.keeps_mode:
-            self.mode = attributes.mode
+            self.mode, self.hidden_bits = attributes.mode, 0
         if not self.keeps_owner:
             self.uid, self.gid = attributes.uid, attributes.gid
         if not self.keeps_times:

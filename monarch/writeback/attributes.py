@@ -26,6 +26,7 @@ from monarch.types import (
 )
 from monarch.writeback.copy_up import CopyUp, known_at_source
 from monarch.writeback.object_states import ObjectStates
+from monarch.writeback.object_table import mode_of
 from monarch.writeback.op import Op
 from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.recorder import Recorder
@@ -191,7 +192,7 @@ class WrittenAttributes:
             self._recorder.is_awaited(node)
             and node.keeps_mode
             and node.keeps_owner
-            and (mode is None or stat.S_IMODE(mode) == stat.S_IMODE(node.mode))
+            and (mode is None or stat.S_IMODE(mode) == mode_of(node))
             and uid in (None, node.uid)
             and gid in (None, node.gid)
             # A new owner removes these bits.

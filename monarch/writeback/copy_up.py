@@ -134,7 +134,7 @@ class CopyUp:
                 paths=paths if len(paths) > 1 else (),
                 ino=ino,
                 object=number,
-                mode=node.mode,
+                mode=node.mode | node.hidden_bits,
                 uid=node.uid,
                 gid=node.gid,
                 xattrs=dict(node.xattrs),

@@ -28,6 +28,11 @@ log = logging.getLogger(__name__)
 _BLOCK = 512
 
 
+def mode_of(node: Node) -> int:
+    """The permission bits for the source, with those that are not shown."""
+    return stat.S_IMODE(node.mode) | node.hidden_bits
+
+
 def content_of(node: Node, paths: tuple[bytes, ...], *, size: int, **more: Any) -> Op:
     """A content of the first ``size`` bytes of a file, with its attributes and all its ``paths``;
     ``more`` are other fields of the record."""
@@ -38,7 +43,7 @@ def content_of(node: Node, paths: tuple[bytes, ...], *, size: int, **more: Any) 
         paths=paths,
         object=node.object,
         ino=node.ino,
-        mode=stat.S_IMODE(node.mode),
+        mode=mode_of(node),
         uid=node.uid,
         gid=node.gid,
         atime_ns=node.atime_ns,

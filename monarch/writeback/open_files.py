@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from monarch.tiers.source import SourceFile
 from monarch.types import WRITTEN_INO, Ino, file_now_ns
 from monarch.writeback.commits import FsyncFailures
 from monarch.writeback.drain import Drain
-from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.object_table import ObjectTable, mode_of
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.open_file import (
@@ -254,7 +253,7 @@ class WrittenFiles:
                     path=paths[0],
                     paths=paths if len(paths) > 1 else (),
                     object=node.object,
-                    mode=stat.S_IMODE(node.mode),
+                    mode=mode_of(node),
                     ino=node.ino,
                     by=Credentials(node.uid, node.gid),
                 )

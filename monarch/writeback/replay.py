@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.namespace import Namespace
@@ -113,17 +113,16 @@ class _Replayed:
             case "rename":
                 self._rename()
             case "attr":
-                ino = self._require(op.path)
-                known = self._names.node(ino)
-                self._names.change(
-                    ino,
-                    mode=self._mode(known.xattrs if known is not None else {}),
+                node = self._names.change(
+                    self._require(op.path),
+                    mode=op.mode,
                     uid=op.uid,
                     gid=op.gid,
                     atime_ns=op.atime_ns,
                     mtime_ns=op.mtime_ns,
                     now_ns=self._now_ns,
                 )
+                self._hide_mask(node)
             case "xattr":
                 self._set_xattrs(self._require(op.path))
             case "gone":
@@ -216,7 +215,7 @@ class _Replayed:
         parent, name = self._place(path)
         found = self._names.lookup(parent, name)
         kind = {"mkdir": stat.S_IFDIR, "symlink": stat.S_IFLNK}.get(op.kind)
-        mode = self._mode(op.xattrs) or 0
+        mode = op.mode or 0
         if kind is None:
             kind = stat.S_IFMT(mode) or stat.S_IFREG
         if found is not None:
@@ -237,15 +236,15 @@ class _Replayed:
             ino=Ino(op.ino) if self._is_free(op.ino) else None,
         )
         self._have_xattrs(node)
+        self._hide_mask(node)
         return node
 
-    def _mode(self, xattrs: Mapping[bytes, bytes | None]) -> int | None:
-        """The mode of the change, for an entry with these extended attributes. If the kernel does
-        not check the entry's list, the bits of the list's mask are not the group's."""
-        mode = self._op.mode
-        if mode is None or self._names.has_acls:
-            return mode
-        return acl.narrowed(mode, acl.Acls(xattrs.get(acl.ACCESS) or b""))
+    def _hide_mask(self, node: Node) -> None:
+        """If the kernel does not check the list of an entry, the bits of the list's mask are not
+        the group's. The source, which checks it, gets them."""
+        if not self._names.has_acls:
+            shown = acl.narrowed(node.mode, acl.Acls(node.xattrs.get(acl.ACCESS, b"")))
+            node.mode, node.hidden_bits = shown, node.hidden_bits | node.mode & ~shown
 
     def _is_free(self, ino: int) -> bool:
         return ino >= WRITTEN_INO and self._names.node(Ino(ino)) is None
@@ -259,12 +258,14 @@ class _Replayed:
         set-ID bits, and others may have changed the file at the source before: neither has another
         record. A newer snapshot has what others have changed, unless it lacks the file, or has
         another file in its place."""
-        op, mode = self._op, self._mode(node.xattrs)
+        op, mode = self._op, self._op.mode
         if mode is None:
             return
         node.drop_bits((stat.S_ISUID | stat.S_ISGID) & ~mode)
         if op.ino >= 0 or self._names.at_source(node.ino) is None or self._is_of_others(node.ino):
             node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(mode)
+            node.hidden_bits = 0
+            self._hide_mask(node)
             node.uid = node.uid if op.uid is None else op.uid
             node.gid = node.gid if op.gid is None else op.gid
 

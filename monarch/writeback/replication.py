@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-import stat
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import islice
@@ -26,7 +25,7 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.types import Ino
 from monarch.writeback.drain import Drain
 from monarch.writeback.lease import Lease
-from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.object_table import ObjectTable, mode_of
 from monarch.writeback.objects import object_path
 from monarch.writeback.op import Op
 from monarch.writeback.source_files import DrainedObjects
@@ -121,7 +120,7 @@ class Replication:
             size=node.size,
             digest=digest,
             path=self._names.visible_path(node.ino),
-            mode=stat.S_IMODE(node.mode),
+            mode=mode_of(node),
             uid=node.uid,
             gid=node.gid,
             mtime_ns=max(node.mtime_ns, 0),

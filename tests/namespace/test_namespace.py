@@ -13,6 +13,7 @@ from monarch.namespace.namespace import Namespace
 from monarch.posix import acl
 from monarch.tiers.source import identity_of
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
+from monarch.writeback.object_table import content_of
 from monarch.writeback.op import Op
 from monarch.writeback.replay import replay
 from tests.namespace.conftest import Taken
@@ -202,3 +203,11 @@ def test_a_replayed_list_that_is_not_checked_gives_the_group_no_rights_of_its_ma
     replay(names, enumerate(records[:kept], 1), now_ns=1)
     assert caplog.messages == [] and not names.has_acls
     assert stat.S_IMODE(names.attributes(ino_of(names, b"new")).mode) == 0o640
+    # The source checks the list: its users keep the rights that the mask allows.
+    ino = ino_of(names, b"new")
+    node = names.node(ino)
+    assert node is not None and content_of(node, (b"new",), size=1).mode == 0o660
+    names.change(ino, mtime_ns=1, now_ns=1)
+    assert content_of(node, (b"new",), size=1).mode == 0o660
+    names.change(ino, mode=0o640, now_ns=1)
+    assert content_of(node, (b"new",), size=1).mode == 0o640
