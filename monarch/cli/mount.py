@@ -20,9 +20,9 @@ from monarch.cli import complete
 from monarch.cli.output import Scanning, progress_bar, remark
 from monarch.cli.source_watch import unanswered, watched
 from monarch.config import load
-from monarch.config.defaults import state_directory
+from monarch.config.defaults import state_directory, state_root
 from monarch.config.settings import MountSettings
-from monarch.control.registry import real_path
+from monarch.control.registry import Registry, alive, real_path
 from monarch.errors import ConfigError, FuseError, MonarchError, UsageError, error_of
 from monarch.posix import signals
 from monarch.posix.bounded_calls import wait_for_threads
@@ -183,12 +183,17 @@ def _give_up(settings: MountSettings) -> NoReturn:
     os._exit(error.exit_code)
 
 
-def _unmount(settings: MountSettings) -> None:
-    """Unmounts what was mounted since this process began, when nothing was mounted there."""
+def _unmount(settings: MountSettings, pid: int) -> None:
+    """Unmounts what the daemon ``pid`` has mounted since this process began, when nothing was
+    mounted there. Another daemon may have mounted there since."""
     from monarch.fuse import mountpoint as mountpoints
 
+    place = os.path.abspath(settings.mountpoint)
     with suppress(MonarchError):
-        if mountpoints.mount_at(settings.mountpoint) is not None:
+        if mountpoints.mount_at(settings.mountpoint) is None:
+            return
+        records = Registry(state_root()).all()
+        if not any(it.mountpoint == place and it.pid != pid and alive(it) for it in records):
             mountpoints.unmount(settings.mountpoint, lazy=True)
 
 
@@ -211,7 +216,7 @@ def _serve_here(settings: MountSettings, refresh: bool, scanning: Scanning) -> N
     from monarch.daemon import run as daemon
 
     def give_up() -> NoReturn:
-        _unmount(settings)
+        _unmount(settings, os.getpid())
         _give_up(settings)
 
     with ExitStack() as until_ready:
@@ -278,7 +283,7 @@ def _start(settings: MountSettings, serve: Serve, scanning: Scanning) -> list[st
     def give_up() -> None:
         gave_up.set()
         if not _end(pid):
-            _unmount(settings)
+            _unmount(settings, pid)
             _give_up(settings)
 
     try:

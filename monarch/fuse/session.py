@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from monarch.errors import FuseError
 from monarch.fuse.datapath import Datapath
 from monarch.fuse.mountpoint import mount, mount_at, unmount
 from monarch.fuse.operations import Operations
+from monarch.posix.mounts import is_dead
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
 from monarch.text import KiB, MiB, errno_words
@@ -168,6 +170,9 @@ class Session:
     datapath: Datapath | None
     caches: MountCaches
     _serving: bool = field(default=False, init=False)
+    # The device of FUSE once more, and the device number of the mount.
+    _connection: int = field(default=-1, init=False)
+    _number: str = field(default="", init=False)
 
     def mount(self) -> None:
         """Mounts; requests of the kernel wait until ``serve``. Raises FuseError."""
@@ -180,17 +185,23 @@ class Session:
             has_acls=self.operations.enable_acl,
         )
         try:
+            if (mounted := mount_at(self.mountpoint)) is not None:
+                self._number = mounted.device
+            self._connection = os.dup(device)
             if self.datapath is not None:
                 fuse = self.datapath.start(device)
             # libfuse takes this name for a device that is mounted already.
             pyfuse3.init(self.operations, f"/dev/fd/{fuse}", set())
         except (OSError, RuntimeError) as error:
+            is_mounted = self._is_mounted()
             # Processes that access the mount would wait until the device is closed.
+            self._close_connection()
             if self.datapath is not None and fuse != device:
                 self.datapath.stop()
             else:
                 os.close(device)
-            unmount(self.mountpoint, lazy=True)
+            if is_mounted:
+                unmount(self.mountpoint, lazy=True)
             raise FuseError(
                 f"cannot serve {os.fspath(self.mountpoint)!r}: {error}", hint="run: monarch doctor"
             ) from error
@@ -215,12 +226,31 @@ class Session:
         """Unmounts, even if files are open, and frees the session."""
         self._serving = False
         self.caches.close()
-        if mount_at(self.mountpoint) is not None:
+        if self._is_mounted():
             with suppress(FuseError):
                 unmount(self.mountpoint, lazy=True)
+        self._close_connection()
         pyfuse3.close(unmount=False)
         if self.datapath is not None:
             self.datapath.stop()
+
+    def _is_mounted(self) -> bool:
+        """Whether this mount is still at its mount point: after its end there may be another one,
+        perhaps with the same device number. A mount whose connection was aborted is dead."""
+        mounted = mount_at(self.mountpoint)
+        if mounted is None or mounted.device != self._number:
+            return False
+        if self._connection < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._connection, 0)
+        is_ended = any(event & select.POLLERR for _, event in poll.poll(0))
+        return not is_ended or is_dead(self.mountpoint)
+
+    def _close_connection(self) -> None:
+        if self._connection >= 0:
+            os.close(self._connection)
+            self._connection = -1
 
     def raise_limits(self) -> None:
         """Raises the readahead for sequential readers, which only root may do, and the limit of

@@ -17,8 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from monarch.cli.mount import _unmount
+from monarch.config.settings import MountSettings
+from monarch.fuse.mountpoint import unmount
 from tests.conftest import EVERY_MODE, MonarchCommand, Mounted, Tree, contents, mounts, processes
 from tests.equipment import slowfs
+from tests.equipment.processes import is_running, stop
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import (
     assert_nothing_is_left,
@@ -408,6 +412,40 @@ def test_the_system_s_own_umount_ends_the_daemon_cleanly(
 
 @pytest.mark.promise(127)
 @pytest.mark.modes("relay")
+@pytest.mark.parametrize("datapath", ["python", "auto"])
+def test_the_end_of_a_mount_leaves_another_one_that_is_at_its_place_by_then(
+    monarch: MonarchCommand, tree: Tree, datapath: str
+) -> None:
+    """Its daemon may get no processor for as long as an unmount and another mount take."""
+    source, others = tree({"a": b"first"}), monarch.directory / "others"
+    others.mkdir()
+    (others / "a").write_bytes(b"second")
+    first = monarch.mount(source, options=[f"datapath={datapath}"])
+    stop(first.pid)
+    try:
+        unmount(first.path, lazy=True)
+        second = monarch.mount(others, tiers={"other": "10MiB"}, state=monarch.directory / "second")
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+    wait_until(lambda: not is_running(first.pid), "the first daemon has ended")
+    assert (second.path / "a").read_bytes() == b"second"
+    second.umount()
+    assert str(second.path) not in mounts()
+
+
+def test_a_command_that_gives_up_leaves_the_mount_of_another_daemon(
+    monarch: MonarchCommand, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted = monarch.mount(tree({"a": b"bytes"}))
+    monkeypatch.setenv("MONARCH_STATE_ROOT", monarch.environment()["MONARCH_STATE_ROOT"])
+    settings = MountSettings.model_construct(mountpoint=mounted.path)
+    _unmount(settings, os.getpid())
+    assert (mounted.path / "a").read_bytes() == b"bytes"
+    _unmount(settings, mounted.pid)
+    assert str(mounted.path) not in mounts()
+    wait_until(lambda: not is_running(mounted.pid), "the daemon has ended")
+
+
 def test_verbs_that_ask_a_running_mount_load_little(monarch: MonarchCommand, tree: Tree) -> None:
     """Counted in modules, not in time: each of these may take a tenth of a second."""
     made = monarch.mount(tree({"a": b"content"}))
