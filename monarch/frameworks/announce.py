@@ -337,21 +337,6 @@ class AnnouncedFiles:
         # The number of entries that are announced, and the last of them that were expected only.
         self._end = 0
         self._expected = array("Q")
-        # How many entries ``begin`` has announced; None before it.
-        self._begun: int | None = None
-
-    def begin(self, indices: Sequence[int], following: Sequence[int] = ()) -> bool:
-        """Announces the first samples of an order, unless all numbers are known. Returns whether
-        to call ``announce`` for the order, which lists the directories of all samples."""
-        first = array("Q")
-        if self._inos is None or not self._is_current(self._inos):
-            self.close()
-            self._inodes, self._inos = Inodes(), None
-            first = self._inodes.of_first(map(self._path_of, indices[:_FIRST_FILES]))
-        if any(first):
-            self._now = announce_inodes(self._inodes, first, entries=len(indices) + len(following))
-        self._begun = None if any(first) and self._now is None else len(first)
-        return self._begun is not None
 
     def announce(
         self, indices: Sequence[int], following: Sequence[int] = ()
@@ -363,10 +348,13 @@ class AnnouncedFiles:
         Returns a function that is to be called with the number of ``indices`` that were read, as
         ``Announcement.progress``; None if nothing is announced.
         """
-        if self._begun is None and not self.begin(indices, following):
-            return None
-        begun, self._begun = self._begun, None
-        if self._inos is None:
+        begun: int | None = 0
+        if self._inos is None or not self._is_current(self._inos):
+            self.close()
+            self._inodes = Inodes()
+            begun = self._begin(indices[:_FIRST_FILES], len(indices) + len(following))
+            if begun is None:
+                return None
             self._inos = self._inodes.of_all(map(self._path_of, range(self._count)))
         known = self._inos
         inos, more = (array("Q", [known[index] for index in each]) for each in (indices, following))
@@ -387,6 +375,15 @@ class AnnouncedFiles:
             return None
         return lambda entries: announcement.progress(first + entries)
 
+    def _begin(self, indices: Sequence[int], entries: int) -> int | None:
+        """Announces the first samples of an order of ``entries``; returns how many, 0 if they have
+        no files, None if the mount does not accept them."""
+        first = self._inodes.of_first(map(self._path_of, indices))
+        if not any(first):
+            return 0
+        self._now = announce_inodes(self._inodes, first, entries=entries)
+        return None if self._now is None else len(first)
+
     def _is_current(self, inos: array[int]) -> bool:
         """Whether some of the files have the numbers that are known; False if none is known."""
         places = range(0, self._count, max(1, self._count // _COMPARED))
@@ -396,4 +393,4 @@ class AnnouncedFiles:
     def close(self) -> None:
         if self._now is not None:
             self._now.close()
-        self._now = self._begun = None
+        self._now = None

@@ -28,10 +28,6 @@ Paths: TypeAlias = Sequence[AnyPath] | Callable[[int], AnyPath]
 # A sampler is asked in advance for at most so many indices, or for so many times the samples of the
 # data set if that is more: that of an endless sampler may have any length.
 _MOST_KNOWN, _MOST_TIMES = 1 << 20, 4
-# The samples of an epoch, and those that are expected after them.
-_Order: TypeAlias = tuple[list[int], list[int]]
-# Indices may be more than numbers, or a data set may have a sample for any number.
-_NO_SAMPLES = (TypeError, ValueError, LookupError, OverflowError)
 
 
 def announce(loader: Loader, paths: Paths | None = None) -> Loader:
@@ -40,8 +36,7 @@ def announce(loader: Loader, paths: Paths | None = None) -> Loader:
 
     ``paths`` are the files of the samples by index: a sequence, or a function of the index. Without
     it they are those of ``dataset.samples`` or ``dataset.imgs``, as in torchvision's ImageFolder,
-    also within a Subset. In the first epoch the directories of all samples are listed, when the
-    workers have their first batches.
+    also within a Subset. In the first epoch the directories of all samples are listed.
 
     The sampler, or the batch sampler, is asked once an epoch for all indices of that epoch, or for
     the first ones of an epoch that is much longer than the data set. All random numbers are drawn
@@ -131,24 +126,17 @@ class _Announcing:
         self._begun += 1
         number, following = self._begun, self._coming.items()
         known, items = _known(self._sampler, items, self._most)
-        order = self._begin(known, following)
+        progress = self._announce(known, following)
         del known, following
-        counts, progress = order is not None, None
         read, sizes = 0, deque[int]()
         try:
-            for place, item in enumerate(items, 1):
-                if order is not None and place >= self._in_flight:
-                    # The workers have their first batches, and read them meanwhile.
-                    progress, order = self._announce(order, number), None
+            for item in items:
                 if progress is not None:
                     progress(read)
-                if counts:
                     sizes.append(_size(item))
                     if len(sizes) > self._in_flight:
                         read += sizes.popleft()
                 yield item
-            if order is not None:
-                self._announce(order, number)
         except GeneratorExit:
             # The epoch ends early. At its usual end the last items are still to be read. A program
             # may begin the next epoch before it gives up this one.
@@ -156,22 +144,14 @@ class _Announcing:
                 self._files.close()
             raise
 
-    def _begin(self, items: Iterable[Any], following: Iterable[Any]) -> _Order | None:
-        """Announces the first samples of an epoch. Returns what is to be announced, if anything."""
+    def _announce(
+        self, items: Iterable[Any], following: Iterable[Any]
+    ) -> Callable[[int], None] | None:
         try:
-            order = _indices(items), _indices(following)
-            return order if order[0] and self._files.begin(*order) else None
-        except _NO_SAMPLES:
-            self._files.close()
-            return None
-
-    def _announce(self, order: _Order, number: int) -> Callable[[int], None] | None:
-        """Announces the rest of an epoch, unless a later one has begun."""
-        if number != self._begun:
-            return None
-        try:
-            return self._files.announce(*order)
-        except _NO_SAMPLES:
+            indices, more = _indices(items), _indices(following)
+            return self._files.announce(indices, more) if indices else None
+        except (TypeError, ValueError, LookupError, OverflowError):
+            # They may be more than numbers, or the data set may have a sample for any number.
             self._files.close()
             return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -238,32 +237,6 @@ def test_progress_counts_what_was_read_and_not_what_is_in_flight(
         order, batches = fake_mount.orders[-1], -(-COUNT // 8)
         assert max(order.progress) >= 8 * (batches - in_flight - 2)
         assert order.progress == sorted(set(order.progress))
-
-
-def test_the_workers_get_their_first_batches_before_a_directory_is_listed(
-    fake_mount: FakeMount, images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed: list[object] = []
-    real = os.scandir
-
-    def scandir(path: bytes) -> Iterator[os.DirEntry[bytes]]:
-        listed.append(path)
-        return real(path)
-
-    monkeypatch.setattr("monarch.frameworks.announce.os.scandir", scandir)
-    loader = adapter.announce(data.DataLoader(images, batch_size=8, **WORKERS["workers"]))
-    # As a loader takes them: four at once, and another one for each that was read.
-    batches = iter(loader.batch_sampler)
-    assert [next(batches) for _ in range(3)] == [[*range(n, n + 8)] for n in (0, 8, 16)]
-    assert not listed
-    assert fake_mount.paths(0, tmp_path) == [f"{index:03}" for index in range(16)]
-    next(batches)
-    assert len(listed) == 1
-    assert fake_mount.paths(0, tmp_path)[:COUNT] == [f"{index:03}" for index in range(COUNT)]
-    # An epoch that is shorter than that is announced whole, too.
-    short = adapter.announce(data.DataLoader(images, batch_size=COUNT, **WORKERS["workers"]))
-    assert len(list(short.batch_sampler)) == 1
-    assert fake_mount.paths(1, tmp_path)[:COUNT] == [f"{index:03}" for index in range(COUNT)]
 
 
 def test_a_sampler_without_an_end_is_not_asked_in_advance(
