@@ -82,8 +82,8 @@ class Controller:
         self.parts = Parts(residency, ledger, policy)
         self._replacement = Replacement(residency, ledger, self.parts)
         self._admission: Admission | None = None
-        # With other nodes: whether this node copies an item that neither a user nor a rule asks
-        # for, and the bytes in each bucket of the files that it keeps; None: of all files.
+        # With other nodes: whether this one copies an item that no user and no rule asks for, and
+        # the bytes in each bucket of the files that it keeps; None: of all files.
         self.keeps: Callable[[Item], bool] = _always
         self.kept_curve: npt.NDArray[np.uint64] | None = None
         # The quotas of jobs, None if there are none. With quotas an open brings a copy only within
@@ -103,21 +103,24 @@ class Controller:
         self._policy.loaded(inos, sizes, tier=tier)
 
     def opened(
-        self, item: Item, *, may_evict: bool = True, job: int | None = None
+        self, item: Item, *, may_evict: bool = True, job: int | None = None, is_held: bool = False
     ) -> Promote | None:
         """Called when an item is opened: what to copy, if anything. An item that waits for its turn
         is decided again: its bytes are being read now. Without ``may_evict`` only free space
-        counts. ``job``: whose quota the copy is charged to."""
+        counts. ``job``: whose quota is charged. ``is_held``: ends ``hold`` if it is not copied."""
         tier = self._residency.tier_of(item.ino)
         if tier != SOURCE:
             self._policy.accessed(item.ino, tier)
             return None
         forced = self._residency.is_forced(item.ino)
-        if self.quotas is not None:
-            return self._promote(item, forced=forced, may_evict=may_evict, job=job)
-        if not may_evict:
-            return self.offered(item)
-        return self._promote(item, forced=forced)
+        if self._residency.is_copying(item.ino) and not is_held:
+            self._residency.want(item.ino, forced=forced)
+            return None
+        may_evict = may_evict or (self.quotas is None and self._is_pinned(item.ino))
+        promote = self._promote(item, forced=forced, may_evict=may_evict, job=job)
+        if promote is None and is_held:
+            self.release(item.ino)
+        return promote
 
     def offered(self, item: Item) -> Promote | None:
         """Offers an item that the source serves, and that is open or will be opened: what to copy,
@@ -198,9 +201,9 @@ class Controller:
 
     def warm(self, item: Item) -> Promote | None:
         """Handles a user's request for the item: only space matters, not the policy's admission."""
-        if self._residency.tier_of(item.ino) != SOURCE:
-            return None
-        return self._promote(item, forced=True)
+        if self._residency.is_copying(item.ino):
+            self._residency.want(item.ino, forced=True)
+        return None if self.is_placed(item.ino) else self._promote(item, forced=True)
 
     @property
     def wanted(self) -> int:
@@ -315,9 +318,6 @@ class Controller:
     def _promote(
         self, item: Item, *, forced: bool, may_evict: bool = True, job: int | None = None
     ) -> Promote | None:
-        if self._residency.is_copying(item.ino):
-            self._residency.want(item.ino, forced=forced)
-            return None
         if self.parts.tier_of(item.ino) != SOURCE:
             return None
         placement = self._choose(item, forced=forced, may_evict=may_evict, job=job)

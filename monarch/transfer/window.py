@@ -127,7 +127,7 @@ class Window:
 
     def read(self, ino: Ino, *, is_last: bool) -> bool:
         """Records that a reader has the bytes of a file; it leaves if that is the last one. Returns
-        whether it has left."""
+        whether it has left; then the caller must end ``Controller.hold``."""
         held = self._held.get(ino)
         if held is None or held.content is None:
             return False
@@ -138,9 +138,8 @@ class Window:
             self._read[ino] = held
             self._read_bytes += held.identity.size
         if is_last:
-            self._leave(held)
-        else:
-            self.on_room()
+            self._remove(held)
+        self.on_room()
         return is_last
 
     def drop(self, held: Held) -> None:
@@ -161,6 +160,11 @@ class Window:
         return dropped
 
     def _leave(self, held: Held) -> None:
+        self._remove(held)
+        self._controller.release(held.ino)
+        self.on_room()
+
+    def _remove(self, held: Held) -> None:
         del self._held[held.ino]
         if self._read.pop(held.ino, None) is not None:
             self._read_bytes -= held.identity.size
@@ -170,8 +174,6 @@ class Window:
         self.bytes -= held.identity.size
         self._buffer.used -= held.identity.size
         self._unkeep(held)
-        self._controller.release(held.ino)
-        self.on_room()
 
     def _unkeep(self, held: Held) -> None:
         if held.is_kept:

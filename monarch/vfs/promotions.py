@@ -116,14 +116,21 @@ class Promotions:
             self.read_from_window(self._names.stored(ino), held.content, job, quota=None)
 
     def keep(
-        self, attributes: Attributes, content: bytes | memoryview, job: int, *, quota: int | None
+        self,
+        attributes: Attributes,
+        content: bytes | memoryview,
+        job: int,
+        *,
+        quota: int | None,
+        is_held: bool = False,
     ) -> None:
         """Makes a copy of a small file that ``job`` has opened, if placement admits it. No copy
         leaves for bytes that cannot be kept in memory until they are written: the file would have
-        to be read from the source again. ``quota`` as in ``opened``."""
+        to be read from the source again. ``quota`` as in ``opened``; ``is_held``: it was in the
+        window."""
         may_evict = self._engine.has_room_for(len(content))
         item = Item.of(attributes)
-        promote = self._controller.opened(item, may_evict=may_evict, job=quota)
+        promote = self._controller.opened(item, may_evict=may_evict, job=quota, is_held=is_held)
         if promote is not None:
             self.submit(promote, attributes.identity, content=content)
         elif self.is_expected_again(attributes.ino, job):
@@ -136,7 +143,7 @@ class Promotions:
         reader is expected, placement decides whether it gets a copy."""
         is_last = not self.is_expected_again(attributes.ino, job)
         if self._engine.window.read(attributes.ino, is_last=is_last):
-            self.keep(attributes, content, job, quota=quota)
+            self.keep(attributes, content, job, quota=quota, is_held=True)
 
     async def run(self) -> None:
         """Offers files that stay open at the source again and again, until cancelled: a copy may

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping
 
 import pytest
@@ -304,6 +305,33 @@ async def test_with_lru_a_fetch_ahead_evicts_nothing_and_the_open_does(
             last = {rig.ino(name) for name in list(content)[-20:]}
             assert resident() == last
     assert set(rig.source.opens.values()) == {2}, "each file is fetched once an epoch"
+
+
+@pytest.mark.promise(180)
+async def test_a_file_that_leaves_the_window_for_a_tier_is_kept_from_the_datapath(
+    rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of the datapath opens a file at the source whenever no mark and no copy keeps it
+    from that."""
+    content = files(60, SIZE)
+    rig = rigs(content, capacity=20 * SIZE, window=10 * SIZE, policy=Lru())
+    paths = {rig.ino(name): name.encode() for name in content}
+    end_copy = rig.residency.end_copy
+
+    def end_and_fetch(ino: Ino) -> None:
+        end_copy(ino)
+        if not rig.residency.tier_of(ino):
+            os.close(rig.source._opened(paths[ino]))
+
+    monkeypatch.setattr(rig.residency, "end_copy", end_and_fetch)
+    async with rig.running():
+        rig.foresee(*content)
+        for name in content:
+            assert await rig.content(rig.ino(name)) == content[name]
+            await trio.sleep(0.05)
+        assert rig.window.served_files == rig.metrics.evictions[1] == 40
+        assert rig.residency.resident_files(1) == 20
+    assert set(rig.source.opens.values()) == {1}
 
 
 async def test_lru_with_a_small_buffer_evicts_nothing_for_bytes_that_cannot_be_kept(
