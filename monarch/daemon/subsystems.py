@@ -431,9 +431,9 @@ def follow_removals(readers: Readers, read: ReadSide, tiers: Tiers) -> None:
         tiers.epochs.left(ino)
         tiers.foresight.left(ino)
 
-    for ino in differing(tiers.residency):
-        if names.is_gone(ino) or names.is_rewritten(ino):
-            left(ino)
+    tiers.foresight.left_before(
+        [ino for ino in differing(tiers.residency) if names.is_gone(ino) or names.is_rewritten(ino)]
+    )
     read.promotions.left = left
 
 

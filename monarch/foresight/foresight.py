@@ -19,6 +19,7 @@ import numpy as np
 
 from monarch.config.settings import ForesightSettings
 from monarch.errors import SnapshotError
+from monarch.foresight import marks
 from monarch.foresight.announced import Announcements, Limits
 from monarch.foresight.job import Job
 from monarch.foresight.marks import FETCHED, GIVEN, GONE, READ, Marks
@@ -48,13 +49,11 @@ _MAJORITY = 0.9
 _Ask: TypeAlias = Callable[[int], list[Ino]]
 
 
-class Names(Protocol):
+class Names(marks.Names, Protocol):
     """What is needed of the snapshot. ``level``: the entries that are ``depth`` levels beneath a
     directory; their numbers are consecutive. ``count_files``: the regular files among consecutive
     entries, each at its first name only."""
 
-    @property
-    def entries(self) -> int: ...
     def parent(self, slot: Ino) -> Ino: ...
     def path(self, ino: Ino) -> bytes: ...
     def attributes(self, ino: Ino) -> Attributes: ...
@@ -86,6 +85,8 @@ class Foresight:
         self.has_learned = False
         self._fetched_files = self._fetched_bytes = 0
         self._marks = Marks(names.entries)
+        # As ``left`` for each of many files, before the first open.
+        self.left_before = partial(self._marks.leave, names)
         self._unread_bytes = 0
         # The job of the last open, which is the last one in ``_jobs``.
         self._latest: tuple[int, Job] | None = None

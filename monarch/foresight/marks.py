@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from monarch.types import Ino
+from monarch.errors import SnapshotError
+from monarch.types import ROOT_INO, Ino
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 # It was opened since the mount began. It was given out, or fetched ahead, and not opened since.
 # The source does not have it any more as the mount shows it: it was removed, or written.
 READ, GIVEN, FETCHED, GONE = 1, 2, 4, 8
 AHEAD = GIVEN | FETCHED
+# Entries of the snapshot whose kind is read at once.
+_SLICE = 1 << 15
+
+
+class Names(Protocol):
+    """What is needed of the snapshot. ``files_in``: the numbers, and more, of the regular files
+    among consecutive entries."""
+
+    @property
+    def entries(self) -> int: ...
+    def files_in(self, slots: range) -> tuple[npt.NDArray[np.int64], Any, Any]: ...
 
 
 class Part(Protocol):
@@ -44,6 +60,21 @@ class Marks:
                 part.read += read
                 part.ahead += ahead
                 part.gone += gone
+
+    def leave(self, names: Names, inos: Sequence[Ino]) -> None:
+        """Marks the files among ``inos``, maybe millions, as gone."""
+        are_gone = np.zeros(names.entries + 1, np.bool_)
+        are_gone[inos] = True
+        for start in range(ROOT_INO, len(are_gone), _SLICE):
+            slots = range(start, min(start + _SLICE, len(are_gone)))
+            if not are_gone[start : slots.stop].any():
+                continue
+            try:
+                files = names.files_in(slots)[0]
+            except SnapshotError:
+                continue
+            for ino in files[are_gone[files]].tolist():
+                self.set(ino, GONE)
 
     def add(self, part: Part) -> None:
         """Counts the files of a part from now on."""

@@ -6,6 +6,9 @@ import random
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from monarch.types import ROOT_INO, Attributes, Ino
 
 SIZE = 1000
@@ -43,6 +46,9 @@ class Tree:
 
     def count_files(self, slots: range) -> int:
         return len(slots) - len(self.empty.intersection(slots))
+
+    def files_in(self, slots: range) -> tuple[npt.NDArray[np.int64], None, None]:
+        return np.array([ino for ino in slots if self.attributes(Ino(ino)).is_file]), None, None
 
     def _above(self, ino: int, depth: int) -> int:
         for _ in range(depth):

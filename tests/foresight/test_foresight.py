@@ -7,6 +7,7 @@ import sys
 import tracemalloc
 from array import array
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -17,6 +18,8 @@ from monarch.foresight.announced import Announcer
 from monarch.foresight.foresight import Foresight
 from monarch.foresight.messages import Piece
 from monarch.foresight.recognition import LEAST_FILES
+from monarch.namespace.build import build
+from monarch.namespace.snapshot import Snapshot
 from monarch.types import Ino
 from tests.foresight.streams import SIZE, Tree, with_noise, workers
 
@@ -421,6 +424,32 @@ def test_directories_that_are_removed_and_files_of_no_snapshot_are_no_files_that
         job.foresight.left(Ino(ino))
     (stream,) = job.foresight.report(counts_opens=True).streams
     assert (stream.share, stream.files) == (1.0, 90)
+
+
+def test_files_that_were_gone_before_are_recorded_at_once(source: Path, tmp_path: Path) -> None:
+    """An earlier mount may have removed millions that the source still has."""
+    for number in range(1000):
+        (source / f"{number:04}").touch()
+        (source / f"{number:04}.d").mkdir()
+    build(source, tmp_path / "snapshot")
+    with Snapshot.open(tmp_path / "snapshot") as snapshot:
+        inos = [Ino(ino) for ino in range(1, snapshot.entries + 1) if ino % 3]
+        together, single = (Foresight(snapshot, ForesightSettings()) for _ in range(2))
+        steps = 0
+
+        def count(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal steps
+            steps += event == "call"
+
+        sys.setprofile(count)
+        try:
+            together.left_before(inos)
+        finally:
+            sys.setprofile(None)
+        for ino in inos:
+            single.left(ino)
+        assert together._marks.of == single._marks.of
+        assert steps < len(inos)
 
 
 def test_few_files_beside_many_subdirectories_have_no_stream() -> None:
