@@ -134,7 +134,7 @@ class Foresight:
             self.has_learned = True
         if is_complete or (stream.is_filling and self._settings.fill):
             self._wake()
-        elif stream.pattern == "skewed":
+        if stream.pattern == "skewed":
             self._skewed_open(ino)
 
     def opened_all(
@@ -152,6 +152,10 @@ class Foresight:
         is_ahead = is_complete and stream.reach > 0 and not self._have_copies(stream.subtree.files)
         if is_ahead or stream.is_filling:
             self._wake()
+        if stream.pattern == "skewed":
+            # Not before: the next ones are recorded one by one.
+            for ino in inos:
+                self._skewed_open(Ino(ino))
 
     def _stream_of_all(self, inos: array[int], job: int) -> Stream | None:
         """The stream of the job that an open of each of ``inos`` belongs to, if no other part

@@ -535,6 +535,26 @@ def test_files_that_come_again_and_again_are_skewed_and_not_filled() -> None:
     assert job.patterns == {"2": "shuffled"}
 
 
+@pytest.mark.parametrize("lot", [16, 64, 500, 2000])
+def test_a_skewed_order_is_recognised_and_counted_in_lots_as_one_by_one(lot: int) -> None:
+    """Its opens decide which files are admitted, those of the lot in which it is recognised, too.
+    Only the last windows of a long lot are tested."""
+    rng, jobs = random.Random(lot), [Job(rate=0), Job(rate=0)]
+    files = jobs[0].files(TRAIN)[:1000]
+    counted: list[list[int]] = [[], []]
+    for job, inos in zip(jobs, counted, strict=True):
+        job.foresight.on_skewed(inos.append)
+        job.open([*files])
+    opens = [files[int(len(files) * rng.random() ** 6)] for _ in range(20_000)]
+    for start in range(0, len(opens), lot):
+        jobs[0].foresight.opened_all(array("I", opens[start : start + lot]), JOB)
+    jobs[1].open(opens)
+    assert [job.patterns for job in jobs] == [{"2": "skewed"}] * 2
+    together, single = counted
+    assert together == opens[-len(together) :] and single == opens[-len(single) :]
+    assert len(together) > len(single) - 2 * lot
+
+
 def test_a_second_open_of_a_file_for_one_sample_is_not_a_repetition() -> None:
     job = Job(rate=0)
     job.open([ino for ino in shuffled(job.files(TRAIN), 9)[:640] for _ in range(2)])
