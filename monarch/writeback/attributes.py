@@ -176,12 +176,15 @@ class WrittenAttributes:
             self._files.status(node)
 
     def _lacks_place(self, ino: Ino) -> bool:
-        """Whether a file needs an object before its attributes change. The source keeps the bytes
-        of a file that was not written, which are not needed for this."""
+        """Whether a file needs an object before its attributes change, or has one that is not under
+        its names yet. The source keeps the bytes of a file that was not written, which are not
+        needed for this."""
         if not self._names.attributes(ino).is_file or self._is_at_source(ino):
             return False
         node = self._names.node(ino)
-        return not self._has_lost_names(node) and not (node is not None and node.object)
+        if self._has_lost_names(node):
+            return False
+        return node is None or not node.object or self._drained.is_away(node)
 
     def _is_recorded_with(
         self, node: Node, mode: int | None, uid: int | None, gid: int | None
