@@ -41,6 +41,7 @@ class Rig:
             names={(1, b"a"): None},
             size=0,
             mode=0o100644,
+            hidden_bits=0,
             uid=1,
             gid=2,
             mtime_ns=5,
