@@ -280,7 +280,7 @@ class StagedContents:
                 if acl.ACCESS.decode() in os.listxattr(path_of(fd)):
                     xattrs[acl.ACCESS] = None
                 for each in os.listxattr(path_of(it)):
-                    if each.startswith(("user.", "trusted.", "system.posix_acl_access")):
+                    if each.startswith(("user.", "trusted.", acl.ACCESS.decode())):
                         xattrs[os.fsencode(each)] = os.getxattr(path_of(it), each)
             like = replace(op, mode=mode, uid=there.st_uid, gid=there.st_gid, xattrs=xattrs)
             self._attributes.set(fd, like)
