@@ -461,8 +461,8 @@ class RefusalReport:
 @dataclass(frozen=True, slots=True)
 class RefusalsReport(Report):
     """The changes that the source refuses. ``waiting`` counts all changes that are not at the
-    source. ``removed``: paths in the mount that were discarded. ``stopped``: what has failed and
-    why, if the changes of all users wait for it; empty if the source accepts changes."""
+    source. ``removed``: paths in the mount that were discarded. ``stopped`` names the failed part
+    and the reason while the changes of all users wait. Else it is empty."""
 
     refused: list[RefusalReport]
     waiting: int
