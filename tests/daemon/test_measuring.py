@@ -14,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 
+from monarch.daemon import measuring
 from monarch.daemon.measuring import Measuring
 from monarch.errors import Refused
 from monarch.foresight.messages import HITS, MISSES, SOURCE_KIB, Count, Limit
@@ -92,6 +93,24 @@ async def test_limits_end_within_a_second_of_their_process(
             await trio.sleep(1)
             assert [job.session for job in rig.jobs.report()] == [other.pid]
             assert rig.notified[-1] == (other.pid,)
+            nursery.cancel_scope.cancel()
+
+
+@pytest.mark.promise(293)
+async def test_a_later_process_of_the_same_number_and_session_keeps_no_limits(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig()
+    with process() as mine:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.measuring.run)
+            rig.send(HALF, mine.pid)
+            await trio.sleep(5)
+            assert [job.session for job in rig.jobs.report()] == [mine.pid]
+            # The kernel gives no number twice at will.
+            monkeypatch.setattr(measuring, "process_started", lambda _: 1)
+            await trio.sleep(1)
+            assert not rig.jobs.report()
             nursery.cancel_scope.cancel()
 
 
