@@ -1,6 +1,8 @@
 """The accounting of a Slurm that tests start: slurmdbd, with a MariaDB that only root reaches.
 
-The database is made anew, in memory, and listens at a unix socket alone.
+The database is made anew, in memory, and listens at a unix socket alone. It has a directory of its
+own for temporary tables: their names have only the number of its process, which is the same in the
+namespace of each cluster, and in a shared directory one database ends by those of another.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ _DATABASE = """\
 set -e
 mount -t tmpfs -o mode=700 database "$0/data"
 options=(--no-defaults --user=root --datadir="$0/data" --log-error="$0/database.log"
-    --innodb-log-file-size=4M --innodb-use-native-aio=0 --skip-grant-tables)
+    --tmpdir="$0/temporary" --innodb-log-file-size=4M --innodb-use-native-aio=0 --skip-grant-tables)
 { printf 'create database mysql;\nuse mysql;\n'; cat /usr/share/mysql/*_system_tables.sql; } |
     mariadbd "${options[@]}" --bootstrap
 exec mariadbd "${options[@]}" --socket="$0/socket" --pid-file="$0/pid" --skip-networking
@@ -34,7 +36,8 @@ class Accounting:
 
     def prepare(self) -> None:
         self._database.mkdir(mode=0o700)
-        (self._database / "data").mkdir()
+        for name in ("data", "temporary"):
+            (self._database / name).mkdir()
         self._file.touch(mode=0o600)
         self._file.write_text(
             f"AuthInfo={self._munge}\nDbdHost={self._host}\nSlurmUser=root\n"
