@@ -32,7 +32,8 @@ _READ = os.O_RDONLY | os.O_NONBLOCK
 @dataclass(frozen=True, slots=True)
 class Row:
     """A checkpoint, or another file that was written. ``path`` is relative to the mount. The values
-    from ``xxh3`` on are None without a manifest; ``complete``: the file has its length there."""
+    from ``xxh3`` on are None without a manifest; ``complete``: the file has its length there.
+    ``moves``: the source may have it at another path, until it has a change that waits."""
 
     path: str
     bytes: int
@@ -42,6 +43,11 @@ class Row:
     complete: bool | None = None
     step: int | None = None
     epoch: int | None = None
+    moves: bool = False
+
+    @property
+    def is_at_source(self) -> bool:
+        return self.durable == "source" and not self.moves
 
 
 def rows_of(record: MountRecord, below: str) -> list[Row]:
@@ -59,7 +65,7 @@ def rows_of(record: MountRecord, below: str) -> list[Row]:
     ]
     named = {row.path for row in rows}
     rows += [
-        Row(file.path, file.bytes, file.durable, file.mtime_ns)
+        Row(file.path, file.bytes, file.durable, file.mtime_ns, moves=file.moves)
         for file in written
         if file.path not in named
         and not (
@@ -75,7 +81,8 @@ def _row_of(directory: str, listed: Listed, known: dict[str, WrittenFile]) -> Ro
     # A file that was not written through this mount comes from the source.
     durable = known[path].durable if path in known else listed.durable or "source"
     manifest = entry.xxh3, listed.complete, entry.step, entry.epoch
-    return Row(path, entry.size, durable, entry.saved_ns, *manifest)
+    moves = path in known and known[path].moves
+    return Row(path, entry.size, durable, entry.saved_ns, *manifest, moves)
 
 
 def written_of(record: MountRecord, below: str) -> list[WrittenFile]:
@@ -164,13 +171,13 @@ def compare_all(
         progress(row, done, max(total, done))
 
     for _ in range(_TRIES):
-        total += sum(row.bytes * (1 + (row.durable == "source")) for row in to_compare)
+        total += sum(row.bytes * (1 + row.is_at_source) for row in to_compare)
         for row in to_compare:
             found[row.path] = compare(
                 row.path,
                 mount=Path(record.mountpoint),
                 source=Path(record.source),
-                drained=row.durable == "source",
+                drained=row.is_at_source,
                 expected=row.xxh3,
                 progress=partial(read, row),
             )

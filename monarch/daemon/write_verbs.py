@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import trio
@@ -66,7 +67,8 @@ class WrittenVerbs:
             assert write_back is not None
             durable = write_back.front.drained.durable(node).decode()
             write_back.front.files.status(node)
-            file = reports.WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns)
+            moves = write_back.drain.queue.pending.has_directory_of(path)
+            file = reports.WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns, moves)
             part.append(file)
             room -= len(json.dumps(asdict(file)))
             if room <= 0:
@@ -150,16 +152,19 @@ class WrittenVerbs:
         return ""
 
     def _waited(self, write_back: WriteBack, below: list[bytes] | None) -> _Waited:
-        """The changes to wait for: all so far, or those of contents beneath some paths."""
+        """The changes to wait for: all so far, or those of the files beneath some paths, of the
+        names there, and of the directories above."""
+        progress = write_back.drain.progress
         if below is None:
-            return _Waited(write_back.drain.progress, write_back.drain.queue.last_seq, [])
+            return _Waited(progress, write_back.drain.queue.last_seq, [])
+        # A content has the names that its file had at that time.
         seqs = [
-            write_back.front.object_table.states.content(node.object)[0]
+            write_back.front.object_table.states.last(node.object)
             for each in below
             for node, _ in self._nodes(each)
             if node.object
         ]
-        return _Waited(write_back.drain.progress, 0, seqs)
+        return _Waited(progress, 0, [*seqs, *chain.from_iterable(map(progress.waiting_at, below))])
 
     async def _lost(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """The files whose bytes are lost; ``acknowledge`` ends the alarm. ``discard`` has the

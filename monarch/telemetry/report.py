@@ -385,13 +385,15 @@ class WarmCancelled(Report):
 class WrittenFile:
     """A file written through the mount: its ``path`` there, last written at ``mtime_ns``.
 
-    ``durable`` is "none" (lost if the node crashes), "local" or "source".
+    ``durable`` is "none" (lost if the node crashes), "local" or "source". ``moves``: a change of a
+    directory above waits for the source, so the file may not be at ``path`` there.
     """
 
     path: str
     bytes: int
     durable: str
     mtime_ns: int
+    moves: bool
 
 
 @dataclass(frozen=True, slots=True)

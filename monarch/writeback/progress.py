@@ -4,7 +4,7 @@ wait for them."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from monarch.posix.credentials import USER_BITS
@@ -16,7 +16,7 @@ from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.numbers import Numbers
 from monarch.writeback.objects import of_tier
-from monarch.writeback.op import Op, above
+from monarch.writeback.op import Op, above, is_within
 from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.wakeups import Trouble, Wakeups
@@ -208,13 +208,23 @@ class Progress:
         above ``path``; 0 if there is none."""
         if not self._queue.pending.has_directory_of(path):
             return 0
-        directories = set(above(path))
-        concerned = (
+        return max(self._of_directories(path), default=0)
+
+    def waiting_at(self, path: bytes) -> list[int]:
+        """The numbers of the waiting changes at and beneath ``path``, and of those that create,
+        remove or move a directory above it."""
+        beneath = (
             entry.seq
             for entry in self._queue.entries()
-            if entry.op.kind in OF_DIRECTORIES and not directories.isdisjoint(entry.op.names())
+            if any(is_within(name, path) for name in entry.op.names())
         )
-        return max(concerned, default=0)
+        return [*beneath, *self._of_directories(path)]
+
+    def _of_directories(self, path: bytes) -> Iterator[int]:
+        directories = set(above(path))
+        for entry in self._queue.entries():
+            if entry.op.kind in OF_DIRECTORIES and not directories.isdisjoint(entry.op.names()):
+                yield entry.seq
 
     async def settle_paths(self, paths: Collection[bytes]) -> None:
         """Waits until all changes recorded by now of ``paths``, and of the directories above, are

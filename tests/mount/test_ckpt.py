@@ -234,6 +234,36 @@ def test_a_source_that_refuses_is_reported_everywhere_and_nothing_is_given_up(
     assert mount.alarm() == []
 
 
+@pytest.mark.promise(143)
+def test_a_path_is_waited_for_until_the_source_has_it_under_that_name(
+    slow: SlowSource, monarch: MonarchCommand, absorb: Absorb
+) -> None:
+    monarch.expects_log("rename")
+    mount = absorb(slow.path)
+    at = mount.mounted.path / "ckpt"
+    (at / "tmp-1").mkdir()
+    for name in ("tmp-1/weights", "latest.tmp"):
+        (at / name).write_bytes(b"1")
+    mount.ckpt("wait", "--timeout", "30s")
+    slow.rules("err rename EIO /ckpt/")
+    (at / "tmp-1").rename(at / "step-1")
+    (at / "latest.tmp").rename(at / "latest")
+    (at / "empty").mkdir()
+    for path in ("ckpt/step-1", "ckpt/step-1/weights", "ckpt/latest", "ckpt/empty"):
+        assert not mount.ckpt("wait", path, "--timeout", "200ms", code=13)["drained"], path
+    mount.ckpt("wait", "--newest", "--timeout", "200ms", code=13)
+    verdicts = [row["verdict"] for row in mount.ckpt("verify")["files"]]
+    assert verdicts == ["waiting", "waiting"]
+    slow.rules()
+    mount.ckpt("wait", "ckpt/step-1/weights", "--timeout", "30s")
+    assert (slow.root / "ckpt/step-1/weights").read_bytes() == b"1"
+    mount.ckpt("wait", "ckpt/latest", "--timeout", "30s")
+    assert (slow.root / "ckpt/latest").read_bytes() == b"1"
+    mount.ckpt("wait", "ckpt/empty", "--timeout", "30s")
+    assert (slow.root / "ckpt/empty").is_dir()
+    assert [row["verdict"] for row in mount.ckpt("verify")["files"]] == ["same", "same"]
+
+
 def test_a_loss_is_reported_until_a_person_acknowledges_it(
     refusing: tuple[WritableMount, SlowSource], absorb: Absorb
 ) -> None:
