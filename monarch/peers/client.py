@@ -38,8 +38,10 @@ TOKEN_HEADER = "X-Monarch-Token"
 DIGEST_HEADER = "X-Monarch-Digest"
 # The status of an answer without bytes: they are being fetched, or the member does not keep them.
 OK, COMING, NOT_KEPT, REFUSED, TOO_MANY = 200, 202, 404, 403, 429
-# As OK, with a part of a copy.
-_PART = 206
+# No status of HTTP: the engine has a copy of another size, so of another version.
+OTHER_SIZE = 0
+# As OK, with a part of a copy; and the part is not in the copy.
+_PART, _NO_PART = 206, 416
 # The answer of nginx with TLS to a request without it.
 _BAD = 400
 _TLS_REMEDY = "name peers.tls_cert on all nodes or on none"
@@ -65,6 +67,10 @@ _REASONS: tuple[Kind, ...] = ("unreachable", "broken", "wrong-secret", "other-se
 _AGAIN_S = 0.01
 
 
+# What the engine answers itself, from a copy of any version.
+_AT_ENGINE = ("c/", "s/")
+
+
 class PeerFailed(Exception):
     """A member did not give the bytes; ``kind`` is the reason, and ``remedy`` is for a person, if
     it is known."""
@@ -75,10 +81,17 @@ class PeerFailed(Exception):
         self.remedy = remedy
 
 
+class _OtherSize(PeerFailed):
+    """An answer has another number of bytes than it should."""
+
+    def __init__(self) -> None:
+        super().__init__("broken")
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer with the status OK, COMING or NOT_KEPT. ``data`` is empty unless the status is OK;
-    ``digest`` is that of its header, None if it has none."""
+    """An answer with the status OK, COMING, NOT_KEPT or OTHER_SIZE. ``data`` is empty unless the
+    status is OK; ``digest`` is that of its header, None if it has none."""
 
     status: int
     data: bytes
@@ -139,7 +152,8 @@ class PeerClient:
     def get(self, name: str, size: int, offset: int | None = None) -> Answer:
         """The answer to a request for ``name``, whose bytes are ``size`` if they come. If there is
         an ``offset``, the name may be that of a copy from which the bytes from there on are
-        requested. Raises PeerFailed; the breaker has then counted the failure."""
+        requested. OTHER_SIZE is no failure: the daemon of the member knows which version it has.
+        Raises PeerFailed; the breaker has then counted the failure."""
         began = time.monotonic()
         self.was_asked = True
         # The bytes after the first MiB have limits of their own.
@@ -148,6 +162,8 @@ class PeerClient:
             answer = self._get(name, size, offset)
             self.trouble = None
         except PeerFailed as error:
+            if isinstance(error, _OtherSize) and name.startswith(_AT_ENGINE):
+                return Answer(OTHER_SIZE, b"", None)
             self._noted(error)
             raise
         finally:
@@ -229,6 +245,8 @@ class PeerClient:
             if answer is not None and answer.status == REFUSED:
                 self._address = None
                 raise PeerFailed("wrong-secret")
+            if answer is not None and answer.status == _NO_PART:
+                raise _OtherSize
             if answer is not None and answer.status not in _STATUSES:
                 raise PeerFailed("broken")
             return answer
@@ -412,7 +430,9 @@ def _answer(connection: Connection, head: bytes, rest: bytes, size: int) -> tupl
     if int(status) not in (OK, _PART):
         # Its bytes are a text for a person.
         return Answer(int(status), b"", None), is_kept and len(rest) == int(length)
-    if int(length) != size or len(rest) > size:
+    if int(length) != size:
+        raise _OtherSize
+    if len(rest) > size:
         raise PeerFailed("broken")
     parts, left = [rest], size - len(rest)
     while left:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from monarch.namespace.snapshot import Snapshot
-from monarch.peers.client import NOT_KEPT, Answer, PeerClient
+from monarch.peers.client import NOT_KEPT, OK, Answer, PeerClient
 from monarch.peers.ownership import Ownership
 from monarch.peers.requests import Requests
 from monarch.peers.spans import DIGEST_BYTES, Span, granule_digests, short_digest, span_digest
@@ -278,7 +278,8 @@ class Ranges:
             if self._is_right(answer, file, span):
                 client.breaker.right()
                 return answer.data
-            # The member may have made its copy anew, and may lack these granules.
+            # The member may have made its copy anew, also of another version, and may lack these
+            # granules.
             known[:] = 0
         answer = self._requests.answer(client, span.name, size, span.offset)
         if answer.status == NOT_KEPT:
@@ -298,7 +299,7 @@ class Ranges:
 
     def _is_right(self, answer: Answer, file: _Large, span: Span) -> bool:
         """Whether an answer has the bytes of its digest, or of the digests that are known."""
-        if answer.status == NOT_KEPT:
+        if answer.status != OK:
             return False
         digests = granule_digests(answer.data)
         found = [

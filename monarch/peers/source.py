@@ -22,7 +22,7 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.namespace.snapshot import Snapshot
 from monarch.peers.answers import digest_of
-from monarch.peers.client import NOT_KEPT, Answer, PeerClient
+from monarch.peers.client import NOT_KEPT, OK, Answer, PeerClient
 from monarch.peers.connections import DatapathConnections, PeerFetcher, microseconds
 from monarch.peers.ownership import Ownership
 from monarch.peers.ranges import Ranges
@@ -276,35 +276,38 @@ class Peers:
     def _from(self, client: PeerClient, ino: Ino, size: int) -> bytes | None:
         """The bytes of a file from a member; None if the member does not keep it. Raises
         PeerFailed."""
-        known = int(self._digests[ino])
         # Without its digest the copy is of no use, and the daemon of the member knows it.
-        name = f"c/{copy_name(ino)}" if known else f"d/{ino}"
-        answer = self._requests.answer(client, name, size)
-        if answer.status == NOT_KEPT:
-            self._givers[ino] = 0
-            self._note_not_kept(ino)
-            return None
-        return self._checked(client, ino, answer, known)
-
-    def _note_not_kept(self, ino: Ino) -> None:
-        self._not_kept[ino] = _turn()
-        self._requests.note_not_kept()
-
-    def _checked(self, client: PeerClient, ino: Ino, answer: Answer, known: int) -> bytes:
-        """The bytes of an answer if they are right. Raises PeerFailed."""
-        found = digest_of(answer.data)
-        # The member may have made the copy anew, with another digest, and then it says so.
-        if found == (known if answer.digest is None else answer.digest):
-            self._digests[ino] = found
-            client.breaker.right()
-            return answer.data
-        self._digests[ino] = self._givers[ino] = 0
+        names = [f"c/{copy_name(ino)}"] if self._digests[ino] else []
+        for name in (*names, f"d/{ino}"):
+            answer = self._requests.answer(client, name, size)
+            if answer.status == NOT_KEPT:
+                self._givers[ino] = 0
+                self._note_not_kept(ino)
+                return None
+            if self._is_right(answer, ino):
+                client.breaker.right()
+                return answer.data
+            # The member may have made its copy anew, also of another version: its daemon knows.
+            self._digests[ino] = self._givers[ino] = 0
         self._limiter.warning(
             f"damaged {client.name}",
             "node %s gave other bytes of inode %d than it should: the source is read instead",
             *(client.name, ino),
         )
         raise client.damaged()
+
+    def _note_not_kept(self, ino: Ino) -> None:
+        self._not_kept[ino] = _turn()
+        self._requests.note_not_kept()
+
+    def _is_right(self, answer: Answer, ino: Ino) -> bool:
+        """Whether an answer has the bytes of its digest, or of the one that is known."""
+        found = digest_of(answer.data)
+        wanted = int(self._digests[ino]) if answer.digest is None else answer.digest
+        if answer.status != OK or found != wanted:
+            return False
+        self._digests[ino] = found
+        return True
 
 
 class PeerSource(Source):

@@ -12,7 +12,14 @@ import pytest
 
 from monarch.peers import client as clients
 from monarch.peers.breaker import Breaker
-from monarch.peers.client import COMING, Answer, PeerClient, PeerFailed, until_known
+from monarch.peers.client import (
+    COMING,
+    OTHER_SIZE,
+    Answer,
+    PeerClient,
+    PeerFailed,
+    until_known,
+)
 from monarch.peers.connections import Connections
 from monarch.peers.hello import MemberKey
 from monarch.peers.members import Endpoint
@@ -82,9 +89,20 @@ def test_a_part_of_a_copy_is_requested_by_its_place(member: Callable[..., Member
     assert (answer.status, answer.data) == (200, b"hello")
     assert made.requests[1].endswith(b"\r\nRange: bytes=393216-393220\r\n\r\n")
     for _ in range(2):
-        with pytest.raises(PeerFailed) as failed:
-            client.get("s/01/257/3-3", 5, 393216)
-        assert failed.value.kind == "broken"
+        assert client.get("s/01/257/3-3", 5, 393216).status == OTHER_SIZE
+    client.close()
+
+
+@pytest.mark.promise(270)
+def test_a_copy_of_another_size_is_another_version_and_no_failure(
+    member: Callable[..., Member],
+) -> None:
+    made = member(say(head(4), b"hell"), say(head(10_000_000_000), b"x" * 100))
+    client = client_of(made.port)
+    for _ in range(2):
+        answer = client.get("c/01/1", 5)
+        assert (answer.status, answer.data) == (OTHER_SIZE, b"")
+    assert client.trouble is None
     client.close()
 
 
@@ -124,7 +142,7 @@ def test_an_answer_of_any_other_form_is_a_failure(
     limit_s = 0.2 if kind == "slow" else 10.0
     client = client_of(member(act).port, limit_s=limit_s)
     with pytest.raises(PeerFailed) as failed:
-        client.get("c/01/1", 5)
+        client.get("d/1", 5)
     client.close()
     assert failed.value.kind == kind == client.trouble
 

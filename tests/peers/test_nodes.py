@@ -162,6 +162,33 @@ def test_a_node_behind_a_slow_link_costs_no_byte_and_is_named_so(
             wait_until(partial(is_named, number), "it is slow", timeout_s=120)
 
 
+@pytest.mark.promise(270)
+def test_files_that_were_changed_at_the_source_are_no_failures_of_their_owner(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree(CONTENT)
+    with lab(tmp_path, tmp_path / "source", 2) as made:
+        for number in (1, 2):
+            made.mount(number)
+            made.commands[-1].allows_log("changed at the source since the snapshot")
+        # The first node knows the digests then.
+        made.read_all(CONTENT)
+        made.reports()
+        kept = sorted(name for name, owner in owners(made).items() if owner == 2)
+        # The first three have their sizes, the others have more bytes.
+        changed = {
+            name: contents(f"changed {name}", len(CONTENT[name]) + n // 3)
+            for n, name in enumerate(kept[:6])
+        }
+        tree(changed)
+        made.commands[1]("evict", str(made.nodes[2].path))
+        made.read_all(changed, (2,))
+        wait_until(lambda: len(resident(made.nodes[2], changed)) == 6, "the owner has copies")
+        made.read_all(changed, (1,))
+        assert made.peers(1)["failures"] == {}
+        assert made.state_of(1, 2) == "answers"
+
+
 @pytest.mark.promise(272, 275)
 def test_nodes_with_another_snapshot_or_another_secret_share_nothing(
     tmp_path: Path, tree: Tree

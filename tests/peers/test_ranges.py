@@ -13,7 +13,7 @@ import pytest
 from monarch.namespace.snapshot import Snapshot
 from monarch.peers import ranges as range_module
 from monarch.peers.breaker import Breaker
-from monarch.peers.client import Answer, Kind, PeerClient, PeerFailed
+from monarch.peers.client import OTHER_SIZE, Answer, Kind, PeerClient, PeerFailed
 from monarch.peers.ownership import Member, Ownership
 from monarch.peers.ranges import Ranges, _item
 from monarch.peers.requests import Requests
@@ -39,8 +39,8 @@ class Owner:
         self.breaker = Breaker(0.05)
         self.plays = list(plays)
         self.asked: list[str] = []
-        # Whether its copy lacks what its engine is asked for.
-        self.is_anew = False
+        # What its engine answers if the copy was made anew.
+        self.anew: Answer | None = None
 
     def get(self, name: str, size: int, offset: int | None = None) -> Answer:
         self.asked.append(name)
@@ -56,7 +56,7 @@ class Owner:
         assert len(data) == size
         self.breaker.answered(0.0)
         if name.startswith("s/"):
-            return Answer(200, bytes(size) if self.is_anew else data, None)
+            return self.anew or Answer(200, data, None)
         return Answer(200, data, span_digest(granule_digests(data)))
 
     def damaged(self) -> PeerFailed:
@@ -221,12 +221,19 @@ def test_an_owner_that_gives_wrong_bytes_three_times_in_a_row_is_left_out() -> N
 
 
 @pytest.mark.promise(270)
-def test_a_copy_that_was_made_anew_is_no_damage_and_the_daemon_gives_the_granules() -> None:
+@pytest.mark.parametrize(
+    "anew",
+    [Answer(200, bytes(GRANULE), None), Answer(OTHER_SIZE, b"", None)],
+    ids=["lacks it", "another size"],
+)
+def test_a_copy_that_was_made_anew_is_no_damage_and_the_daemon_gives_the_granules(
+    anew: Answer,
+) -> None:
     other = Owner()
     ranges, requests = ranges_of(None, other, most_held=0)
     offset = block_of(ranges, 1) * BLOCK
     assert read(ranges, offset, 10)
-    other.is_anew = True
+    other.anew = anew
     assert read(ranges, offset, 10)
     assert [name[0] for name in other.asked] == ["r", "s", "r"]
     assert not requests.failures

@@ -15,7 +15,7 @@ import pytest
 from monarch.namespace.snapshot import Snapshot
 from monarch.peers.answers import digest_of
 from monarch.peers.breaker import Breaker
-from monarch.peers.client import Answer, Kind, PeerClient, PeerFailed
+from monarch.peers.client import OTHER_SIZE, Answer, Kind, PeerClient, PeerFailed
 from monarch.peers.connections import PeerFetcher
 from monarch.peers.ownership import Member, Ownership
 from monarch.peers.source import Peers, PeerSource
@@ -158,7 +158,8 @@ def test_bytes_without_the_right_digest_are_never_used(answers: tuple[Answer, ..
 @pytest.mark.promise(270)
 def test_a_member_that_gives_wrong_bytes_three_times_in_a_row_is_left_out() -> None:
     wrong = Answer(200, b"the wrong bytes", digest_of(BYTES))
-    other = FakeMember(wrong, wrong, RIGHT, wrong, wrong, wrong, RIGHT)
+    # When the digest is known, its engine is asked, and then its daemon.
+    other = FakeMember(wrong, wrong, RIGHT, wrong, wrong, wrong, wrong, RIGHT)
     other.breaker.admits = lambda now: True  # type: ignore[method-assign]
     peers, out = peers_of(None, other), []
     ino = first(peers, 1)
@@ -170,13 +171,32 @@ def test_a_member_that_gives_wrong_bytes_three_times_in_a_row_is_left_out() -> N
 
 @pytest.mark.promise(270)
 def test_a_copy_that_is_damaged_after_its_digest_was_learned_is_found() -> None:
-    other = FakeMember(RIGHT, Answer(200, b"the wrong bytes", None), RIGHT)
+    wrong, said = (Answer(200, b"the wrong bytes", digest) for digest in (None, digest_of(BYTES)))
+    other = FakeMember(RIGHT, wrong, said, RIGHT)
     peers = peers_of(None, other)
     ino = first(peers, 1)
     assert peers.fetch(ino, identity(ino)) == BYTES
     assert peers.fetch(ino, identity(ino)) is None
+    assert peers.failures == {"damaged": 1}
     assert peers.fetch(ino, identity(ino)) == BYTES
     assert other.asked[-1] == f"d/{ino}", "the digest is asked for again"
+
+
+@pytest.mark.promise(270)
+@pytest.mark.parametrize(
+    "answer",
+    [Answer(200, b"the other bytes", None), Answer(OTHER_SIZE, b"", None)],
+    ids=["other bytes", "other size"],
+)
+@pytest.mark.parametrize("then", [RIGHT, NOT_KEPT], ids=["made anew", "another version"])
+def test_a_copy_that_its_owner_has_made_anew_is_no_failure(answer: Answer, then: Answer) -> None:
+    other = FakeMember(RIGHT, answer, then)
+    peers = peers_of(None, other)
+    ino = first(peers, 1)
+    assert peers.fetch(ino, identity(ino)) == BYTES
+    assert peers.fetch(ino, identity(ino)) == (BYTES if then is RIGHT else None)
+    assert peers.failures == {}
+    assert other.asked == [f"d/{ino}", f"c/{copy_name(ino)}", f"d/{ino}"]
 
 
 def test_a_file_that_is_being_fetched_is_waited_for() -> None:
