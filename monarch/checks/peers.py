@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from monarch.checks.preflight import Check
 from monarch.config.settings import MountSettings
 from monarch.errors import UsageError
 from monarch.peers.engine import is_free
-from monarch.peers.membership import membership
+from monarch.peers.membership import Membership, membership
+from monarch.peers.network import addresses_of_all
 from monarch.text import counted
+
+_MOST_DOUBTS = 5
 
 
 def check_peers(mount: MountSettings, environ: Mapping[str, str]) -> Iterator[Check]:
@@ -51,7 +56,43 @@ def check_peers(mount: MountSettings, environ: Mapping[str, str]) -> Iterator[Ch
             "end the programs there, or set peers.port; a running mount of the job has one of them",
         )
         return
+    if doubts := list(islice(_doubts(found), _MOST_DOUBTS)):
+        yield Check(
+            name,
+            "warn",
+            f"{own}; {'; '.join(doubts)}",
+            "list each node once, by a name or an address at which the other nodes reach it",
+        )
+        return
     yield Check(name, "ok", f"{own} port {free[0]}, served by {found.engine}")
+
+
+def _doubts(found: Membership) -> Iterator[str]:
+    """Members that cannot be other nodes, or at which no other node reaches this one."""
+    own = found.members[found.own]
+    if _is_loopback(own.host) and own.host != found.address:
+        yield f"at {own.host} each node reaches only itself"
+    known = addresses_of_all({member.host for member in found.members})
+    at = {(found.address, own.port): "this node"}
+    for member in found.members:
+        if member is own:
+            continue
+        if member.host not in known:
+            yield f"the name {member.host} is not known"
+        for address in known.get(member.host, []):
+            is_here = _is_loopback(address) and not _is_loopback(found.address)
+            where = (found.address if is_here else address, member.port)
+            other = at.setdefault(where, str(member))
+            if other != str(member):
+                yield f"{member} is {other}, too"
+                break
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _alone(name: str, why: str) -> Check:

@@ -8,7 +8,7 @@ import queue
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,6 +35,27 @@ def addresses_of(name: str, *, within_s: float = _RESOLVE_S) -> list[str]:
     except UnicodeError:
         raise OSError(errno.EINVAL, f"{name} is no name of the DNS") from None
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def addresses_of_all(names: Iterable[str]) -> dict[str, list[str]]:
+    """The IP addresses of those names that are known. Takes little longer than the slowest one."""
+    found = {}
+    until_s = time.monotonic() + _RESOLVE_S
+    with Workers[tuple[str, list[str]]](_AT_ONCE, wait_s=0.0) as workers:
+        for name in names:
+            workers.put(_with_name, name, until_s)
+        while workers.pending:
+            with suppress(OSError):
+                try:
+                    name, addresses = workers.take(_left_s(until_s))
+                except queue.Empty:
+                    break
+                found[name] = addresses
+    return found
+
+
+def _with_name(name: str, until_s: float) -> tuple[str, list[str]]:
+    return name, _resolved(name, until_s)
 
 
 def own_names() -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch.checks.peers import check_peers
+from monarch.checks.peers import _doubts, check_peers
 from monarch.config import load
 from monarch.config.settings import MountSettings, PeerSettings, WritebackSettings
 from monarch.daemon import run
@@ -22,7 +22,7 @@ from monarch.packs.format import FORMAT
 from monarch.peers import network
 from monarch.peers.hello import MemberKey
 from monarch.peers.members import Endpoint
-from monarch.peers.membership import membership
+from monarch.peers.membership import Membership, membership
 from monarch.peers.network import addresses_of, listening_address, own_names
 from monarch.peers.secret import VARIABLE, ports_of, read_secret
 
@@ -259,6 +259,43 @@ def test_doctor_checks_the_members_the_secret_the_engine_and_the_port(
     assert status == "fail" and "192.0.2.1 port" in detail and "Cannot assign" in detail
     ((status, detail),) = statuses(members="elsewhere1,elsewhere2", address=None)
     assert status == "fail" and "none of the members" in detail
+
+
+@pytest.mark.parametrize(
+    ("members", "doubt"),
+    [
+        ("127.0.77.1,localhost", None),
+        ("127.0.77.1,same.test", "same.test is this node, too"),
+        ("127.0.77.1,127.0.77.2,other.test", "other.test is 127.0.77.2, too"),
+        ("127.0.77.1,gone.test", "the name gone.test is not known"),
+        ("127.0.77.1:7000,same.test:7001", None),
+    ],
+)
+def test_doctor_names_members_that_are_no_other_nodes(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, members: str, doubt: str | None
+) -> None:
+    names = {"same.test": ["127.0.77.1"], "other.test": ["127.0.77.2"], "localhost": ["127.0.0.1"]}
+
+    def resolved(name: str, **limits: float) -> list[str]:
+        if name == "gone.test":
+            raise OSError("unknown")
+        return names.get(name, [name])
+
+    monkeypatch.setattr("monarch.peers.network.addresses_of", resolved)
+    monkeypatch.setattr("monarch.checks.peers.is_free", lambda address, port: True)
+    given = mount_settings(members=members, address="127.0.77.1", port=7000, engine=engine)
+    (check,) = check_peers(given, {VARIABLE: SECRET})
+    assert check.status == ("ok" if doubt is None else "warn")
+    assert doubt is None or doubt in check.detail
+
+
+def test_doctor_says_that_other_nodes_do_not_reach_a_loopback_address() -> None:
+    members = [Endpoint("127.0.0.1"), Endpoint("192.0.2.2"), Endpoint("localhost")]
+    found = Membership(members, 0, "192.0.2.1", [1], [1], Path("nginx"), b"")
+    assert list(_doubts(found)) == [
+        "at 127.0.0.1 each node reaches only itself",
+        "localhost is this node, too",
+    ]
 
 
 def test_a_pack_is_not_shared(tmp_path: Path) -> None:
