@@ -99,15 +99,16 @@ def own_index(
     if not found:
         short = {_short(name) for name in own}
         found = [index for index, member in enumerate(members) if _short(member.host) in short]
-    if len(found) > 1:
-        found = [index for index in found if members[index].port == port]
-    if len(found) == 1:
-        return found[0]
+    chosen = [index for index in found if members[index].port == port]
+    if len(found) == 1 or len(chosen) == 1:
+        return (chosen or found)[0]
     this = escape_text(" or ".join(own[:_MOST_SHOWN])) or "without a name"
-    relation = "is none" if not found else "is more than one"
+    relation, hint = "is none", "start it on the nodes of the job, or name this node in the list"
+    if found:
+        relation = "is more than one"
+        hint = "list each node once, or set peers.port to the port of this mount in the list"
     raise UsageError(
-        f"this node, {this}, {relation} of the members {_some(map(str, members))}",
-        hint="start it on the nodes of the job, or name this node in the list",
+        f"this node, {this}, {relation} of the members {_some(map(str, members))}", hint=hint
     )
 
 
