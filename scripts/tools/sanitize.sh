@@ -5,14 +5,15 @@ set -u
 
 usage() {
     cat <<'USAGE'
-usage: scripts/sanitize address|thread [PYTEST ARGUMENT...]
+usage: scripts/sanitize address|thread [--compile | PYTEST ARGUMENT...]
 
   address    memory errors and undefined behaviour
   thread     data races
+  --compile  compile the extensions, and run no test
   --help     print this text
 
 Without arguments for pytest a short choice of tests runs, in the modes that the datapath serves.
-The extensions are compiled in a copy of the checkout, so the checkout is not changed. Tests that
+They run in a copy of the checkout. The extensions are kept in .cache, beside their sum. Tests that
 compile or install Monarch themselves do not work here. MONARCH_VENV names a virtual environment in
 place of .venv of the checkout.
 
@@ -48,6 +49,8 @@ slow="whatever_the_buffer or no_more_stack or memory_of_the_caller or more_memor
 [ $# -gt 0 ] || set -- -q -n 3 --modes relay,passthrough,no_open tests/fuse \
     tests/mount/test_counters.py tests/datasets/test_files.py tests/datasets/test_range_reads.py \
     -k "not ($slow)"
+compile_only=''
+[ "${1:-}" != --compile ] || compile_only=yes
 [ -x "$PYTHON" ] || fail "there is no Python in $VENV; run scripts/test once"
 
 compiler=${CC:-gcc}
@@ -60,27 +63,48 @@ for library in "${libraries[@]}"; do
 done
 
 work=$(mktemp -d) || exit 1
-trap 'rm -rf "$work"' EXIT
-mkdir "$work/checkout" "$work/objects" "$work/reports"
 cd "$ROOT" || exit 1
+suffix=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+flags+=(-std=c11 -D_GNU_SOURCE -O1 -g -fno-omit-frame-pointer -Wall -Wextra -fPIC -pthread)
+# What is compiled, by what, and how.
+sum=$(
+    {
+        cat monarch/*/native/*.[ch]
+        printf '%s\n' "$include" "${flags[@]}"
+        "$compiler" --version
+    } | sha256sum | cut -c1-16
+)
+built=.cache/sanitized/$kind-$sum
+staged=.cache/sanitized/.$kind.$$
+trap 'rm -rf "$work" "$ROOT/$staged"' EXIT
+
+# build PACKAGE NAME: the extension NAME of a package from the sources in its native/.
+build() {
+    local objects=$work/objects/$2 sources=("$ROOT/$1/native"/*.c)
+    mkdir -p "$objects"
+    (cd "$objects" && printf '%s\0' "${sources[@]}" |
+        xargs -0 -n 2 -P "$(nproc)" "$compiler" "${flags[@]}" -isystem "$include" -c) &&
+        "$compiler" "${flags[@]}" -shared "$objects"/*.o -o "$staged/$2$suffix"
+}
+if [ ! -d "$built" ]; then
+    mkdir -p "$staged" || exit 1
+    build monarch/fuse _datapath && build monarch/datasets _many ||
+        fail "an extension does not compile"
+    rm -rf ".cache/sanitized/$kind"-*
+    # Another run may have compiled the same.
+    mv -T "$staged" "$built" 2>/dev/null || [ -d "$built" ] || fail "$built cannot be made"
+fi
+[ -z "$compile_only" ] || exit 0
+
+mkdir "$work/checkout" "$work/reports"
 git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
     [ -e "$file" ] && printf '%s\0' "$file"
 done | tar -c --null -T - | tar -x -C "$work/checkout"
+cp "$built/_datapath$suffix" "$work/checkout/monarch/fuse"
+cp "$built/_many$suffix" "$work/checkout/monarch/datasets"
 cd "$work/checkout" || exit 1
-
-suffix=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 base=$("$PYTHON" -c 'import sys; print(sys.base_prefix)')
-# build DIRECTORY NAME: the extension NAME of a package from the sources in its native/.
-build() {
-    mkdir "$work/objects/$2"
-    (cd "$work/objects/$2" && printf '%s\0' "$work/checkout/$1/native"/*.c |
-        xargs -0 -n 2 -P "$(nproc)" "$compiler" -std=c11 -D_GNU_SOURCE -O1 -g \
-            -fno-omit-frame-pointer "${flags[@]}" -Wall -Wextra -fPIC -pthread \
-            -isystem "$include" -c) &&
-        "$compiler" "${flags[@]}" -shared -pthread "$work/objects/$2"/*.o -o "$1/$2$suffix"
-}
-build monarch/fuse _datapath && build monarch/datasets _many || fail "an extension does not compile"
 
 # Only Python loads the libraries: they would slow down, or confuse, other programs that tests start.
 # A wrapper sets LD_PRELOAD for Python alone, and Python removes the variable when it starts.

@@ -2,6 +2,7 @@
 #
 #   ensure_apt PACKAGE...      Debian packages; as root or by sudo, else it says what to install.
 #                              The services of nginx, Slurm and munge are neither started nor enabled
+#   make_venv                  an empty virtual environment
 #   ensure_venv EXTRA...       a virtual environment with this checkout and the extras of pyproject.toml
 #   ensure_torch               PyTorch, into the same environment
 #   $ROOT, $VENV, $PYTHON      the checkout, its environment (MONARCH_VENV: another one) and its Python
@@ -63,6 +64,12 @@ ensure_apt() {
         fail "apt-get could not install ${missing[*]}"
 }
 
+make_venv() {
+    [ -x "$PYTHON" ] && return 0
+    say "making a virtual environment in $VENV"
+    python3 -m venv "$VENV" || fail "python3 -m venv $VENV failed"
+}
+
 ensure_venv() {
     local extra extras sum missing='' stamp=$VENV/.monarch-installed
     extras=$(IFS=,; printf '%s' "$*")
@@ -72,10 +79,7 @@ ensure_venv() {
         grep -qsxF -- "$extra $sum $ROOT" "$stamp" || missing=yes
     done
     [ "$missing" ] || [ ! -x "$PYTHON" ] || return 0
-    if [ ! -x "$PYTHON" ]; then
-        say "making a virtual environment in $VENV"
-        python3 -m venv "$VENV" || fail "python3 -m venv $VENV failed"
-    fi
+    make_venv
     say "installing monarch${extras:+[$extras]} into $VENV"
     # setuptools would keep an extension that is newer than its sources, whatever the flags. A
     # running daemon has the old file mapped, so the file is removed and not overwritten.

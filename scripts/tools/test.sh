@@ -45,6 +45,34 @@ export PYTHONPYCACHEPREFIX=$ROOT/.cache/pycache
 
 step() { printf '==> %4d s  %s\n' $((SECONDS - started)) "$*"; }
 
+outputs=$(mktemp -d)
+trap 'rm -rf "$outputs"' EXIT
+failed=()
+declare -A begun
+begin() { # NAME COMMAND...: what `check_begun NAME` waits for
+    "${@:2}" >"$outputs/$1" 2>&1 &
+    begun[$1]=$!
+}
+check() {
+    local name=$1
+    shift
+    step "$name"
+    "$@" || failed+=("$name")
+}
+ended() { # NAME: waits for what was begun and shows its output; its exit status
+    wait "${begun[$1]}"
+    local status=$?
+    cat "$outputs/$1"
+    return $status
+}
+check_begun() { check "$1" ended "$1"; }
+
+# The sanitizers check a short choice of tests in the modes of the datapath; not when arguments choose
+# other tests.
+sanitized=()
+[ "$quick" ] || [ ${#arguments[@]} -gt 0 ] || sanitized=(address thread)
+sanitize() { MONARCH_VENV=$VENV scripts/sanitize "$@"; }
+
 # What a run may leave behind, one item a line. What was there before is not counted.
 mounts_of_ours() { grep -E ' fuse\.(monarch|slowfs|glusterfs) |^(monarch|slowfs) ' /proc/self/mounts; }
 loops_of_ours() { losetup -nO BACK-FILE 2>/dev/null | grep pytest-of; }
@@ -73,31 +101,28 @@ if [ "$install" ]; then
     ensure_apt "${SYSTEM_PACKAGES[@]}" "${CLIENT_PACKAGES[@]}" "${SLURM_PACKAGES[@]}" \
         "${BROWSER[@]}" sqlite3 e2fsprogs xfsprogs btrfs-progs glusterfs-server glusterfs-client
     step "Python packages in $VENV"
+    make_venv
+    # pip works on one processor. Another compiles meanwhile, and checks what needs no frameworks.
+    for kind in "${sanitized[@]}"; do
+        begin "compile: $kind" sanitize "$kind" --compile
+    done
     # PyTorch first and alone: as a dependency of another package pip would take a build with CUDA.
-    ensure_venv
     if [ -z "$quick" ]; then
         ensure_torch || fail "pip could not install PyTorch; scripts/test --quick does without"
     fi
     ensure_venv test bench
-    if [ -z "$quick" ]; then
-        ensure_frameworks || fail "pip could not install TensorFlow; scripts/test --quick does without"
-        ensure_caddy || fail "pip could not install Caddy; scripts/test --quick does without"
-    fi
 fi
 [ -x "$PYTHON" ] || fail "there is no Python in $VENV; run scripts/test without --no-install"
 
-failed=()
-check() {
-    local name=$1
-    shift
-    step "$name"
-    "$@" || failed+=("$name")
-}
+begin "mypy" "$PYTHON" -m mypy --no-error-summary
+if [ "$install" ] && [ -z "$quick" ]; then
+    ensure_frameworks || fail "pip could not install TensorFlow; scripts/test --quick does without"
+    ensure_caddy || fail "pip could not install Caddy; scripts/test --quick does without"
+fi
 
 mapfile -t bash_scripts < <(grep -lE '^#!.*bash' scripts/* conf/slurm/* .ci/* 2>/dev/null)
 check "ruff check" "$PYTHON" -m ruff check -q .
 check "ruff format" "$PYTHON" -m ruff format -q --check .
-check "mypy" "$PYTHON" -m mypy --no-error-summary
 check "bash" bash -c 'for script; do bash -n "$script" || exit 1; done' bash "${bash_scripts[@]}" \
     scripts/tools/*.sh
 
@@ -113,12 +138,15 @@ compile_strictly() {
 }
 check "gcc" compile_strictly monarch/fuse/native/*.c
 check "clang-format" "$VENV/bin/clang-format" --dry-run -Werror monarch/fuse/native/*.[ch] monarch/datasets/native/*.c tests/equipment/*.c
+check_begun "mypy"
+for kind in "${sanitized[@]}"; do
+    # What does not compile is reported below.
+    [ -z "${begun["compile: $kind"]:-}" ] || wait "${begun["compile: $kind"]}"
+done
 
 step "pytest"
 session=$(od -An -N8 -tx8 /dev/urandom | tr -d ' ')
 mounts_before=$(mounts_of_ours)
-outputs=$(mktemp -d)
-trap 'rm -rf "$outputs"' EXIT
 output=$outputs/pytest
 [ "$quick" ] && arguments=(-m "not frameworks" "${arguments[@]}")
 # A test of a mount waits most of its time, for clocks and disks, so there are two workers for each
@@ -131,27 +159,13 @@ MONARCH_TEST_SESSION=$session "$PYTHON" -m pytest -n "$workers" --maxschedchunk 
     "${arguments[@]}" 2>&1 | tee "$output"
 [ "${PIPESTATUS[0]}" -eq 0 ] || failed+=(pytest)
 
-declare -A sanitizers
-ended() { # PID FILE: waits for a process and shows what it has written; its exit status
-    wait "$1"
-    local status=$?
-    cat "$2"
-    return $status
-}
-
-# A short choice of tests in the modes of the datapath, under the sanitizers; not when arguments choose
-# other tests.
-if [ -z "$quick" ] && [ ${#arguments[@]} -eq 0 ]; then
-    # Both at once: a part of each run is the work of one process, and its tests often wait.
-    step "sanitizers"
-    for kind in address thread; do
-        MONARCH_VENV="$VENV" scripts/sanitize "$kind" >"$outputs/$kind" 2>&1 &
-        sanitizers[$kind]=$!
-    done
-    for kind in address thread; do
-        check "sanitizer: $kind" ended "${sanitizers[$kind]}" "$outputs/$kind"
-    done
-fi
+# Both at once: a part of each run is the work of one process, and its tests often wait.
+for kind in "${sanitized[@]}"; do
+    begin "sanitizer: $kind" sanitize "$kind"
+done
+for kind in "${sanitized[@]}"; do
+    check_begun "sanitizer: $kind"
+done
 
 step "nothing left behind"
 left=$(
