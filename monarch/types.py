@@ -36,6 +36,9 @@ XATTR_STATUS = XATTR_PREFIX + b"status"
 
 # A callback for the progress of long work: (done, total or None if unknown, words).
 Progress = Callable[[int, int | None, str], None]
+# The words of progress that is no part of a scan.
+READING_CHANGES = "reading changes of earlier mounts"
+SHOWING_CHANGES = "showing changes of earlier mounts"
 
 
 # clock_gettime(2): the clock of the last tick, which file systems use for times of files.

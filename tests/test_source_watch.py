@@ -10,6 +10,7 @@ import pytest
 from monarch.cli import source_watch
 from monarch.cli.output import Scanning
 from monarch.cli.source_watch import watched
+from monarch.types import READING_CHANGES, SHOWING_CHANGES
 
 STEPS = 1000
 
@@ -41,3 +42,14 @@ def test_a_scan_that_goes_ahead_is_an_answer_although_each_question_hangs(tmp_pa
 def test_the_watch_takes_answers_of_the_block(tmp_path: Path) -> None:
     with watched(tmp_path, lambda: None) as answered:
         answered()
+
+
+@pytest.mark.parametrize("words", [READING_CHANGES, SHOWING_CHANGES])
+def test_a_journal_that_is_read_is_shown_and_no_answer_of_the_source(
+    words: str, tmp_path: Path
+) -> None:
+    scanning, answers, shown = Scanning(tmp_path), list[None](), list[str]()
+    scanning.advanced = lambda: answers.append(None)
+    scanning.bar = lambda done, total, words: shown.append(words)
+    scanning(4096, 8192, words)
+    assert (shown, answers, scanning.entries) == ([words], [], 0)

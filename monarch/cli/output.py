@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from monarch.text import counted, escape_text, format_bytes
-from monarch.types import Progress
+from monarch.types import READING_CHANGES, SHOWING_CHANGES, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -121,6 +121,10 @@ class Scanning:
         self.advanced: Callable[[], None] = lambda: None
 
     def __call__(self, done: int, total: int | None, words: str) -> None:
+        if words in (READING_CHANGES, SHOWING_CHANGES):
+            # A mount does this before or after a scan, without the source.
+            self.bar(done, total, words)
+            return
         if done != self.entries:
             self.advanced()
         self.entries = done

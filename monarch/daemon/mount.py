@@ -213,6 +213,7 @@ def _write_back(
             renewed=read.renewals.renewed,
         ),
         kernel=caches,
+        progress=parts.progress,
     )
 
 

@@ -155,7 +155,8 @@ def run(
             cleanup.callback(snapshot.close)
             log_gaps(snapshot)
             parts = Parts(
-                *(settings, state, source, threads, snapshot, just_built, put_off, logbook, members)
+                *(settings, state, source, threads, snapshot, just_built, put_off, logbook),
+                *(progress, members),
             )
             _run_loop(parts, ready)
         except MonarchError as error:

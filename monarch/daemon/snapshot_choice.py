@@ -61,7 +61,7 @@ def snapshot_for(
     path = given or state / "snapshot.lmdb"
     if given is None:
         sweep_stages(path)
-    changes = earlier(settings)
+    changes = earlier(settings, progress)
     if isinstance(source, PackSource):
         if changes.undone:
             raise SourceError(

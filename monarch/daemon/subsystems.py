@@ -54,7 +54,7 @@ from monarch.transfer.source_load import DatapathView, NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.transfer.window import Window
-from monarch.types import Ino
+from monarch.types import Ino, Progress
 from monarch.vfs.measured import MeasuredJobs
 from monarch.vfs.open_watch import OpenWatch
 from monarch.vfs.quotas import JobQuotas, Quota
@@ -75,8 +75,8 @@ _AFTER_ALL_NS = (1 << 63) - 1
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a mount that exist before and after it. ``just_built``: the snapshot was made
-    for this mount; ``put_off``: why it is not the requested one. ``membership``: None without other
-    nodes."""
+    for this mount; ``put_off``: why it is not the requested one. ``progress`` is shown until the
+    mount answers. ``membership``: None without other nodes."""
 
     settings: MountSettings
     state: Path
@@ -86,6 +86,7 @@ class Parts:
     just_built: bool
     put_off: str
     logbook: Logbook
+    progress: Progress
     membership: Membership | None = None
 
     @property

@@ -24,10 +24,10 @@ from monarch.control.state_directory import (
 from monarch.errors import TierError
 from monarch.text import counted, format_bytes
 from monarch.tiers.ownership import PRIVATE
-from monarch.types import WRITTEN_INO, Identity, Ino
+from monarch.types import WRITTEN_INO, Identity, Ino, Progress
 from monarch.writeback.history import Numbered, followed, names_of
 from monarch.writeback.journal import Replay, read_replay
-from monarch.writeback.journal_found import boot_now, token_of
+from monarch.writeback.journal_found import boot_now, no_progress, token_of
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.store import directory_of, snapshot_known
@@ -47,7 +47,7 @@ class Earlier:
     roots: Mapping[bytes, bool] = field(default_factory=dict)
 
 
-def earlier(settings: MountSettings) -> Earlier:
+def earlier(settings: MountSettings, progress: Progress = no_progress) -> Earlier:
     """Reads what earlier mounts left in the tiers of a mount. Raises TierError if a journal cannot
     be read."""
     undone, snapshot_id = 0, ""
@@ -58,7 +58,7 @@ def earlier(settings: MountSettings) -> Earlier:
         with suppress(OSError):
             if not (directory / "journal").exists():
                 continue
-            found = read_replay(directory)
+            found = read_replay(directory, progress=progress)
             changed |= changed_in_place(found)
             roots |= _roots(found)
             ops = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
@@ -123,7 +123,7 @@ def renewed_in(directory: Path, snapshot_id: str) -> dict[int, Identity]:
     renewed: dict[Ino, Identity] = {}
     if not (directory / "journal").exists() or snapshot_known(directory) != snapshot_id:
         return {}
-    found = read_replay(directory)
+    found = read_replay(directory, again=True)
     for seq, op in found.ops:
         ino = Ino(op.ino)
         if op.kind in ("take", "content"):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import stat
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from monarch.errors import TierError
 from monarch.posix.private_directory import private_opener
 from monarch.text import KiB, counted
-from monarch.types import Identity
+from monarch.types import READING_CHANGES, Identity, Progress
 from monarch.writeback.history import Numbered, names_of, without
 from monarch.writeback.journal_records import Known, Record, change, decoded, marks
 from monarch.writeback.journal_replay import Replay
@@ -26,8 +28,27 @@ NAME = "journal"
 # The first record has one path of up to 4 KiB, in which a byte may take six characters.
 _MOST_HEADER_BYTES = 64 * KiB
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+# The number of records after which progress is shown.
+PROGRESS_STEP = 4096
 # More than a tick of the clock from which file systems take times.
 _TICK_NS = 20_000_000
+
+
+def no_progress(done: int, total: int | None, words: str) -> None:
+    """For callers that show none."""
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pauses Python's garbage collector while many objects are made that all live on: each of its
+    full collections visits all of them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def boot_now() -> str:
@@ -35,19 +56,31 @@ def boot_now() -> str:
     return _BOOT.read_text().strip()
 
 
-def read_replay(directory: Path, *, trusts_end: bool = False) -> Replay:
+def read_replay(
+    directory: Path,
+    *,
+    trusts_end: bool = False,
+    again: bool = False,
+    progress: Progress = no_progress,
+) -> Replay:
     """What a mount would take over from the journal of ``directory``, which a daemon may be
-    writing; changes nothing. ``trusts_end``: after a clean end no object is checked. Raises
+    writing; changes nothing. ``trusts_end``: after a clean end no object is checked. ``again``:
+    nor is one if the last call was for the same version of the journal, and checked them. Raises
     TierError if the journal cannot be read, is damaged, or is of a newer Monarch."""
     path = directory / NAME
     try:
         boot = boot_now()
         with open(path, "rb", opener=private_opener) as file:
-            found = read_journal(file.fileno(), path, boot, keep=True)
+            found = read_journal(file.fileno(), path, boot, keep=True, progress=progress)
     except OSError as error:
         raise _unreadable(path, error) from error
     found = found or Found(b"")
-    return found.replay(found.lost_now(boot, None if trusts_end and found.ended else directory))
+    if again and found.looked is not None:
+        return found.looked
+    are_known = trusts_end and found.ended
+    replay = found.replay(found.lost_now(boot, None if are_known else directory))
+    found.looked = None if are_known else replay
+    return replay
 
 
 def token_of(directory: Path) -> str:
@@ -86,9 +119,13 @@ class Found(JournalState):
         self.recorded_ns: dict[int, int] = {}
         # As in ``Replay``.
         self.damaged: set[int] = set()
+        # The last result of ``read_replay`` that has checked the objects.
+        self.looked: Replay | None = None
 
     @classmethod
-    def of(cls, content: bytes, path: Path, boot: str) -> Found | None:
+    def of(
+        cls, content: bytes, path: Path, boot: str, progress: Progress = no_progress
+    ) -> Found | None:
         """The state after the records of ``content``, None if it has none. An incomplete last
         record, left by a crash, is ignored. Raises TierError if the journal is damaged, or of a
         newer Monarch."""
@@ -115,6 +152,8 @@ class Found(JournalState):
                 ) from error
             offset = cut + 1
             found.end = offset
+            if number % PROGRESS_STEP == 0:
+                progress(number, None, READING_CHANGES)
         return found
 
     def changed(self, seq: int, record: Record) -> None:
@@ -316,7 +355,9 @@ def _require_torn(content: bytes, offset: int, where: str, *, may_be_torn: bool)
 _LOOKED: dict[tuple[int, ...], Found] = {}
 
 
-def read_journal(fd: int, path: Path, boot: str, *, keep: bool = False) -> Found | None:
+def read_journal(
+    fd: int, path: Path, boot: str, *, keep: bool = False, progress: Progress = no_progress
+) -> Found | None:
     """The state of an open journal, None if it has no records.
 
     With ``keep`` the next call for the same version of the file need not read it. Raises OSError,
@@ -328,8 +369,11 @@ def read_journal(fd: int, path: Path, boot: str, *, keep: bool = False) -> Found
     if found is None:
         with open(fd, "rb", closefd=False) as file:
             content = file.read()
-        found, size = Found.of(content, path, boot), len(content)
+        with collector_paused():
+            found, size = Found.of(content, path, boot, progress), len(content)
     _LOOKED.clear()
     if keep and found is not None and size == status.st_size:
         _LOOKED[key] = found
+    elif found is not None:
+        found.looked = None
     return found

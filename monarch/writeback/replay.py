@@ -14,13 +14,14 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.posix import acl
-from monarch.types import WRITTEN_INO, Identity, Ino
+from monarch.types import SHOWING_CHANGES, WRITTEN_INO, Identity, Ino, Progress
+from monarch.writeback.journal_found import PROGRESS_STEP, no_progress
 from monarch.writeback.op import Op
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,11 @@ _LOGGED = 5
 
 def replay(
     names: Namespace,
-    ops: Iterable[tuple[int, Op]],
+    ops: Sequence[tuple[int, Op]],
     *,
     now_ns: int,
     known: Callable[[int], Identity | None] = lambda number: None,
+    progress: Progress = no_progress,
 ) -> dict[int, Ino]:
     """Applies ``ops``, with their sequence numbers, to ``names``. ``now_ns`` is the time of changes
     without a recorded time. ``known`` returns the source's known version of the file of an object.
@@ -48,7 +50,9 @@ def replay(
     without_object: dict[int, Ino] = {}
     taken: dict[int, Identity | None] = {}
     gone: set[int] = {0}
-    for seq, op in ops:
+    for count, (seq, op) in enumerate(ops, 1):
+        if count % PROGRESS_STEP == 0:
+            progress(count, len(ops), SHOWING_CHANGES)
         if op.kind == "take":
             taken[op.object] = op.was
         elif op.kind == "gone":

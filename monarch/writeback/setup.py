@@ -22,13 +22,14 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.text import counted, format_bytes
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
-from monarch.types import KernelCaches, file_now_ns
+from monarch.types import KernelCaches, Progress, file_now_ns
 from monarch.writeback.commits import Commits
 from monarch.writeback.drain import Drain
 from monarch.writeback.earlier import renumbered, unfinished
 from monarch.writeback.front import Reading, WriteFront
 from monarch.writeback.history import Numbered
 from monarch.writeback.journal import Replay
+from monarch.writeback.journal_found import collector_paused, no_progress
 from monarch.writeback.lease import RENEW_S, Lease
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.open_file import FastWrites
@@ -227,6 +228,7 @@ def build_write_back(
     fast: FastWrites | None,
     read: Reading,
     kernel: KernelCaches,
+    progress: Progress = no_progress,
 ) -> WriteBack:
     """Builds the parts, and replays the journal of earlier mounts into ``names``. ``fast`` is the
     datapath, if there is one. Raises TierError, and LockedError if another mount has the lease."""
@@ -269,7 +271,8 @@ def build_write_back(
         fast=fast,
         read=read,
     )
-    _replay(place, front, drain)
+    with collector_paused():
+        _replay(place, front, drain, progress)
     others = Others(front, drain, source, kernel, read.is_open)
     has_others = settings.absorbs and settings.snapshot.freshness != "never"
     return WriteBack(
@@ -284,7 +287,7 @@ def build_write_back(
     )
 
 
-def _replay(place: WriteStore, front: WriteFront, drain: Drain) -> None:
+def _replay(place: WriteStore, front: WriteFront, drain: Drain, progress: Progress) -> None:
     """Shows what was written through earlier mounts, and continues to drain it. Raises
     TierError."""
     names, recorder = front.names, front.recorder
@@ -293,7 +296,9 @@ def _replay(place: WriteStore, front: WriteFront, drain: Drain) -> None:
     found = renumbered(place.found) if is_new else place.found
     drain.load(found)
     ops = _rewritten(place, found, drain, snapshot_id) if is_new else list(found.ops)
-    changed = replay(names, ops, now_ns=file_now_ns(), known=drain.state.identity)
+    changed = replay(
+        names, ops, now_ns=file_now_ns(), known=drain.state.identity, progress=progress
+    )
     waiting = sum(seq not in found.done for seq, _ in ops)
     if waiting:
         log.info(

@@ -12,7 +12,8 @@ import pytest
 from monarch.namespace.namespace import Namespace
 from monarch.posix import acl
 from monarch.tiers.source import identity_of
-from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
+from monarch.types import ROOT_INO, SHOWING_CHANGES, WRITTEN_INO, Attributes, Ino
+from monarch.writeback import replay as replaying
 from monarch.writeback.object_table import content_of
 from monarch.writeback.op import Op
 from monarch.writeback.replay import replay
@@ -200,7 +201,7 @@ def test_a_replayed_list_that_is_not_checked_gives_the_group_no_rights_of_its_ma
     content = replace(new, kind="content", paths=(b"new",), mtime_ns=1)
     records = [new, content, Op(kind="attr", path=b"new", object=1, mode=0o660)]
     kept = [op.kind for op in records].index(last) + 1
-    replay(names, enumerate(records[:kept], 1), now_ns=1)
+    replay(names, [*enumerate(records[:kept], 1)], now_ns=1)
     assert caplog.messages == [] and not names.has_acls
     assert stat.S_IMODE(names.attributes(ino_of(names, b"new")).mode) == 0o640
     # The source checks the list: its users keep the rights that the mask allows.
@@ -211,3 +212,14 @@ def test_a_replayed_list_that_is_not_checked_gives_the_group_no_rights_of_its_ma
     assert content_of(node, (b"new",), size=1).mode == 0o660
     names.change(ino, mode=0o640, now_ns=1)
     assert content_of(node, (b"new",), size=1).mode == 0o640
+
+
+def test_a_long_journal_shows_how_far_it_is(
+    names: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replaying, "PROGRESS_STEP", 2)
+    shown: list[tuple[int, int | None, str]] = []
+    made = [Op(kind="mkdir", path=b"new%d" % seq, ino=WRITTEN_INO + seq) for seq in range(5)]
+    records = [*enumerate(made, 1)]
+    replay(names, records, now_ns=1, progress=lambda *step: shown.append(step))
+    assert shown == [(2, 5, SHOWING_CHANGES), (4, 5, SHOWING_CHANGES)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import threading
@@ -14,8 +15,9 @@ import xxhash
 
 from monarch.errors import TierError
 from monarch.text import errno_words
-from monarch.types import ANY_SIZE, Identity
-from monarch.writeback import journal_file
+from monarch.types import ANY_SIZE, READING_CHANGES, Identity, Progress
+from monarch.writeback import journal_file, journal_found
+from monarch.writeback.earlier import renewed_in
 from monarch.writeback.journal_file import JournalFile
 from monarch.writeback.journal_found import Found, read_journal, read_replay
 from monarch.writeback.journal_records import (
@@ -350,9 +352,9 @@ def test_a_journal_that_was_inspected_is_read_once(
     path.write_bytes(encoded(header("t", b"/s", 1, 1, 1)) + encoded({"boot": "one"}))
     reads, of = [], Found.of
 
-    def counting(content: bytes, path: Path, boot: str) -> Found | None:
+    def counting(content: bytes, path: Path, boot: str, progress: Progress) -> Found | None:
         reads.append(path)
-        return of(content, path, boot)
+        return of(content, path, boot, progress)
 
     monkeypatch.setattr(Found, "of", counting)
     assert read_replay(tmp_path).source == b"/s"
@@ -363,3 +365,55 @@ def test_a_journal_that_was_inspected_is_read_once(
         assert len(reads) == 2
     path.write_bytes(b"")
     assert read_replay(tmp_path).ops == ()
+
+
+def test_the_objects_of_a_journal_are_checked_once_before_the_mount_opens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount of 100,000 written files checks each of them once before it has the lock of the
+    directory, and once behind it."""
+    made = Op(kind="content", path=b"f", paths=(b"f",), object=1, size=3, mtime_ns=1, synced=True)
+    records = [header("t", b"/s", 1, 1, 1), {"boot": "one"}, change(1, 1, made)]
+    (tmp_path / "journal").write_bytes(b"".join(map(encoded, records)))
+    (tmp_path / "snapshot").write_text("its id")
+    (tmp_path / "01").mkdir()
+    (tmp_path / "01" / "1").write_bytes(b"new")
+    looks, path_of = [], journal_found.object_path
+
+    def counting(directory: Path, number: int) -> Path:
+        looks.append(number)
+        return path_of(directory, number)
+
+    monkeypatch.setattr(journal_found, "object_path", counting)
+    read_replay(tmp_path)
+    assert renewed_in(tmp_path, "its id") == {}
+    assert looks == [1]
+    read_replay(tmp_path)
+    assert looks == [1, 1]
+    # A call that trusts a clean end has checked none.
+    with (tmp_path / "journal").open("ab") as journal:
+        journal.write(encoded({"believed": [1], "ended": True}))
+    read_replay(tmp_path, trusts_end=True)
+    assert looks == [1, 1]
+    renewed_in(tmp_path, "its id")
+    assert looks == [1, 1, 1]
+
+
+def test_the_progress_of_reading_is_shown_and_the_collector_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [Op(kind="mkdir", path=b"d%d" % number, ino=number) for number in range(1, 6)]
+    changes = [change(seq, 1, op) for seq, op in enumerate(made, 1)]
+    records = [header("t", b"/s", 1, 1, 1), {"boot": "one"}, *changes]
+    (tmp_path / "journal").write_bytes(b"".join(map(encoded, records)))
+    monkeypatch.setattr(journal_found, "PROGRESS_STEP", 3)
+    shown, collects, add = list[tuple[int, int | None, str]](), list[bool](), Found.add
+
+    def noting(found: Found, record: Record) -> None:
+        collects.append(gc.isenabled())
+        add(found, record)
+
+    monkeypatch.setattr(Found, "add", noting)
+    read_replay(tmp_path, progress=lambda *step: shown.append(step))
+    assert shown == [(3, None, READING_CHANGES), (6, None, READING_CHANGES)]
+    assert collects == [False] * 6 and gc.isenabled()
