@@ -259,12 +259,18 @@ class WrittenVerbs:
             return
         names = self.names
         for node in names.nodes():
-            if not node.is_file or not node.names:
+            if not node.is_file or not node.names or _is_of_others(node):
                 continue
             for path in names.visible_paths(node.ino):
                 if is_within(path, below):
                     yield node, path
                     break
+
+
+def _is_of_others(node: Node) -> bool:
+    """Whether a file of the source was neither written nor changed through the mount."""
+    was_written = node.object or node.is_separate or node.undrained or node.drained
+    return not (was_written or node.keeps_mode or node.keeps_owner or node.keeps_times)
 
 
 class _Waited:

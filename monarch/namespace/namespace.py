@@ -205,6 +205,7 @@ class Namespace(Tree):
             blocks=size // 512 if is_dir else 0,
             target=target,
             object=object,
+            is_separate=object != 0,
             xattrs=acl.with_acls({}, acls),
             keeps_mode=True,
             keeps_owner=True,

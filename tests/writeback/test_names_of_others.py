@@ -17,6 +17,8 @@ import pytest
 import trio
 import trio.testing
 
+from monarch.daemon.write_status import LossAlarm
+from monarch.daemon.write_verbs import WrittenVerbs
 from monarch.errors import Refused, SourceError
 from monarch.types import Ino
 from monarch.writeback import others, write_gate
@@ -80,6 +82,38 @@ async def looked(session: Session) -> None:
         ):
             threading.Event().wait(0.0005)
             await trio.lowlevel.checkpoint()
+
+
+async def test_files_of_others_are_not_listed_as_written(rig: Rig, clock: Clock) -> None:
+    async with rig.mount() as session:
+        await session.write(b"d/mine", b"mine")
+        await session.write(b"d/other", b"written here")
+        await session.chmod(b"d/theirs", 0o600)
+        use(session, b"d")
+        (rig.source / "d/new").write_bytes(b"new")
+        await looked(session)
+        await listed(session)
+        assert b"d/new" in session.shown()
+        assert await written(session) == ["d/mine", "d/other", "d/theirs"]
+        await session.drained()
+        drained = session.write_back.front.drained
+        drained.release_oldest(1 << 30)
+        assert await written(session) == ["d/mine", "d/other", "d/theirs"]
+
+
+async def written(session: Session) -> list[str]:
+    """The files that ``monarch ckpt ls`` lists, and among which ``--newest`` chooses."""
+    verbs = WrittenVerbs(
+        names=session.names,
+        write_back=session.write_back,
+        loss_alarm=LossAlarm(session.rig.state),
+    )
+
+    async def send(part: object) -> None:
+        raise AssertionError("it is one answer")
+
+    answer = await verbs.table()["written"]({}, send)
+    return sorted(file["path"] for file in answer["files"])
 
 
 async def test_names_that_others_make_and_remove_are_shown(rig: Rig, clock: Clock) -> None:
