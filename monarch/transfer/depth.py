@@ -3,17 +3,19 @@
 Pure: time is an argument, in seconds of a monotonic clock.
 
 Pieces follow each other without a pause, so that the bandwidth of the source is used. More of them
-at the same time only make the reads of readers wait longer. So one more is tried from time to
-time, and is kept if the bytes a second rise with it.
+at the same time only make the reads of readers wait longer. So one more, or a quarter more, is
+tried from time to time, and is kept if the bytes a second rise with it.
 """
 
 from __future__ import annotations
 
 import math
 
-# Pieces in a measurement, and the rise of the rate by which one more piece is kept.
+# Pieces in a measurement, and the rise of the rate by which more pieces are kept.
 _PIECES = 8
 _RISE = 1.1
+# The share of the pieces that is tried in addition. With one more of ten no rate would rise enough.
+_MORE = 1 / 4
 # Measurements between two trials: the interval doubles up to the second value.
 _INTERVAL = (2, 32)
 
@@ -27,7 +29,8 @@ class Depth:
         self._began_s = math.inf
         self._pieces = self._bytes = 0
         self._rate = 0.0
-        self._is_trial = False
+        # The limit before the trial that is under way; 0: there is none.
+        self._before = 0
         self._interval = self._left = _INTERVAL[0]
 
     def idle(self) -> None:
@@ -45,22 +48,22 @@ class Depth:
             return
         rate = self._bytes / (now - self._began_s)
         self._began_s, self._pieces, self._bytes = now, 0, 0
-        if self._is_trial:
+        if self._before:
             self._judge(rate)
             return
         self._rate = rate
         self._left -= 1
         if self._left <= 0 and self.limit < self._most:
-            self._is_trial = True
-            self.limit += 1
+            self._before = self.limit
+            self.limit = min(self._most, self.limit + max(1, int(self.limit * _MORE)))
 
     def _judge(self, rate: float) -> None:
-        self._is_trial = False
+        before, self._before = self._before, 0
         if rate > self._rate * _RISE:
             self._rate, self._interval = rate, _INTERVAL[0]
-            # At once one more, as long as it helps.
+            # At once more, as long as it helps.
             self._left = 0
         else:
-            self.limit -= 1
+            self.limit = before
             self._interval = min(2 * self._interval, _INTERVAL[1])
             self._left = self._interval

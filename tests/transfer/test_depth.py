@@ -37,6 +37,12 @@ def test_no_more_pieces_are_read_than_the_most() -> None:
     assert max(after(2000, Depth(2, 1), lambda count: 1e8 * count)) == 2
 
 
+@pytest.mark.parametrize("fitting", [20, 32])
+def test_many_pieces_are_read_if_they_bring_more_bytes(fitting: int) -> None:
+    limits = after(5000, Depth(3, 32), lambda count: 1e8 * min(count, fitting))
+    assert min(limits[2500:]) >= 0.9 * fitting
+
+
 def test_a_pause_is_no_part_of_a_measurement() -> None:
     depth = Depth(2, 16)
     now = 0.0
