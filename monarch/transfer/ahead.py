@@ -40,6 +40,8 @@ _LARGE = 2
 _LARGE_WAITING = 1 << 14
 # Questions that only bring large files, or files that have copies, before other tasks run.
 _TURNS = 64
+# Files of a pack that are asked for at once.
+_CHUNK_TURN = 64
 # Files that wait for room in the window.
 _WINDOW_WAITING = 1 << 14
 # The interval in which a limit is checked again while files wait for it.
@@ -154,6 +156,9 @@ class FetchAhead:
         self._copying: list[tuple[Hashable, Flight]] = []
         # Set when a fetch has ended, or more files are foreseen.
         self._woken = trio.Event()
+        # Files that are asked for at once, at least: most of those of a pack come with their
+        # chunks, and are done then.
+        self._turn = 1 if self._chunks is None else _CHUNK_TURN
 
     def wake(self) -> None:
         """Call this when ``Foreseen.next`` may return files again."""
@@ -365,7 +370,7 @@ class FetchAhead:
             is_full = len(self._large) >= _LARGE_WAITING or len(waiting) >= _WINDOW_WAITING
             if self._small or is_full:
                 break
-            if not self._take(max(1, self._concurrency.limit - self._concurrency.running)):
+            if not self._take(max(self._turn, self._concurrency.limit - self._concurrency.running)):
                 break
         if self._small:
             return self._small[0], self._small.popleft
