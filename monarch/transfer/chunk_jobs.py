@@ -11,15 +11,16 @@ import trio
 from monarch.packmount.chunks import Member, PackChunks
 from monarch.placement.controller import Controller
 from monarch.placement.policy import Item
-from monarch.text import KiB, MiB
+from monarch.text import KiB
 from monarch.transfer.chunk_plans import Plan
 from monarch.transfer.engine import Engine
 from monarch.transfer.queue import Arrival, Flight
 from monarch.transfer.window import Held
 from monarch.types import Ino
 
-# The most bytes of a piece.
-PIECE_BYTES = 1 * MiB
+# The most bytes of a piece. A reader that reads a file alone waits behind the pieces that are being
+# read, in the queue of the source.
+PIECE_BYTES = 512 * KiB
 # The most bytes between two files of a piece, which are read too, as long as they are fewer than
 # those of the files.
 _GAP_BYTES = 64 * KiB

@@ -38,9 +38,10 @@ from monarch.types import Ino
 
 log = logging.getLogger(__name__)
 
-# The fewest pieces that are read at the same time, and their most as a share of the source's calls.
-_LEAST_DEPTH = 2
-_DEPTH_SHARE = 1 / 8
+# The fewest pieces that are read at the same time, for sources with few calls and with more, and
+# their most as a share of the source's calls.
+_LEAST_DEPTH = 2, 3
+_DEPTH_SHARE = 1 / 4
 # Chunks for the window that are read ahead of their readers at the same time, and chunks that a
 # caller with many may have begun.
 _AHEAD = 4
@@ -86,8 +87,9 @@ class ChunkReads:
         self._jobs: dict[int, Job] = {}
         self._opened: dict[int, Job] = {}
         self._foreseen: dict[int, Job] = {}
-        most = max(_LEAST_DEPTH, int(self._reader.limits.source_concurrency * _DEPTH_SHARE))
-        self._depth = Depth(_LEAST_DEPTH, most)
+        fewest, least = _LEAST_DEPTH
+        most = max(fewest, int(self._reader.limits.source_concurrency * _DEPTH_SHARE))
+        self._depth = Depth(min(least, most), most)
         self._running = 0
         self._looked_s = -math.inf
         self._woken = trio.Event()

@@ -231,6 +231,27 @@ async def test_a_warm_reads_whole_chunks(rigs: Rigs, clock: MockClock) -> None:
     assert rig.source.reads == dict.fromkeys(range(CHUNKS // 2), 1)
 
 
+async def test_announced_files_that_come_with_chunks_are_asked_for_together(
+    rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rigs(model=Latency(1.0))
+    asked: list[int] = []
+    next_files = rig.foresight.next
+
+    def noting(most: int) -> list[Ino]:
+        found = next_files(most)
+        asked.append(len(found))
+        return found
+
+    monkeypatch.setattr(rig.foresight, "next", noting)
+    rig.announce(in_groups(rig, 1))
+    async with rig.running():
+        await until(lambda: rig.residency.resident_files(1) == FILES)
+    # Each call costs as much as a dozen further files of the same call.
+    assert 0 < sum(1 for count in asked if count) <= FILES // 8
+    assert rig.source.reads == dict.fromkeys(range(CHUNKS), 1)
+
+
 # -- chunks of several pieces ----------------------------------------------------------------------
 
 LARGE_FILES, LARGE_CHUNKS, LARGE_SIZE = 40, 4, 50_000
@@ -250,8 +271,9 @@ def large_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two files in a piece."""
+    """Two files in a piece, two pieces at a time."""
     monkeypatch.setattr(chunk_jobs, "PIECE_BYTES", 2 * LARGE_SIZE)
+    monkeypatch.setattr(chunks, "_LEAST_DEPTH", (2, 2))
 
 
 async def read_large(rig: PackRig, order: Iterable[Ino]) -> None:
@@ -284,7 +306,7 @@ async def test_the_next_piece_is_read_while_files_are_handed_over(
     large_pack: Path, rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_jobs, "PIECE_BYTES", 8 * LARGE_SIZE)
-    monkeypatch.setattr(chunks, "_LEAST_DEPTH", 1)
+    monkeypatch.setattr(chunks, "_LEAST_DEPTH", (1, 1))
     # Other tasks run after each file.
     monkeypatch.setattr(chunks, "_STRIDE", 1)
     rig = rigs(large_pack, model=Latency(5.0))
