@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -182,6 +184,30 @@ def test_figures_are_kept_in_the_state_directory(tmp_path: Path) -> None:
     (tmp_path / "figures.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="nested"):
         read_figures(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("begun_ns", 10**400),
+        ("until_ns", -(10**400)),
+        ("samples", [{**dataclasses.asdict(a_sample(1.0)), "source_bytes": 1 << 64}]),
+        ("epoch_begins", [{**dataclasses.asdict(a_sample(1.0)), "time_s": math.inf}]),
+    ],
+)
+def test_a_number_that_no_mount_has_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    raw = {**figures().to_dict(), key: value}
+    (tmp_path / "figures.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="out of its range"):
+        read_figures(tmp_path)
+    assert Figures.from_dict({**raw, key: figures().to_dict()[key]}) == figures()
+
+
+def test_figures_without_a_place_or_with_impossible_times_have_a_page() -> None:
+    slow = [dataclasses.replace(place, open_s=1e308, read_s=-1e308) for place in figures().places]
+    for places in ([], slow):
+        summary = summary_of(figures(places=places))
+        assert summary.spared.seconds is None and "</html>" in page(summary, None)
 
 
 # -- the page --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -162,9 +163,9 @@ def spared_by(figures: Figures) -> Spared:
 def _spared_seconds(places: list[PlaceFigures]) -> float | None:
     """The time for the opens and reads of the tiers at the mean times of the source, less the time
     that they took. None if opens are not reported, or the source has served none."""
-    source, tiers = places[0], places[1:]
-    if not source.timed or any(place.opens is None for place in places):
+    if not places or not places[0].timed or any(place.opens is None for place in places):
         return None
+    source, tiers = places[0], places[1:]
     open_s = source.open_s / source.timed
     read_s = source.read_s / source.reads if source.reads else 0.0
     spared = 0.0
@@ -173,7 +174,8 @@ def _spared_seconds(places: list[PlaceFigures]) -> float | None:
         # Where the kernel reads copies itself, the source is read by the daemon only.
         if tier.reads is not None:
             spared += tier.reads * read_s - tier.read_s
-    return max(0.0, spared)
+    # Damaged figures may have any times.
+    return max(0.0, spared) if math.isfinite(spared) else None
 
 
 def _epochs(figures: Figures) -> list[EpochSummary]:

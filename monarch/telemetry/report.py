@@ -8,6 +8,7 @@ are surrogate escapes.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -566,10 +567,14 @@ def _decode(kind: type[T], raw: Any, where: str) -> T:
         value = raw
     elif kind is float:
         number = _checked(raw, (int, float), where)
-        try:
-            value = float(number)
-        except OverflowError as error:
-            raise ValueError(f"{where} is out of its range") from error
+        if not abs(number) <= sys.float_info.max:
+            raise ValueError(f"{where} is out of its range")
+        value = float(number)
+    elif kind is int:
+        value = _checked(raw, int, where)
+        # Counters and sizes of the kernel have 64 bits.
+        if not abs(value) < 1 << 64:
+            raise ValueError(f"{where} is out of its range")
     else:
         value = _checked(raw, kind, where)
     return typing.cast(T, value)

@@ -376,9 +376,10 @@ def test_the_matrix_of_a_job_follows_from_its_rates_with_all_files_in_the_tier()
         ({"tier_bytes": []}, "tier_bytes does not rise"),
         ({"rates": [[1.0, 1.0]]}, "rates has not a row"),
         ({"rates": [[1.0], [1.0]]}, "rates has not a row"),
-        ({"cores": [1, 10**400]}, "to at most"),
+        ({"cores": [1, 10**400]}, "cores is out of its range"),
+        ({"cores": [1, 1 << 63]}, "to at most"),
         ({"tier_bytes": [0, 1 << 63]}, "to at most"),
-        ({"rates": [[1.0, math.inf]] * 2}, "no rate"),
+        ({"rates": [[1.0, math.inf]] * 2}, "rates is out of its range"),
         ({"rates": [[1.0, 0.0]] * 2}, "a rate is not within"),
         # Their quotient would be infinite, which JSON has no number for.
         ({"rates": [[1.0, 1e-320]] * 2}, "a rate is not within"),
