@@ -46,6 +46,16 @@ def _escape_character(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
+def is_encodable(text: str) -> bool:
+    """Whether a file can have the text. The escapes of JSON and YAML can name half a character of
+    UTF-16, which has no bytes."""
+    try:
+        text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def errno_words(number: int | None) -> str:
     """``Input/output error (EIO)``: a text and a symbol that can be searched for."""
     if not number:

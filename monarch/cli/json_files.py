@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch.errors import UsageError
-from monarch.text import MiB, escape_text, format_bytes
+from monarch.text import MiB, escape_text, format_bytes, is_encodable
 
 # Many times the largest file that a command writes.
 MOST_BYTES = 64 * MiB
@@ -23,14 +23,17 @@ def read_json(path: Path, *, made_by: str) -> Any:
         raise UsageError(f"{name} is not a regular file", hint=f"`{made_by}` writes one")
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
-    try:
-        if len(content) <= MOST_BYTES:
-            return json.loads(content)
-        what = f"it is larger than {format_bytes(MOST_BYTES)}"
-    except RecursionError:
-        what = "it is nested too deeply"
-    except ValueError as error:
-        what = f"it is not JSON: {error}"
+    what = f"it is larger than {format_bytes(MOST_BYTES)}"
+    if len(content) <= MOST_BYTES:
+        try:
+            value = json.loads(content)
+            if is_encodable(json.dumps(value, ensure_ascii=False)):
+                return value
+            what = "it has half a character"
+        except RecursionError:
+            what = "it is nested too deeply"
+        except ValueError as error:
+            what = f"it is not JSON: {error}"
     raise UsageError(
         f"{name} cannot be used: {escape_text(what)}", hint=f"`{made_by}` writes such a file"
     )

@@ -23,10 +23,12 @@ def require_writable(out: Path) -> None:
 
 def replace_whole(out: Path, content: str | bytes) -> None:
     """Replaces the file as a whole, or, where that is impossible, as a device or in a directory of
-    another user, its content. Raises OSError with the name of the file; a file that is replaced as
-    a whole is then unchanged."""
+    another user, its content. Bytes of a name that are not UTF-8 are written as they are. Raises
+    OSError with the name of the file; a file that is replaced as a whole is then unchanged."""
     try:
-        _replace(out, content.encode() if isinstance(content, str) else content)
+        if isinstance(content, str):
+            content = content.encode(errors="surrogateescape")
+        _replace(out, content)
     except OSError as error:
         # A write that fails has no name, and the name of the temporary file says nothing to users.
         raise OSError(error.errno, error.strerror, os.fspath(out)) from error

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from monarch.errors import ConfigError
-from monarch.text import KiB, format_bytes
+from monarch.text import KiB, format_bytes, is_encodable
 
 # Limits of a configuration, which has a page or two. A larger file is a mistake or an attack:
 # PyYAML takes a second or two for 256 KiB, and aliases can expand to more values than memory holds.
@@ -215,11 +215,16 @@ class _Reader:
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
-            return self._loader.construct_object(node)
+            value = self._loader.construct_object(node)
         except (yaml.YAMLError, ValueError):
             line = node.start_mark.line + 1
             self._problems.append((line, f"{shown(node.value)} is not a value; put it in quotes"))
             return None
+        if isinstance(value, str) and not is_encodable(value):
+            line = node.start_mark.line + 1
+            self._problems.append((line, f"{shown(value)} has half a character; write it whole"))
+            return None
+        return value
 
 
 def shown(value: object) -> str:
