@@ -266,6 +266,22 @@ MISTAKES = {
         "quotas: [{user: no-such-user, tier: 30%}]",
         "quotas[0]: there is no user 'no-such-user' on this node",
     ),
+    "half a character in a path": ('snapshot: {file: "/s\\ud800"}', "has half a character"),
+    "quota of a group with dots": (
+        "quotas: [{cgroup: /a/../b, tier: 30%}]",
+        "quotas[0].cgroup: '/a/../b' is no path of a control group",
+    ),
+    "quota of a group with two slashes": (
+        "quotas: [{cgroup: //a}]",
+        "'//a' is no path of a control group",
+    ),
+    "quota of a group of two lines": (
+        'quotas: [{cgroup: "/a\\nb"}]',
+        "is no path of a control group",
+    ),
+    "quota of less than nothing": ("quotas: [{tier: -1}]", "-1 is not a number of bytes"),
+    "quota that is no number": ("quotas: [{tier: .nan}]", "quotas[0].tier: nan is not a size"),
+    "time that is no number": ("writeback: {commit: [1]}", "commit: [1] is not a duration"),
     "quota of more than everything": ("quotas: [{tier: 130%}]", "'130%' is no share"),
     "quota that is no size": ("quotas: [{tier: much}]", "or like 30%"),
     "quota after one for all": (

@@ -229,7 +229,8 @@ def test_options_that_do_not_fit_are_refused(
 
 @pytest.mark.parametrize(
     "text",
-    ["gpt", "=user:0", "gpt=", "gpt=group:a", "gpt=user:", "gpt=slurm:x", "gpt=cgroup:relative"],
+    ["gpt", "=user:0", "gpt=", "gpt=group:a", "gpt=user:", "gpt=slurm:x"]
+    + ["gpt=cgroup:relative", "gpt=cgroup:/a/../b"],
 )
 def test_a_job_with_a_mistake_is_refused(plan: Path, text: str) -> None:
     assert isinstance(run(plan, "-o", "out", "--job", text).exception, click.BadParameter)
@@ -259,6 +260,13 @@ def test_a_part_of_a_byte_a_second_is_not_taken_for_no_limit(tmp_path: Path) -> 
     assert done.exception is None
     quotas = yaml.safe_load(content(tmp_path / "out")["n01.quotas.yaml"])["quotas"]
     assert [each["source_bandwidth"] for each in quotas] == [1, 0]
+
+
+def test_a_byte_of_a_path_that_is_no_text_is_written_as_it_is(plan: Path, tmp_path: Path) -> None:
+    done = run(plan, "-o", tmp_path / "out", "--tier-path", "/nvme/\udcff")
+    assert done.exception is None
+    found = (tmp_path / "out" / "gpt.n02.mount").read_bytes()
+    assert found == b"--tier /nvme/\xff:500\n"
 
 
 @pytest.mark.parametrize(

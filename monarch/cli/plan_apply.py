@@ -18,6 +18,7 @@ from monarch.cli.options import FILE
 from monarch.cli.output import remark, show
 from monarch.cli.plan_file import GrantReport, PlanReport, read_plan, whole_limit
 from monarch.cli.written_files import replace_whole
+from monarch.config.quotas import quota_of
 from monarch.control.registry import MountRecord
 from monarch.errors import UsageError
 from monarch.telemetry.quota_changes import QuotaChange, QuotaChanges
@@ -60,8 +61,11 @@ def _whos(
             if not re.fullmatch(r"[0-9]{1,10}", name):
                 raise click.BadParameter(f"{name!r} is no number of a job", context, parameter)
             kind, name = "cgroup", _SLURM.format(name)
-        if kind == "cgroup" and not name.startswith("/"):
-            raise click.BadParameter(f"{name!r} does not begin with /", context, parameter)
+        if kind == "cgroup":
+            try:
+                quota_of({kind: name})
+            except UsageError as error:
+                raise click.BadParameter(str(error), context, parameter) from error
         found[job] = {kind: name}
     return found
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pwd
 import re
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ValidationError, model_validator
 
 from monarch.config.values import AbsolutePath, Section, Size, size_of
 from monarch.errors import UsageError
+from monarch.text import MOST_BYTES
 
 # Each job with a quota has a bit for each file (MOST_JOBS of placement/quotas.py).
 MOST_QUOTAS = 16
@@ -23,9 +25,19 @@ def _share_or_size(value: object) -> object:
             return f"{number}%"
         raise ValueError(f"{value!r} is no share; write it like 30%")
     try:
-        return str(size_of(value))
+        size = size_of(value)
     except ValueError as error:
         raise ValueError(f"{error}, or like 30%") from error
+    if not 0 <= size <= MOST_BYTES:
+        raise ValueError(f"{size} is not a number of bytes")
+    return str(size)
+
+
+def _group(path: Path) -> Path:
+    # The kernel shows each group by one path.
+    if ".." in path.parts or path.root != "/" or "\n" in str(path):
+        raise ValueError(f"{str(path)!r} is no path of a control group in /proc/PID/cgroup")
+    return path
 
 
 def _user(value: object) -> object:
@@ -36,7 +48,7 @@ def _user(value: object) -> object:
 class QuotaSettings(Section):
     user: Annotated[str, BeforeValidator(_user)] | None = None
     """Name or number of the user whose processes are the job."""
-    cgroup: AbsolutePath | None = None
+    cgroup: Annotated[AbsolutePath, AfterValidator(_group)] | None = None
     """Control group of version 2 whose processes, and those of the groups in it, are the job, like
     /system.slice/slurmstepd.scope/job_7."""
     tier: Annotated[str, BeforeValidator(_share_or_size)] | None = None

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from monarch.config.document import shown
 from monarch.text import parse_bytes, parse_seconds
 
 # Offsets and counters are signed 64-bit numbers in the kernel and the formats.
@@ -20,7 +21,7 @@ def size_of(value: object) -> int:
         return parse_bytes(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise ValueError("is not a size; write it like 500MB, 800GiB or 2T")
+    raise ValueError(f"{shown(value)} is not a size; write it like 500MB, 800GiB or 2T")
 
 
 def _duration(value: object) -> float:
@@ -28,7 +29,7 @@ def _duration(value: object) -> float:
         return parse_seconds(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    raise ValueError("is not a duration; write it like 250ms, 30s, 10m or 7d")
+    raise ValueError(f"{shown(value)} is not a duration; write it like 250ms, 30s, 10m or 7d")
 
 
 def whole_number(value: object) -> object:
