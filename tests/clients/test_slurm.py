@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "epochs.py"
+MEASURED = PROGRAM.with_name("measured.py")
 FILES = {f"d{n % 4}/f{n:02}": contents(f"f{n}", 700 + 31 * n) for n in range(40)}
 # A loaded machine needs longer than the usual 20 s.
 LONG_S = 120.0
@@ -57,8 +58,9 @@ class Cluster:
         self.results.mkdir()
         self.results.chmod(0o1777)
 
-    def submit(self, script: str, *options: str, user: bool = False) -> Job:
-        """A job that runs a script; ``user``: as an ordinary user."""
+    def submit(self, script: str, *options: str, user: bool = False, last: str = "") -> Job:
+        """A job that runs a script; ``user``: as an ordinary user. $1 is the directory of the job,
+        $2 is ``last``."""
         number = uuid.uuid4().hex[:8]
         path = self._directory / f"job-{number}.sh"
         path.write_text(f"#!/bin/bash\n{script}")
@@ -71,6 +73,7 @@ class Cluster:
         shown = self.lab.ask(
             *("sbatch", "--parsable", output, "--chdir=/", *as_user, *options, str(path)),
             str(directory),
+            *filter(None, [last]),
         )
         return Job(self, int(shown), directory)
 
@@ -411,3 +414,51 @@ srun --ntasks-per-node=1 rm -rf $D
     assert len({report["peers"]["set"] for report in reports}) == 1
     assert all(report["peers"]["files"] > 0 for report in reports)
     cluster.assert_nothing_is_left(*lab.nodes)
+
+
+@pytest.mark.promise(293)
+def test_a_batch_script_measures_its_job_on_a_mount_that_outlives_it(cluster: Cluster) -> None:
+    lab, node = cluster.lab, "n1"
+    monarch = str(lab.directory / "monarch")
+    environment = ("env", f"MONARCH_STATE_ROOT={lab.disk}/state")
+    mount = f"{lab.disk}/shared"
+    lab.ask("mkdir", mount, node=node)
+    lab.ask(
+        *(*environment, monarch, "mount", str(cluster.source), mount),
+        *("--tier", f"{lab.disk}/shared-tier:20MiB", "-o", "allow_other,open=open,datapath=relay"),
+        node=node,
+    )
+    lab.ask(*environment, monarch, "warm", mount, "--wait", node=node)
+
+    def limits() -> list[float]:
+        return [each["share"] for each in settled(cluster, node, mount)["measured"]]
+
+    exports = "".join(f"export {name}='{value}'\n" for name, value in passed_on().items())
+    script = f"""\
+{exports}
+{monarch} analyze run --mount {mount} --iters 10 --repeat 1 --most-repeat 1 --x 0 \\
+    --out $1/profile.json -- srun {python_for_others()} {MEASURED} {mount} $1 $2
+echo $? > $1/code
+"""
+    assert limits() == []
+    measured = cluster.submit(script, "-N1", "-w", node, user=True)
+    measured.ends("COMPLETED")
+    # The rates are those of a busy machine, so any verdict is right.
+    output = (measured.directory / "output").read_text()
+    assert (measured.directory / "code").read_text().strip() in ("0", "15"), output
+    profile = json.loads((measured.directory / "profile.json").read_text())
+    assert [run["phase"] for run in profile["runs"]] == ["synthetic", "cached", "real"]
+    assert [share["hits"] for share in profile["result"]["shares"]] == [0.0, 1.0]
+    wait_until(lambda: limits() == [], "the limits have ended", timeout_s=LONG_S)
+    cancelled = cluster.submit(script, "-N1", "-w", node, user=True, last="hangs")
+    cancelled.waits_for("hangs")
+    # Those of the run before may end up to a second after it.
+    wait_until(lambda: limits() == [0.0], "only the last run is measured", timeout_s=LONG_S)
+    lab.ask("scancel", str(cancelled.number))
+    cancelled.ends("CANCELLED")
+    wait_until(lambda: limits() == [], "they have ended with the job", timeout_s=LONG_S)
+    assert not (cancelled.directory / "profile.json").exists()
+    assert not any(str(MEASURED) in line for line in lab.processes(node).values())
+    lab.ask(*environment, monarch, "umount", mount, node=node)
+    lab.ask("rmdir", mount, node=node)
+    cluster.assert_nothing_is_left(node)
