@@ -99,6 +99,22 @@ def test_no_more_combinations_are_made_than_are_shown(
     assert len(made) == 10_001
 
 
+@pytest.mark.parametrize("command", ["whatif", "sensitivity"])
+def test_the_profile_of_a_mount_without_a_byte_is_predicted(
+    measured: Path, tmp_path: Path, command: str
+) -> None:
+    raw = json.loads(measured.read_text())
+    measured.write_text(json.dumps({**raw, "data_bytes": 0}))
+    options = {
+        "whatif": ["analyze", "whatif", str(measured), "--nodes", "1,2", "--network", "1GB/s"]
+        + ["--source", "1MB/s"],
+        "sensitivity": ["plan", "sensitivity", "a", "--profile", str(measured)]
+        + ["-o", str(tmp_path / "a.json")],
+    }
+    done = CliRunner().invoke(cli, options[command], standalone_mode=False)
+    assert done.exception is None, done.output
+
+
 def test_a_profile_without_two_shares_predicts_nothing(tmp_path: Path) -> None:
     same = [run("synthetic", 1.0), run("cached", 2.0, hits=0.0), run("real", 2.0, share=0.0)]
     (tmp_path / "profile.json").write_text(encode(profile(same)))

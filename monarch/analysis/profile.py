@@ -75,10 +75,10 @@ class Result(Report):
 
     The verdict is on the job with the smallest share of its files in the tiers. ``troubles`` says
     which rates are not to be used, and why. ``batch_bytes`` are those of the files of a batch, 0 if
-    no file was read from the source. ``epoch_bytes`` are those of the files that epochs read.
-    ``smallest_share`` of them must be in a tier, of ``smallest_tier`` bytes, for the fetch stall to
-    end. ``model`` describes the job with an error of at most ``model_error`` of each measured rate;
-    it is None if the measured shares do not differ.
+    no file was read from the source. ``epoch_bytes`` are those of the files that epochs read,
+    at least 1. ``smallest_share`` of them must be in a tier, of ``smallest_tier`` bytes, for the
+    fetch stall to end. ``model`` describes the job with an error of at most ``model_error`` of each
+    measured rate; it is None if the measured shares do not differ.
     """
 
     verdict: Verdict
@@ -214,4 +214,5 @@ def _bytes(profile: Profile, found: Measured) -> tuple[float, float]:
     epoch_bytes = batch_bytes * (length or 0)
     if not epoch_bytes or epoch_bytes > profile.data_bytes * _NEARLY_ALL:
         epoch_bytes = profile.data_bytes
-    return batch_bytes, epoch_bytes
+    # The bytes are a divisor.
+    return batch_bytes, max(1.0, epoch_bytes)

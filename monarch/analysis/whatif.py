@@ -91,8 +91,7 @@ def changes(
 
 def predicted(job: Measured, change: Change) -> Row:
     """The job after a change."""
-    whole = max(job.epoch_bytes, 1.0)
-    shares = partitioned(change.tier / whole, change.nodes)
+    shares = partitioned(change.tier / job.epoch_bytes, change.nodes)
     unknown = _unknown(job, change, remote=shares.remote, source=shares.source)
     rate = fetch_stall = prep_stall = epoch_s = None
     if not unknown:

@@ -156,7 +156,7 @@ def profile(
                 hint="copy the files into the tiers first (monarch warm)",
             )
         # Whole bytes: a tier of 100 % holds all.
-        total = max(1, int(result_of(base).epoch_bytes))
+        total = int(result_of(base).epoch_bytes)
         sizes = {tier.of(total) for tier in tiers}
         full = {each: measured.full(each, model) for each in measured.cores()}
         found = optimistic(

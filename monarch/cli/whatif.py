@@ -115,10 +115,9 @@ def whatif(
     if nodes and max(nodes) > MOST_MEMBERS:
         raise UsageError(f"--nodes: at most {MOST_MEMBERS:,} nodes can share their tiers")
     job = Measured(model, result.epoch_bytes, result.epoch_batches)
-    whole = max(result.epoch_bytes, 1.0)
     combinations = changes(
         model,
-        tiers=tiers or [round(share * whole) for share in _SHARES],
+        tiers=tiers or [round(share * result.epoch_bytes) for share in _SHARES],
         cores=cores,
         sources=sources,
         nodes=nodes,
