@@ -355,28 +355,21 @@ async def test_a_request_is_repeated_when_names_can_be_read_again(made: Rig) -> 
     assert (len(fakes.calls), fakes.answered) == (3, 2)
 
 
-async def test_a_caller_that_must_not_wait_is_answered_and_its_file_is_given_up(made: Rig) -> None:
+async def test_a_caller_that_was_killed_is_answered_and_its_file_is_given_up(
+    made: Rig, killed: int
+) -> None:
     fakes = Fakes()
     fakes.waits = {"create"}
-    # A signal that a process handles stays with it while it is stopped.
-    process = await trio.lowlevel.open_process(["bash", "-c", "trap : TERM; kill -STOP $$"])
-    while "State:\tT" not in Path(f"/proc/{process.pid}/status").read_text():
-        await trio.sleep(0.001)
-    process.terminate()
-    try:
-        async with serving(made, fakes):
-            unique = made.send_create(b"new", pid=process.pid)
-            while not fakes.calls:
-                await trio.sleep(0.001)
-            made.interrupt(unique)
-            assert (await answer(made, unique)).error == errno.EINTR
-            fakes.go.set()
-            while not (served := made.datapath.served()):
-                await trio.sleep(0.001)
-        assert served == [(NEW, ABANDONED, None, 0, 0, 0)]
-    finally:
-        process.kill()
-        await process.wait()
+    async with serving(made, fakes):
+        unique = made.send_create(b"new", pid=killed)
+        while not fakes.calls:
+            await trio.sleep(0.001)
+        made.interrupt(unique)
+        assert (await answer(made, unique)).error == errno.EINTR
+        fakes.go.set()
+        while not (served := made.datapath.served()):
+            await trio.sleep(0.001)
+    assert served == [(NEW, ABANDONED, None, 0, 0, 0)]
 
 
 @pytest.mark.parametrize(

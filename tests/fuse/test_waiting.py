@@ -277,6 +277,51 @@ def test_a_killed_caller_with_many_groups_is_released(
         process.wait(60)
 
 
+CHANGES = (
+    *(Op.SETATTR, Op.SYMLINK, Op.MKNOD, Op.MKDIR, Op.UNLINK, Op.RMDIR, Op.RENAME, Op.LINK),
+    *(Op.SETXATTR, Op.REMOVEXATTR, Op.RENAME2),
+)
+
+
+@pytest.fixture
+def handling() -> Iterator[int]:
+    """A stopped process that handles SIGTERM, and has got it: it stays with the process."""
+    process = subprocess.Popen(["bash", "-c", "trap : TERM; kill -STOP $$"])
+    status = Path(f"/proc/{process.pid}/status")
+    eventually(lambda: "State:\tT" in status.read_text(), "it is stopped")
+    process.terminate()
+    yield process.pid
+    process.kill()
+    process.wait(60)
+
+
+@pytest.mark.fault("M8")
+@pytest.mark.promise(44)
+def test_a_signal_that_a_process_handles_ends_no_change(made: Rig, handling: int) -> None:
+    """Python makes the change in any case. A process that repeats the call after EINTR would get
+    EEXIST for its own directory."""
+    changes = [made.send(opcode, 1, bytes(128), pid=handling) for opcode in CHANGES]
+    changes.append(made.send_create(b"new", pid=handling))
+    ino = made.ino("large")
+    opened = made.send_open(ino, pid=handling)
+    requests = {(request := made.passed()).opcode: request for _ in range(len(changes) + 1)}
+    for unique in (*changes, opened):
+        made.interrupt(unique)
+    assert made.answer(opened).error == errno.EINTR
+    for opcode in (*CHANGES, Op.CREATE):
+        made.reply(requests[opcode], error=errno.EDQUOT)
+    assert [made.answer(unique).error for unique in changes] == [errno.EDQUOT] * len(changes)
+
+
+@pytest.mark.promise(44)
+def test_a_process_that_is_killed_waits_for_no_change(made: Rig, killed: int) -> None:
+    unique = made.send(Op.MKDIR, 1, bytes(8) + b"new\0", pid=killed)
+    passed = made.passed()
+    made.interrupt(unique)
+    assert made.answer(unique).error == errno.EINTR
+    made.reply(passed, error=errno.EDQUOT)
+
+
 @pytest.mark.finding("D3")
 @pytest.mark.promise(44)
 def test_a_process_killed_while_it_waits_elsewhere_than_at_its_signal_is_released(

@@ -221,10 +221,36 @@ static uint64_t signals(const char *text, const char *name) {
     return at ? strtoull(at + strlen(name), NULL, 16) : 0;
 }
 
+/* Whether a request changes something. Python makes the change in any case, so a program that gets
+ * EINTR and repeats the request, as Python's own open() does, would meet its own file or find
+ * nothing to remove. */
+static bool is_change(uint32_t opcode) {
+    switch (opcode) {
+    case OP_SETATTR:
+    case OP_SYMLINK:
+    case OP_MKNOD:
+    case OP_MKDIR:
+    case OP_UNLINK:
+    case OP_RMDIR:
+    case OP_RENAME:
+    case OP_LINK:
+    case OP_WRITE:
+    case OP_SETXATTR:
+    case OP_REMOVEXATTR:
+    case OP_CREATE:
+    case OP_FALLOCATE:
+    case OP_RENAME2:
+        return true;
+    default:
+        return false;
+    }
+}
+
 /* Whether a waiting thread must get its answer now. Either the kernel has decided to kill it and
- * waits for the answer; or it handles Ctrl-C or a similar signal. Other signals (SIGCHLD, SIGPROF)
- * arrive without a user's request, and few programs expect that a read of a file fails for them. */
-static bool is_wanted_back(uint32_t pid) {
+ * waits for the answer; or it handles Ctrl-C or a similar signal, and its request changes nothing.
+ * Other signals (SIGCHLD, SIGPROF) arrive without a user's request, and few programs expect that a
+ * read of a file fails for them. */
+static bool is_wanted_back(uint32_t pid, uint32_t opcode) {
     char *text = pid ? status_of(pid) : NULL;
     if (!text)
         return false;
@@ -232,7 +258,9 @@ static bool is_wanted_back(uint32_t pid) {
              blocked = signals(text, "\nSigBlk:"), handled = signals(text, "\nSigCgt:");
     free(text);
     uint64_t ending = SIGNAL(SIGINT) | SIGNAL(SIGTERM) | SIGNAL(SIGHUP) | SIGNAL(SIGQUIT);
-    return own & SIGNAL(SIGKILL) || (own | shared) & handled & ~blocked & ending;
+    if (own & SIGNAL(SIGKILL))
+        return true;
+    return !is_change(opcode) && (own | shared) & handled & ~blocked & ending;
 }
 
 /* Answers a waiting request with ``error`` and removes it from the lists; false if it does not wait
@@ -275,7 +303,7 @@ enum { LOOK = 256 };
 void look_after_callers(struct datapath *dp, uint64_t now) {
     struct found {
         uint64_t unique;
-        uint32_t pid;
+        uint32_t pid, opcode;
         bool late;
     } found[LOOK];
     int count = 0;
@@ -285,14 +313,14 @@ void look_after_callers(struct datapath *dp, uint64_t now) {
         if (now <= place->since_ns || now - place->since_ns <= dp->patience_ns)
             break;
         if (place->waits != AT_PYTHON || place->queued)
-            found[count++] = (struct found){place->unique, place->pid, true};
+            found[count++] = (struct found){place->unique, place->pid, place->opcode, true};
     }
     /* In rotation, so that each is checked. */
     for (int left = dp->interrupted_count; left > 0 && count < LOOK; left--) {
         place = dp->interrupted.first;
         list_remove(place, BY_SIGNAL);
         list_append(&dp->interrupted, place, BY_SIGNAL);
-        found[count++] = (struct found){place->unique, place->pid, false};
+        found[count++] = (struct found){place->unique, place->pid, place->opcode, false};
     }
     pthread_mutex_unlock(&dp->pending_lock);
     for (int i = 0; i < count; i++) {
@@ -301,7 +329,7 @@ void look_after_callers(struct datapath *dp, uint64_t now) {
                 ADD(dp->timed_out, 1);
                 wake_python(dp);
             }
-        } else if (is_wanted_back(found[i].pid)) {
+        } else if (is_wanted_back(found[i].pid, found[i].opcode)) {
             dismiss(dp, found[i].unique, EINTR);
         }
     }
@@ -312,13 +340,13 @@ void look_after_callers(struct datapath *dp, uint64_t now) {
 void interrupt(struct datapath *dp, uint64_t unique) {
     pthread_mutex_lock(&dp->pending_lock);
     struct pending *place = pending_find(dp, unique);
-    uint32_t pid = place ? place->pid : 0;
+    uint32_t pid = place ? place->pid : 0, opcode = place ? place->opcode : 0;
     if (place) {
         mark_interrupted(dp, place);
     } else {
         dp->early[dp->early_next++ % EARLY] = unique;
     }
     pthread_mutex_unlock(&dp->pending_lock);
-    if (pid && is_wanted_back(pid))
+    if (pid && is_wanted_back(pid, opcode))
         dismiss(dp, unique, EINTR);
 }
