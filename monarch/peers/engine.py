@@ -37,6 +37,7 @@ import trio
 
 from monarch.errors import UsageError
 from monarch.peers import caddy, nginx
+from monarch.peers.confined import confined, may_enter
 from monarch.peers.hello import (
     PROOFS_BYTES,
     hello_request,
@@ -188,6 +189,7 @@ class Engine:
         """Starts the engine at the first port that is free; ``port`` is None if it does not answer.
         Raises OSError, and UsageError for a certificate, and if no port is free."""
         self._prepare()
+        await self._require_access()
         was_tried, self._others = False, []
         for port in self._site.ports:
             if not is_free(self._site.address, port):
@@ -240,13 +242,19 @@ class Engine:
                 link.unlink()
             link.symlink_to(target)
 
+    async def _require_access(self) -> None:
+        """Raises UsageError if the engine may not enter the directory of a tier, as root may: it
+        would find no copy, and other nodes would not ask the next one."""
+        for tier in self._site.tiers:
+            if not await may_enter(tier.parent):
+                raise UsageError(
+                    f"{self._kind.name} has no capabilities, and may not enter {tier.parent}: a"
+                    " directory above it is closed by another user"
+                )
+
     def _spawn(self) -> subprocess.Popen[bytes]:
         """Starts the process in this thread, whose end would end it, too. Raises OSError."""
-        command = [os.fspath(self._program), *self._kind.arguments]
-        setpriv = shutil.which("setpriv")
-        if setpriv is not None:
-            bounds = ["--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
-            command = [setpriv, "--pdeathsig", "KILL", "--no-new-privs", *bounds, *command]
+        command = confined(os.fspath(self._program), *self._kind.arguments)
         with open(self._directory / self._kind.log, "wb") as output:
             process = subprocess.Popen(
                 command,

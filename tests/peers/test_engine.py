@@ -439,6 +439,35 @@ def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
     with_node(tmp_path, check)
 
 
+@pytest.mark.promise(274)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may enter what its engine may not")
+def test_an_engine_that_may_not_enter_a_tier_is_not_started(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed, peers = tmp_path / "closed", tmp_path / "peers"
+    files = Files(closed / "node")
+    os.chown(closed, 4242, 4242)
+    closed.chmod(0o700)
+
+    async def main() -> None:
+        answers = Answers(peers / SOCKET, files, KEY, patience_s=0.02, most_held=8_000_000)
+        engine = Engine(find_engine(None), peers, Site(files.tiers, KEY, HOST, [free_port()]))
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(answers.run)
+                nursery.start_soon(engine.run)
+                await engine.settled.wait()
+                assert (engine.port, engine.starts) == (None, 0)
+                closed.chmod(0o755)
+                while engine.port is None:
+                    await trio.sleep(0.01)
+                nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    (said, *_) = (record.getMessage() for record in caplog.records)
+    assert f"may not enter {closed / 'node'}: a directory above it" in said
+
+
 def test_a_port_is_reserved_until_the_engine_has_ended(tmp_path: Path) -> None:
     """Two Caddys of a user could listen at one port, and the kernel would choose between them."""
     ports = []
