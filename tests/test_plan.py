@@ -151,6 +151,19 @@ def test_the_same_input_gives_the_same_plan_byte_for_byte(
     assert first == other, "the order of the jobs changes nothing"
 
 
+def test_another_rate_of_a_job_gives_another_plan(
+    run: Run, snapshot: Path, jobs: dict[str, Path], tmp_path: Path
+) -> None:
+    def plan() -> str:
+        return run("allocate", nodes_file(tmp_path), *jobs.values(), "--json")
+
+    before = plan()
+    data = ("--data", snapshot, "--source-bandwidth", "50KB")
+    rates = ("--rate", "2:100", "--rate", "6:200", "--rate", "12:200")
+    run("sensitivity", "image", *data, *rates, "-o", jobs["image"])
+    assert before != plan()
+
+
 @pytest.mark.promise(289)
 def test_each_job_gets_a_node_cores_and_a_tier(
     run: Run, jobs: dict[str, Path], tmp_path: Path

@@ -238,6 +238,17 @@ def test_a_larger_share_more_cores_and_a_faster_source_never_slow_a_job_down(
         assert slow.rate(less) <= fast.rate(less) * slack
 
 
+def test_a_tier_that_is_slower_than_the_source_slows_a_job_down() -> None:
+    def rate(share: float) -> float:
+        return source_rate(share, hit_s=0.2, miss_s=0.1)
+
+    def of_workers(share: float) -> float:
+        return serial_rate(share, workers=2, cores=2, hit_s=0.2, miss_s=0.1, prep_s=0.01)
+
+    assert rate(1.0) < rate(0.5) < rate(0.0)
+    assert of_workers(1.0) < of_workers(0.5) < of_workers(0.0)
+
+
 @given(model=models)
 def test_a_tier_of_the_smallest_share_ends_the_fetch_stall_and_a_smaller_one_does_not(
     model: JobModel,

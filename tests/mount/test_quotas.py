@@ -113,6 +113,27 @@ mounts:
     ]
 
 
+def test_a_user_without_a_quota_takes_the_whole_tier(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    mounted = monarch.mount(tree(FILES), tiers={"fast": str(CAPACITY)}, options=["allow_other"])
+
+    def work(fd: int) -> str:
+        for name in FILES:
+            opened = os.open(name, os.O_RDONLY, dir_fd=fd)
+            assert os.read(opened, 2 * SIZE) == FILES[name]
+            os.close(opened)
+        return "read"
+
+    process = Process(mounted, work)
+    try:
+        assert process.said == "read"
+        settled(mounted)
+        assert account(mounted)["residency"]["bytes"] > CAPACITY - SIZE
+    finally:
+        process.end()
+
+
 @pytest.mark.promise(299)
 @pytest.mark.modes("relay", "passthrough", "python")
 def test_a_user_reads_the_source_at_its_rate(
