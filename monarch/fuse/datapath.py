@@ -450,6 +450,11 @@ class Datapath:
         kept: list[memoryview | None] = self._native.keep(files, data)
         return kept
 
+    def keep_unread(self, ino: Ino, content: bytes | memoryview, unread: int) -> bool:
+        """Keeps the bytes of a file for reads without an open, until they have got ``unread`` bytes
+        or pause for a second or two. False if such reads still come to Python."""
+        return bool(self._native.keep_unread(ino, content, unread))
+
     def unkeep(self, ino: Ino) -> None:
         """Ends ``keep``; files that are open are read to their end."""
         self._native.unkeep(ino)

@@ -202,6 +202,15 @@ class Bindings:
             size = part.identity.size
             self._fast.bind_part(binding.ino, part.file.fd, tier=part.tier, size=size)
 
+    def leave_content(self, binding: Binding) -> bool:
+        """Lets the datapath answer the further reads of bytes in memory, for which the kernel sends
+        no open: it would fetch a file that has left the window for each of them. Returns False if
+        they still come here."""
+        content = binding.content
+        if content is None or binding.outdated or self._fast is None:
+            return False
+        return self._fast.keep_unread(binding.ino, content, binding.unread_bytes)
+
     @staticmethod
     def _give_file(fast: FastPath, binding: Binding, names: Namespace) -> None:
         fd = binding.file.fd if binding.file is not None else binding.fd

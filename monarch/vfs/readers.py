@@ -364,7 +364,7 @@ class Readers:
         if ino in self._visits:
             binding.unread_bytes -= len(data)
             self._visits[ino] = trio.current_time() + _VISIT_S
-            if binding.unread_bytes <= 0:
+            if binding.unread_bytes <= 0 or self._bindings.leave_content(binding):
                 self._end_visit(ino)
         return data
 

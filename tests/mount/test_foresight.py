@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from monarch.frameworks.announce import announce
+from monarch.text import MiB
 from monarch.types import Ino
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.waiting import wait_until
-from tests.mount.observe import epoch, resident, settled
+from tests.mount.observe import account, epoch, resident, settled
 from tests.placement.simulate import belady_hits
 
 _ANNOUNCER = (
@@ -360,6 +361,34 @@ def test_copies_that_are_not_used_any_more_leave_for_files_that_are(
         "replaced_files": 100 * is_on,
         "replaced_bytes": 100 * 500 * is_on,
     }
+
+
+@pytest.mark.promise(187)
+@pytest.mark.modes("relay", "passthrough", "no_open")
+def test_a_file_of_several_reads_comes_from_the_window_once(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    names = [f"{number:02}" for number in range(6)]
+    tree(dict.fromkeys(names, 3 * MiB))
+    options = ["limits.buffer_max=256MiB"]
+    mounted = monarch.mount(source, tiers={"fast": "1MiB"}, options=options)
+
+    def window() -> dict[str, int]:
+        figures: dict[str, int] = account(mounted)["foresight"]["window"]
+        return figures
+
+    with OpenCounter(source) as opens:
+        announced = announce(mounted.path / name for name in names)
+        assert announced is not None
+        wait_until(lambda: window()["bytes"] == 18 * MiB, "all files are in the window")
+        for name in names:
+            with (mounted.path / name).open("rb", buffering=0) as file:
+                first = file.read(1)
+                account(mounted)
+                assert first + file.readall() == contents(name, 3 * MiB)
+        assert opens.paths() == dict.fromkeys(names, 1)
+    assert window()["served_files"] == 6
+    announced.close()
 
 
 @pytest.mark.promise(180)

@@ -139,6 +139,57 @@ def test_a_small_file_read_in_parts_costs_the_source_its_bytes_once(
     assert seen["read_bytes"] == size
 
 
+PARTS = {"a": 300 * KIB, "b": 3 * MiB // 2, "c": 3 * MiB}
+
+
+@pytest.mark.promise(347)
+def test_a_small_file_without_a_copy_is_fetched_once_for_all_its_reads(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    tree(PARTS)
+    mounted = monarch.mount(source, tiers={"fast": "64KiB"})
+    with OpenCounter(source) as opens:
+        for name, size in PARTS.items():
+            with (mounted.path / name).open("rb", buffering=0) as file:
+                first = file.read(1)
+                # Until then the daemon has the bytes in any case.
+                account(mounted)
+                assert first + file.readall() == contents(name, size)
+        assert opens.paths() == dict.fromkeys(PARTS, 1)
+    assert account(mounted)["residency"]["wanted"] == 0
+
+
+@pytest.mark.promise(347)
+@pytest.mark.modes("no_open")
+def test_the_bytes_of_a_file_leave_when_no_read_comes(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    """After a pause, or after the first bytes of 64 other files, the file is fetched anew."""
+    names = [f"{number:02}" for number in range(65)]
+    tree(dict.fromkeys(names, 300 * KIB))
+    mounted = monarch.mount(source, tiers={"fast": "64KiB"})
+
+    def first_byte(name: str) -> None:
+        with (mounted.path / name).open("rb", buffering=0) as file:
+            forget_pages(file.fileno())
+            assert file.read(1) == contents(name, 300 * KIB)[:1]
+
+    with OpenCounter(source) as opens:
+        for name in names:
+            first_byte(name)
+        account(mounted)
+        first_byte("00")
+        assert opens.paths()["00"] == 2
+
+        def is_fetched_again() -> bool:
+            before = opens.count()
+            time.sleep(3)
+            first_byte("64")
+            return opens.count() > before
+
+        wait_until(is_fetched_again, "the bytes have left after a pause")
+
+
 def read_by_eight_processes(path: Path, expected: bytes, calls: Calls) -> Counter[str]:
     """The calls at the source while eight processes open a file at once and read it."""
     program = "import sys; sys.stdin.read(1); print(open(sys.argv[1], 'rb').read().hex())"

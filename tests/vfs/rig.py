@@ -328,6 +328,9 @@ class FakeFastPath:
     def taken(self, ino: Ino) -> None:
         self.kept.append(ino)
 
+    def keep_unread(self, ino: Ino, content: bytes | memoryview, unread: int) -> bool:
+        return False
+
     def throttled(self, change: int) -> None:
         self.waiting += change
 

@@ -286,6 +286,7 @@ static void *replier_main(void *argument) {
                 ADD(dp->stopped_ns, now - looked - LOOK_NS);
             looked = now;
             look_after_callers(dp, now - LOAD(dp->stopped_ns));
+            look_after_partly_read(dp);
         }
         struct out_header *header = (struct out_header *)reply;
         if (nothing || (size_t)size < sizeof *header)

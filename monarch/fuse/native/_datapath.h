@@ -68,6 +68,7 @@ enum {
     SHARDS = 16,
     EVENTS = 1 << 16,
     LAST_HELD = 4,
+    PARTLY_READ = 64,
     PENDING_CHUNK = 1024,
     PENDING_CHUNKS = 256,
     PENDING_BUCKETS = 4096,
@@ -246,6 +247,10 @@ struct datapath {
     /* Inodes that hold_last holds, 0: none, and the number of its calls; atomic. */
     uint64_t last_held[LAST_HELD];
     unsigned last_held_count;
+    /* Inodes whose bytes are kept for reads without an open, 0: none, and their number so far;
+     * atomic. */
+    uint64_t partly_read[PARTLY_READ];
+    unsigned partly_read_count;
     /* Events without a place in the ring, in their order. While there are any, new ones follow
      * here. */
     pthread_mutex_t overflow_lock;
@@ -300,6 +305,8 @@ void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct conten
                   const struct in_header *open);
 void hold_last(struct datapath *dp, struct open_inode *entry, uint64_t ino);
 void release_last(struct datapath *dp);
+void keep_partly_read(struct datapath *dp, uint64_t ino);
+void look_after_partly_read(struct datapath *dp);
 struct tally *tally_of(struct thread *thread, uint8_t tier);
 void count_open(struct thread *thread, uint8_t tier, uint64_t begin);
 void count_read(struct thread *thread, uint8_t tier, size_t bytes, uint64_t begin);
@@ -322,6 +329,7 @@ void mark_answered(struct datapath *dp, struct pending *place);
 void mark_interrupted(struct datapath *dp, struct pending *place);
 void close_remains(struct datapath *dp, const struct open_remains *to_close);
 bool drop_open(struct datapath *dp, uint64_t ino, bool by_python);
+bool end_reading(struct datapath *dp, uint64_t ino, bool now);
 void end_binding(struct datapath *dp, uint64_t ino);
 void release_written(struct datapath *dp, uint64_t ino);
 void pass_on(struct thread *thread, struct in_header *request);

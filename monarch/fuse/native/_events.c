@@ -140,6 +140,25 @@ void release_last(struct datapath *dp) {
     }
 }
 
+/* Records that bytes of an inode are kept for reads without an open, at most PARTLY_READ at once.
+ */
+void keep_partly_read(struct datapath *dp, uint64_t ino) {
+    unsigned place = ADD(dp->partly_read_count, 1) % PARTLY_READ;
+    uint64_t before = __atomic_exchange_n(&dp->partly_read[place], ino, __ATOMIC_ACQ_REL);
+    if (before && before != ino)
+        end_reading(dp, before, true);
+}
+
+/* Drops the bytes of which none were read since the last call: their reader may have ended. */
+void look_after_partly_read(struct datapath *dp) {
+    for (int i = 0; i < PARTLY_READ; i++) {
+        uint64_t ino = LOAD(dp->partly_read[i]);
+        if (ino && !end_reading(dp, ino, false))
+            __atomic_compare_exchange_n(&dp->partly_read[i], &ino, 0, false, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_RELAXED);
+    }
+}
+
 static void observe(struct datapath *dp, struct histogram *histogram, uint64_t ns) {
     int bucket = 0;
     while (bucket < dp->bounds && dp->bounds_ns[bucket] < ns)

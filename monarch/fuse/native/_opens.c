@@ -1,38 +1,8 @@
-#include "_opens.h"
+#include "_opens_locked.h"
 
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-
-static struct opens_stripe *stripe_of(struct opens *opens, uint64_t ino) {
-    return &opens->stripes[ino % OPENS_STRIPES];
-}
-
-/* An entry keeps its place; it may be used for one inode after another. */
-static struct opens_stripe *stripe_with(struct opens *opens, const struct open_inode *entry) {
-    return &opens->stripes[entry->slot % OPENS_STRIPES];
-}
-
-static struct open_inode **bucket_of(struct opens_stripe *stripe, uint64_t ino) {
-    return &stripe->buckets[ino / OPENS_STRIPES % OPENS_BUCKETS];
-}
-
-static struct open_inode *find(struct opens_stripe *stripe, uint64_t ino) {
-    struct open_inode *entry = *bucket_of(stripe, ino);
-    while (entry && entry->ino != ino)
-        entry = entry->next;
-    return entry;
-}
-
-static void lock(struct opens_stripe *stripe) { pthread_mutex_lock(&stripe->lock); }
-
-static void unlock(struct opens_stripe *stripe) { pthread_mutex_unlock(&stripe->lock); }
-
-/* Locks the stripe of ``ino``; returns its entry, NULL if it has none. */
-static struct open_inode *locked(struct opens *opens, uint64_t ino) {
-    lock(stripe_of(opens, ino));
-    return find(stripe_of(opens, ino), ino);
-}
 
 bool opens_prepare(struct opens *opens, struct datapath *dp,
                    void (*close_later)(struct datapath *dp, int fd)) {
@@ -93,6 +63,7 @@ static struct open_inode *take(struct opens *opens, struct opens_stripe *stripe,
         entry->users = 1;
         entry->python_handles = entry->creating = entry->asking = 0;
         entry->outdated = entry->held = entry->kept = false;
+        entry->unread = entry->unread_before = 0;
         entry->backing_id = 0;
         entry->leaving = NULL;
         __atomic_store_n(&entry->bound, false, __ATOMIC_RELAXED);
@@ -170,13 +141,14 @@ struct content *opens_content(struct opens *opens, struct open_inode *entry, uin
     return content;
 }
 
-bool opens_keep(struct opens *opens, uint64_t ino, struct content *content) {
+bool opens_keep(struct opens *opens, uint64_t ino, struct content *content, uint64_t unread) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
     bool fresh = false;
     lock(stripe);
     struct open_inode *entry = find(stripe, ino) ? NULL : take(opens, stripe, ino, &fresh);
     if (entry) {
-        entry->kept = true;
+        entry->kept = !unread;
+        entry->unread = unread;
         __atomic_store_n(&entry->content, content_retain(content), __ATOMIC_RELEASE);
         settle(entry, OPEN_CONTENT, -1, 0, 0, content->size);
     }
@@ -344,12 +316,17 @@ static void leave_copy(struct open_inode *entry, struct open_remains *to_close) 
     settle(entry, OPEN_PYTHON, -1, 0, 0, 0);
 }
 
+/* The users of an entry that are no opens, for its bytes. */
+static uint32_t own_users(const struct open_inode *entry) {
+    return (uint32_t)entry->kept + (entry->unread > 0);
+}
+
 bool opens_drop(struct opens *opens, uint64_t ino, bool by_python, struct open_remains *to_close) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
     *to_close = (struct open_remains){.fd = -1};
     lock(stripe);
     struct open_inode *entry = find(stripe, ino);
-    bool known = entry && entry->users > (uint32_t)(entry->held + entry->kept) &&
+    bool known = entry && entry->users > (uint32_t)entry->held + own_users(entry) &&
                  (!by_python || entry->python_handles);
     if (known) {
         if (by_python)
@@ -378,21 +355,37 @@ void opens_unkeep(struct opens *opens, uint64_t ino, struct open_remains *to_clo
     unlock(stripe);
 }
 
-static struct written *written_new(struct opens *opens, struct opens_stripe *stripe, int fd,
-                                   uint8_t tier) {
-    struct written *file = malloc(sizeof *file);
-    if (file)
-        *file =
-            (struct written){.opens = opens, .stripe = stripe, .fd = fd, .tier = tier, .users = 1};
-    return file;
+bool opens_count_read(struct opens *opens, struct open_inode *entry, uint64_t ino,
+                      uint64_t nbytes) {
+    bool begins = false;
+    lock(stripe_with(opens, entry));
+    if (entry->ino == ino && entry->unread) {
+        entry->unread -= nbytes < entry->unread ? nbytes : entry->unread;
+        /* The caller uses the entry, too. */
+        entry->users -= !entry->unread;
+    } else if (entry->ino == ino && entry->content && nbytes < entry->content->size) {
+        entry->unread = entry->unread_before = entry->content->size - nbytes;
+        entry->users++;
+        begins = true;
+    }
+    unlock(stripe_with(opens, entry));
+    return begins;
 }
 
-static void written_free(struct written *file) {
-    if (file->tier == 0)
-        file->opens->close_later(file->opens->dp, file->fd);
-    else
-        close(file->fd);
-    free(file);
+bool opens_end_reading(struct opens *opens, uint64_t ino, bool now, struct open_remains *to_close) {
+    *to_close = (struct open_remains){.fd = -1};
+    struct open_inode *entry = locked(opens, ino);
+    bool is_read = entry && entry->unread;
+    bool goes_on = is_read && !now && entry->unread != entry->unread_before;
+    if (goes_on) {
+        entry->unread_before = entry->unread;
+    } else if (is_read) {
+        entry->unread = 0;
+        if (--entry->users == 0)
+            forget(stripe_of(opens, ino), entry, to_close);
+    }
+    unlock(stripe_of(opens, ino));
+    return goes_on;
 }
 
 struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier,
@@ -458,118 +451,6 @@ struct open_inode *opens_created(struct opens *opens, uint64_t ino) {
     return entry;
 }
 
-struct written *opens_use(struct opens *opens, struct open_inode *entry, uint64_t ino) {
-    lock(stripe_with(opens, entry));
-    struct written *file = entry->ino == ino ? entry->written : NULL;
-    if (file)
-        file->users++;
-    unlock(stripe_with(opens, entry));
-    return file;
-}
-
-void opens_unuse(struct written *file) {
-    struct opens_stripe *stripe = file->stripe;
-    lock(stripe);
-    uint32_t users = --file->users;
-    if (users == 1)
-        pthread_cond_broadcast(&stripe->unused);
-    unlock(stripe);
-    if (users == 0)
-        written_free(file);
-}
-
-/* The stripe's lock must be held. */
-static void lower(struct open_inode *entry, uint64_t offset) {
-    if (offset < entry->lowest)
-        entry->lowest = offset;
-}
-
-void opens_changing(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset) {
-    lock(stripe_with(opens, entry));
-    if (entry->ino == ino)
-        lower(entry, offset);
-    unlock(stripe_with(opens, entry));
-}
-
-uint64_t opens_wrote(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset,
-                     uint64_t size) {
-    uint64_t run = 0;
-    lock(stripe_with(opens, entry));
-    if (entry->ino == ino) {
-        entry->changes++;
-        lower(entry, offset);
-    }
-    if (entry->ino == ino && size) {
-        if (offset != entry->run_end)
-            entry->run_start = offset;
-        entry->run_end = offset + size;
-        run = entry->run_end - entry->run_start;
-        if (run >= OPENS_RUN_BYTES)
-            entry->run_start = entry->run_end;
-        else
-            run = 0;
-    }
-    unlock(stripe_with(opens, entry));
-    return run;
-}
-
-bool opens_unbind(struct opens *opens, uint64_t ino) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    struct written *file = NULL;
-    lock(stripe);
-    struct open_inode *entry = find(stripe, ino);
-    bool bound = entry && entry->held;
-    if (bound && entry->written) {
-        file = entry->leaving = entry->written;
-        entry->written = NULL;
-        while (file->users > 1)
-            pthread_cond_wait(&stripe->unused, &stripe->lock);
-        if (entry->leaving == file)
-            entry->leaving = NULL;
-        pthread_cond_broadcast(&stripe->unused);
-    } else {
-        /* Another thread has unbound the file, and writes to it may still be running. */
-        while ((entry = find(stripe, ino)) && entry->held && entry->leaving)
-            pthread_cond_wait(&stripe->unused, &stripe->lock);
-    }
-    unlock(stripe);
-    if (file)
-        written_free(file);
-    return bound;
-}
-
-bool opens_rebind(struct opens *opens, uint64_t ino, int fd, uint8_t tier) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    struct written *file = written_new(opens, stripe, fd, tier);
-    if (!file)
-        return false;
-    lock(stripe);
-    struct open_inode *entry = find(stripe, ino);
-    bool can = entry && entry->held && !entry->written;
-    if (can)
-        entry->written = file;
-    unlock(stripe);
-    if (!can)
-        free(file);
-    return can;
-}
-
-void opens_know_set_id(struct opens *opens, uint64_t ino, bool has_set_id) {
-    struct open_inode *entry = locked(opens, ino);
-    if (entry)
-        __atomic_store_n(&entry->has_set_id, has_set_id, __ATOMIC_RELEASE);
-    unlock(stripe_of(opens, ino));
-}
-
-uint64_t opens_lowest(struct opens *opens, uint64_t ino, bool forget) {
-    struct open_inode *entry = locked(opens, ino);
-    uint64_t lowest = entry && entry->held ? entry->lowest : UINT64_MAX;
-    if (entry && entry->held && forget)
-        entry->lowest = UINT64_MAX;
-    unlock(stripe_of(opens, ino));
-    return lowest;
-}
-
 /* ``result`` is evaluated for ``entry``, that of ``ino`` or NULL, with its stripe locked. */
 #define QUESTION(type, name, result)                                                               \
     type opens_##name(struct opens *opens, uint64_t ino) {                                         \
@@ -580,7 +461,7 @@ uint64_t opens_lowest(struct opens *opens, uint64_t ino, bool forget) {
     }
 
 QUESTION(bool, can_bind, can_bind(entry))
-QUESTION(bool, is_open, entry && entry->users > entry->kept)
+QUESTION(bool, is_open, entry && entry->users > own_users(entry))
 QUESTION(bool, is_passed, entry && entry->kind == OPEN_PASSTHROUGH)
 QUESTION(uint64_t, changes, entry && entry->held ? entry->changes : 0)
 QUESTION(int64_t, reached, entry ? __atomic_load_n(&entry->reached, __ATOMIC_RELAXED) : 0)

@@ -50,8 +50,8 @@ struct open_inode {
     struct open_inode *next;
     struct content *content; /* atomic */
     uint32_t slot;
-    uint32_t users; /* opens without a release, including unanswered ones, and Python if ``held``
-                       or ``kept`` */
+    uint32_t users; /* opens without a release, including unanswered ones, Python if ``held`` or
+                       ``kept``, and the reads to come if ``unread`` */
     uint32_t python_handles; /* those of them with a plain handle of pyfuse3 */
     int32_t backing_id;
     int fd;                /* atomic */
@@ -74,6 +74,8 @@ struct open_inode {
     uint64_t changes;        /* changes since Python bound it */
     uint64_t lowest;         /* lowest offset changed since Python's last query; UINT64_MAX: none */
     uint64_t run_start, run_end; /* the range of consecutive writes that were not reported yet */
+    uint64_t unread; /* of ``content``, for reads without an open: until they have these bytes */
+    uint64_t unread_before; /* the same at the last call of opens_end_reading */
 };
 
 enum { OPENS_STRIPES = 16, OPENS_BUCKETS = 256, OPENS_CHUNK = 256, OPENS_CHUNKS = 1024 };
@@ -128,10 +130,18 @@ bool opens_settle(struct opens *opens, struct open_inode *entry, enum open_kind 
 /* Settles an entry by all its bytes; the entry becomes a user of them. */
 bool opens_settle_content(struct opens *opens, struct open_inode *entry, struct content *content);
 /* Keeps the bytes of an inode that is not open, for opens to come, until opens_unkeep; the entry
- * becomes a user of them. False if the inode is open, or without memory. */
-bool opens_keep(struct opens *opens, uint64_t ino, struct content *content);
+ * becomes a user of them. With ``unread`` they are kept for reads to come, as by opens_count_read.
+ * False if the inode is open, or without memory. */
+bool opens_keep(struct opens *opens, uint64_t ino, struct content *content, uint64_t unread);
 /* Ends opens_keep. Existing opens keep the bytes. */
 void opens_unkeep(struct opens *opens, uint64_t ino, struct open_remains *to_close);
+/* Counts ``nbytes`` that a read without an open gets from the bytes of an entry, which the caller
+ * uses: they are kept until all were read, or until opens_end_reading. Returns whether this begins
+ * with the call. */
+bool opens_count_read(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t nbytes);
+/* Returns true if bytes of an inode are kept for reads to come, and some were read since the last
+ * call; otherwise they are kept no more. ``now``: in any case. */
+bool opens_end_reading(struct opens *opens, uint64_t ino, bool now, struct open_remains *to_close);
 /* The entry of a handle, if it is that of the inode; takes no lock. */
 struct open_inode *opens_at(struct opens *opens, uint32_t slot, uint64_t ino);
 /* Binds an inode that Python opens. False if it has readers that must stay with Python. If true,

@@ -204,6 +204,14 @@ bool drop_open(struct datapath *dp, uint64_t ino, bool by_python) {
     return known;
 }
 
+/* As opens_end_reading. */
+bool end_reading(struct datapath *dp, uint64_t ino, bool now) {
+    struct open_remains to_close;
+    bool goes_on = opens_end_reading(&dp->opens, ino, now, &to_close);
+    finish(dp, ino, &to_close);
+    return goes_on;
+}
+
 void end_binding(struct datapath *dp, uint64_t ino) {
     struct open_remains to_close;
     opens_end_binding(&dp->opens, ino, &to_close);

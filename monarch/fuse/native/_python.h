@@ -51,8 +51,9 @@ void *array_of(Datapath *self, PyObject *given, Py_ssize_t size, bool writable, 
         X(answer_missing, METH_VARARGS), X(answer_attributes, METH_VARARGS),                       \
         X(know_set_id, METH_VARARGS), X(opened, METH_VARARGS), X(set_pack, METH_VARARGS),          \
         X(lend, METH_VARARGS), X(take_back, METH_O), X(keep, METH_VARARGS), X(unkeep, METH_O),     \
-        X(set_peers, METH_VARARGS), X(keep_connection, METH_VARARGS), X(take_connection, METH_O),  \
-        X(drop_connections, METH_O), X(received, METH_VARARGS)
+        X(keep_unread, METH_VARARGS), X(set_peers, METH_VARARGS),                                  \
+        X(keep_connection, METH_VARARGS), X(take_connection, METH_O), X(drop_connections, METH_O), \
+        X(received, METH_VARARGS)
 
 #define DECLARED(name, how) *datapath_##name(Datapath *self, PyObject *args)
 PyObject OTHER_METHODS(DECLARED);

@@ -270,6 +270,30 @@ PyObject *datapath_store(Datapath *self, PyObject *args) {
     return PyBool_FromLong(stored);
 }
 
+/* Keeps the bytes of a file for reads without an open that still come: ``unread`` bytes. False if
+ * Python must answer them. */
+PyObject *datapath_keep_unread(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    unsigned long long ino, unread;
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "Ky*K", &ino, &data, &unread))
+        return NULL;
+    uint64_t size = (uint64_t)data.len;
+    bool can = LOAD(dp->no_open_agreed) && ino >= 1 && ino <= dp->names.entries && unread &&
+               !(LOAD(dp->marks[ino]) & dp->unusable) &&
+               LOAD(dp->held) + (int64_t)size <= dp->hold_max;
+    struct content *content = can ? content_new(size, &dp->held) : NULL;
+    if (content) {
+        memcpy(content->bytes, data.buf, size);
+        can = opens_keep(&dp->opens, ino, content, unread);
+        if (can)
+            keep_partly_read(dp, ino);
+        content_release(content);
+    }
+    PyBuffer_Release(&data);
+    return PyBool_FromLong(content && can);
+}
+
 /* -- methods with an inode number alone -------------------------------------------------------- */
 
 /* ``result`` is evaluated for ``dp`` and ``ino``. */

@@ -97,7 +97,7 @@ PyObject *datapath_keep(Datapath *self, PyObject *args) {
         if (!content)
             continue;
         memcpy(content->bytes, (const uint8_t *)data.buf + begin, size);
-        if (opens_keep(&dp->opens, ino, content))
+        if (opens_keep(&dp->opens, ino, content, 0))
             contents[i] = content;
         else
             content_release(content);

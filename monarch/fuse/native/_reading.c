@@ -127,14 +127,20 @@ static bool relay_by_name(struct thread *thread, struct in_header *request, bool
     return served;
 }
 
+/* The number of bytes in memory that a read gets. */
+static size_t given_of(const struct in_header *request, const struct content *content) {
+    const struct read_in *in = (const struct read_in *)(request + 1);
+    uint64_t left = in->offset < content->size ? content->size - in->offset : 0;
+    return in->size < left ? in->size : (size_t)left;
+}
+
 /* Answers a read from bytes in memory. */
 static void give(struct thread *thread, const struct in_header *request,
                  const struct content *content, uint64_t begin) {
     const struct read_in *in = (const struct read_in *)(request + 1);
-    uint64_t left = in->offset < content->size ? content->size - in->offset : 0;
-    size_t size = in->size < left ? in->size : (size_t)left;
+    size_t size = given_of(request, content);
     count_read(thread, 0, size, begin);
-    answer(thread, request, left ? content->bytes + in->offset : NULL, size);
+    answer(thread, request, size ? content->bytes + in->offset : NULL, size);
 }
 
 /* Continues a read that stands for an open and uses ``entry``; ``fresh``: it settles the entry.
@@ -156,7 +162,15 @@ bool reading_resume(struct thread *thread, const struct in_header *request,
             return true;
     }
     content = opens_content(&dp->opens, entry, ino);
+    if (content && !fresh && LOAD(dp->marks[ino]) & dp->unusable) {
+        /* The source has another version by now, and Python refuses to mix the two. */
+        content_release(content);
+        content = NULL;
+    }
     if (content) {
+        /* Otherwise each further read of the file would fetch it again. */
+        if (opens_count_read(&dp->opens, entry, ino, given_of(request, content)))
+            keep_partly_read(dp, ino);
         /* The fetched bytes stay until Python has taken the event and drops them: see
          * datapath_taken. */
         if (fresh)
