@@ -79,7 +79,6 @@ def _read_trace(path: Path, progress: Progress) -> Recorded:
     opens: list[int] = []
     epochs: list[int | None] = []
     hits: list[bool | None] = []
-    lost = 0
     with read_trace(path) as trace:
         for each in trace:
             number = numbers.setdefault(each.path, len(sizes))
@@ -89,10 +88,9 @@ def _read_trace(path: Path, progress: Progress) -> Recorded:
             opens.append(number)
             epochs.append(each.epoch)
             hits.append(None if each.tier is None else each.tier != trace.header.tiers[0])
-            lost += each.lost
             if len(opens) % _REPORTED == 0:
                 progress(len(opens), None, "reading the trace")
-        is_cut_off = trace.end is None
+        lost, is_cut_off = trace.lost, trace.end is None
     if sum(sizes) >= MOST_BYTES:
         raise UsageError(f"{escape_text(os.fspath(path))} has files of impossible sizes")
     files = Files(np.array(sizes, np.int64), np.arange(1, len(sizes) + 1).astype(np.uint64))

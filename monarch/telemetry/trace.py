@@ -91,13 +91,14 @@ class TraceStopped(Report):
 
 class Trace:
     """A trace that is read: ``header`` at once, then the opens by iteration, once. ``end`` is None
-    until all were read, and after that if the trace was cut off. Raises MonarchError for a line
-    that is not of the format."""
+    until all were read, and after that if the trace was cut off. ``lost`` opens are missing so far,
+    also after the last one. Raises MonarchError for a line that is not of the format."""
 
     def __init__(self, lines: Iterator[str], name: str) -> None:
         self._lines = lines
         self._name = name
         self._number = 0
+        self.lost = 0
         self.end: TraceEnd | None = None
         raw = self._next()
         if raw is None or "monarch_trace" not in raw:
@@ -127,6 +128,7 @@ class Trace:
                     self.end = self._decode(TraceEnd, raw)
                 case {"lost": int(count), **_rest}:
                     lost += count
+                    self.lost += count
                 case _:
                     raise self._damaged()
 
