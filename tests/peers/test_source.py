@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from monarch.peers.client import OTHER_SIZE, Answer, Kind, PeerClient, PeerFaile
 from monarch.peers.connections import PeerFetcher
 from monarch.peers.ownership import Member, Ownership
 from monarch.peers.source import Peers, PeerSource
+from monarch.placement.parts import BLOCK
 from monarch.posix.buckets import BUCKETS, bucket, buckets
 from monarch.tiers.contents import copy_name
 from monarch.tiers.source import identity_of
@@ -71,6 +73,7 @@ def peers_of(
     coming_s: float = 60.0,
     replicas: int = 1,
     snapshot: SimpleNamespace | None = None,
+    most_held: int | None = None,
 ) -> Peers:
     known = snapshot or SimpleNamespace(
         entries=FILES, attributes=lambda ino: SimpleNamespace(identity=identity(ino))
@@ -84,6 +87,7 @@ def peers_of(
         largest=LARGEST,
         coming_s=coming_s,
         replicas=replicas,
+        most_held=most_held,
     )
 
 
@@ -438,6 +442,40 @@ def test_with_too_many_scores_each_file_counts_with_the_part_of_this_node(
     sizes[:10] = LARGEST + 1
     peers = peers_of(None, FakeMember(RIGHT), snapshot=table_of(sizes))
     assert peers.curve().sum() == 10 * (LARGEST + 1) + (FILES - 10) * 50
+
+
+@pytest.mark.parametrize("is_computed", [True, False], ids=["computed", "too many"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_start_of_a_large_job_reads_the_snapshot_once_and_computes_no_score_twice(
+    replicas: int, is_computed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, members, blocks = 20_000, 1024, 2048
+    sizes = np.full(files, LARGEST)
+    # The blocks of a very large file are computed at the mount, those of the others when opened.
+    sizes[:9] = 2 * BLOCK
+    sizes[9] = blocks * BLOCK
+    table = table_of(sizes)
+    # The table has nothing else that could be read, such as the attributes of one file.
+    table.files_in = Mock(wraps=table.files_in)
+    scores: list[int] = []
+    compute = Ownership._scores
+
+    def counted(whole: Ownership, *columns: Any) -> npt.NDArray[np.float64]:
+        found = compute(whole, *columns)
+        scores.append(found.size)
+        return found
+
+    monkeypatch.setattr(Ownership, "_scores", counted)
+    if not is_computed:
+        monkeypatch.setattr("monarch.peers.source._MOST_SCORES", files * members - 1)
+    others = [FakeMember(RIGHT) for _ in range(members - 1)]
+    peers = peers_of(None, *others, replicas=replicas, snapshot=table, most_held=1)
+    peers.curve()
+    assert table.files_in.call_count == 1
+    # One of each member for each file and block, and those of this node again.
+    assert sum(scores) <= (members + 1) * (files * is_computed + blocks)
+    # Not in steps for each file.
+    assert len(scores) <= (members + 1) * (2 * is_computed + 1)
 
 
 def test_a_source_reads_itself_what_no_other_node_gives(tmp_path: Path) -> None:
