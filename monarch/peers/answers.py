@@ -18,7 +18,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -55,6 +55,8 @@ _BODY = re.compile(rb"\r\n(?:transfer-encoding|content-length)[ \t]*:(?![ \t]*0+
 # Errors of accept that end by themselves, and the pause after one, in seconds.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SCARCE_PAUSE_S = 0.1
+# The pause before the socket, which could not be made, is tried again, in seconds.
+_SOCKET_PAUSE_S = 5.0
 # How long the bytes of a fetch are kept for a member that asks again, in seconds.
 _KEPT_S = 2.0
 
@@ -147,8 +149,19 @@ class Answers:
         return ino == self._asked or ino in self._fetches
 
     async def run(self) -> None:
-        """Answers until cancelled. Raises OSError if the socket cannot be made."""
-        with _listening(self._path) as listener:
+        """Answers until cancelled."""
+        with ExitStack() as opened:
+            while True:
+                try:
+                    listener = opened.enter_context(_listening(self._path))
+                    break
+                except OSError as error:
+                    self._limiter.warning(
+                        "socket",
+                        "requests of other nodes, which read the source, get no answer: %s: %s",
+                        *(self._path, error.strerror),
+                    )
+                    await trio.sleep(_SOCKET_PAUSE_S)
             async with trio.open_nursery() as nursery:
                 while True:
                     stream = await self._accepted(listener)

@@ -88,8 +88,10 @@ def with_answers(
     check: Callable[[Files, Path], Awaitable[None]],
     *,
     patience_s: float = 20.0,
+    meanwhile: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
 ) -> None:
-    """Runs ``check`` beside the answers of a daemon without an engine, at the socket ``path``."""
+    """Runs ``check`` beside the answers of a daemon without an engine, at the socket ``path``;
+    ``meanwhile`` until the socket is there."""
 
     async def main() -> None:
         files, path = Files(directory), directory / "peers" / SOCKET
@@ -97,6 +99,7 @@ def with_answers(
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(answers.run)
+                await meanwhile()
                 while not path.exists():
                     await trio.sleep(0.01)
                 await check(files, path)
@@ -104,6 +107,28 @@ def with_answers(
         assert not path.exists()
 
     trio.run(main)
+
+
+@pytest.mark.promise(274)
+def test_a_socket_that_cannot_be_made_is_tried_again_and_is_no_internal_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monarch.peers.answers._SOCKET_PAUSE_S", 0.01, raising=False)
+    in_the_place_of_the_directory = tmp_path / "peers"
+    in_the_place_of_the_directory.touch()
+
+    async def no_directory_at_first() -> None:
+        while "Not a directory" not in caplog.text:
+            await trio.sleep(0.01)
+        in_the_place_of_the_directory.unlink()
+
+    async def check(files: Files, path: Path) -> None:
+        hello = to_daemon(f"/hello/{'0' * 64}/127.0.0.1/20000")
+        assert (await ask_daemon(path, hello)).startswith(b"HTTP/1.1 200 ")
+
+    with_answers(tmp_path, check, meanwhile=no_directory_at_first)
+    # Health names each one as a bug.
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_bytes_that_are_kept_are_given_up_for_others(tmp_path: Path) -> None:
