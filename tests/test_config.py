@@ -746,6 +746,17 @@ def test_state_of_ordinary_users_is_below_their_home_directory(given: str, root:
     assert state_root(uid=1000, environ=environ) == Path(root)
 
 
+def test_a_user_without_a_home_directory_gets_an_error_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a container that runs as any uid."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="HOME or MONARCH_STATE_ROOT"):
+        state_root(uid=4711, environ={})
+    assert state_root(uid=4711, environ={"MONARCH_STATE_ROOT": "/x"}) == Path("/x")
+
+
 def test_root_keeps_its_state_in_var_lib() -> None:
     assert state_root(uid=0, environ={"HOME": "/root"}) == Path("/var/lib/monarch")
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def state_root(*, uid: int | None = None, environ: Mapping[str, str] | None = None) -> Path:
     """The directory of all state directories: /var/lib/monarch for root, else in the user's home.
 
-    MONARCH_STATE_ROOT overrides both: for a volume of a container, or a node without a disk.
+    MONARCH_STATE_ROOT overrides both: for a volume of a container, or a node without a disk. Raises
+    ConfigError for a user without a home, as in a container that runs as any uid.
     """
     environ = os.environ if environ is None else environ
     chosen = Path(environ.get("MONARCH_STATE_ROOT", ""))
@@ -34,8 +35,10 @@ def state_root(*, uid: int | None = None, environ: Mapping[str, str] | None = No
     given = Path(environ.get("XDG_STATE_HOME", ""))
     if given.is_absolute():
         return given / "monarch"
-    home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
-    return home / ".local/state/monarch"
+    home = environ.get("HOME") or os.path.expanduser("~")
+    if home == "~":
+        raise ConfigError(["this user has no home directory; set HOME or MONARCH_STATE_ROOT"])
+    return Path(home) / ".local/state/monarch"
 
 
 def readable_name(source: Path) -> str:
