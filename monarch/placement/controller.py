@@ -124,8 +124,7 @@ class Controller:
 
     def offered(self, item: Item) -> Promote | None:
         """Offers an item that the source serves, and that is open or will be opened: what to copy,
-        if anything. No copy is evicted for it, unless it is pinned: that is decided at its
-        open."""
+        if anything. No copy is evicted for it, unless it is pinned: its open decides that."""
         if self.is_placed(item.ino):
             return None
         forced = self._residency.is_forced(item.ino)
@@ -199,11 +198,12 @@ class Controller:
         if tier != SOURCE and self._residency.tier_of(ino) == tier:
             self._policy.accessed(ino, tier)
 
-    def warm(self, item: Item) -> Promote | None:
-        """Handles a user's request for the item: only space matters, not the policy's admission."""
-        if self._residency.is_copying(item.ino):
+    def warm(self, item: Item, *, is_held: bool = False) -> Promote | None:
+        """Handles a user's request: only space matters. ``is_held``: a copy takes over ``hold``."""
+        if self._residency.is_copying(item.ino) and not is_held:
             self._residency.want(item.ino, forced=True)
-        return None if self.is_placed(item.ino) else self._promote(item, forced=True)
+        is_free = is_held or not self.is_placed(item.ino)
+        return self._promote(item, forced=True) if is_free else None
 
     @property
     def wanted(self) -> int:

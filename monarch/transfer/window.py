@@ -142,6 +142,11 @@ class Window:
         self.on_room()
         return is_last
 
+    def hand_over(self, ino: Ino) -> None:
+        """Removes a file whose copy takes over the mark of ``Controller.hold``."""
+        self._remove(self._held[ino])
+        self.on_room()
+
     def drop(self, held: Held) -> None:
         """Removes a file that no reader is expected to open."""
         if not held.is_read and held.content is not None:

@@ -168,8 +168,8 @@ class Promotions:
             self.submit(promote, attributes.identity, file=file)
 
     def warm(self, ino: Ino) -> bool:
-        """Starts a whole copy on request; False if no tier has space for it. A partial copy is
-        removed."""
+        """Starts a whole copy on request, of the bytes in the window if the file is there; False if
+        no tier has space for it. A partial copy is removed."""
         if self._residency.tier_of(ino) != SOURCE:
             return True
         if self._controller.parts.tier_of(ino) != SOURCE:
@@ -177,11 +177,16 @@ class Promotions:
         if not self._residency.is_copying(ino) and self.chunks.warm(ino):
             return True
         attributes = self._names.stored(ino)
-        promote = self._controller.warm(Item.of(attributes))
+        held = self._engine.window.get(ino)
+        promote = self._controller.warm(Item.of(attributes), is_held=held is not None)
         if promote is None:
-            return self._residency.is_copying(ino)
+            return held is None and self._residency.is_copying(ino)
+        content = None
+        if held is not None:
+            content = held.content if held.identity == attributes.identity else None
+            self._engine.window.hand_over(ino)
         self._metrics.closed_files.discard(ino)
-        self.submit(promote, attributes.identity)
+        self.submit(promote, attributes.identity, content=content)
         return True
 
     def is_closed(self, ino: Ino) -> bool:

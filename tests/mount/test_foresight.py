@@ -391,6 +391,33 @@ def test_a_file_of_several_reads_comes_from_the_window_once(
     announced.close()
 
 
+@pytest.mark.promise(112)
+@pytest.mark.modes("relay", "passthrough", "no_open")
+def test_a_file_in_the_window_is_warmed_without_another_read(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    names = [f"{number:02}" for number in range(40)]
+    tree(dict.fromkeys(names, 100_000))
+    mounted = monarch.mount(source, tiers={"fast": "1MiB"})
+    with OpenCounter(source) as opens:
+        announced = announce(mounted.path / name for name in names)
+        assert announced is not None
+        wait_until(lambda: opens.count() == 40, "all files are fetched")
+        report = settled(mounted)
+        copied = list(resident(mounted, names))
+        assert report["foresight"]["window"]["files"] == 40 - len(copied)
+        first, second = [mounted.path / name for name in names if name not in copied][:2]
+        monarch("evict", *(str(mounted.path / name) for name in copied[:1]))
+        monarch("warm", str(first), "--wait")
+        refused = monarch("warm", str(second), "--wait", check=False)
+        assert refused.returncode == 1
+        assert resident(mounted, names) == dict.fromkeys([*copied, first.name][1:], "fast")
+        for path in (first, second):
+            assert path.read_bytes() == contents(path.name, 100_000)
+        assert opens.count() == 40
+    announced.close()
+
+
 @pytest.mark.promise(180)
 def test_only_what_is_admitted_is_fetched_ahead_without_a_window(
     monarch: MonarchCommand, tree: Tree, source: Path

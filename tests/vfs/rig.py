@@ -153,6 +153,8 @@ class NoWindow:
     def read(self, ino: Ino, *, is_last: bool) -> bool:
         return False
 
+    def hand_over(self, ino: Ino) -> None: ...
+
 
 class FakeEngine:
     """Keeps what is submitted until ``arrive`` makes a copy of it, or ``fail`` gives it up."""
