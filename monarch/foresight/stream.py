@@ -427,18 +427,23 @@ class Stream:
         window = self._window
         if self._last is not None:
             self._last.extend()
+        # In a small directory the workers may have batches in all parts.
+        is_small = self._window_size < recognition.WINDOW
+        is_same = False
         if self._last is not None and len(self._last.positions) >= LEAST_FILES:
             known = self._last.places(window)
             if len(known) >= _KNOWN * len(window):
                 found = recognition.locality(known, len(self._last.positions))
-                if found is not None and recognition.advances(
-                    known, self._last.places(self._before)
-                ):
+                if found is not None or is_small:
+                    is_same = recognition.advances(known, self._last.places(self._before))
+                if found is not None and is_same:
                     return "same order", found
         ordered = sorted(window)
         found = recognition.locality(ordered, self._n)
         step, remainder = recognition.stride(ordered)
-        if found is not None and recognition.advances(window, self._before):
+        may_be_ordered = found is not None or is_small
+        is_ordered = may_be_ordered and recognition.advances(window, self._before)
+        if found is not None and is_ordered:
             self.step, self._remainder = step, remainder
             return "sequential" if step == 1 else "strided", found
         # Most of the files may be gone.
@@ -448,16 +453,19 @@ class Stream:
         if self.pattern == "skewed" and self.opens < _LEAST_SKEWED * self._window_size:
             # The count has just begun anew.
             return "skewed", None
-        is_random = step == 1 and recognition.is_uniform(window, self._n)
-        return "shuffled" if is_random else "unknown", None
+        if step != 1 or not recognition.is_uniform(window, self._n):
+            return "unknown", None
+        if is_small and (is_same or is_ordered):
+            return "same order" if is_same else "sequential", None
+        return "shuffled", None
 
     def _recognised(self, pattern: Pattern, found: Locality | None) -> None:
         self.pattern = pattern
         self.distance = _LEAST_AHEAD
         self._fill_credit = 0
-        self.is_filling = pattern == "shuffled" and not self.subtree.is_filled
-        if found is not None:
-            self._front = self._given = found.high
+        is_spread = pattern == "shuffled" or (pattern in _LOCAL and found is None)
+        self.is_filling = is_spread and not self.subtree.is_filled
+        self._front = self._given = -1 if found is None else found.high
 
     def _follow(self, found: Locality) -> None:
         """Records the position of the readers, and adapts the distance."""

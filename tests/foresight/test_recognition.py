@@ -99,6 +99,23 @@ def test_the_order_of_the_last_epoch_is_recognised_within_the_error_rate(readers
 
 
 @pytest.mark.promise(182)
+@pytest.mark.parametrize("files", [80, 100])
+@pytest.mark.parametrize("readers", [2, 4])
+def test_an_order_of_few_files_is_not_shuffled(files: int, readers: int) -> None:
+    """The batches of the workers are in all parts of the directory, so no window is local."""
+    shown: Counter[str] = Counter()
+    for seed in range(SEEDS // 10):
+        rng, part = random.Random(seed), FILES[:files]
+        for order in (list(part), rng.sample(part, files)):
+            stream = Stream(Subtree(ROOT_INO, 1, part, Marks(part.stop)), keeps_order=True)
+            for _ in range(3):
+                for ino in workers(order, readers, 16, rng):
+                    stream.opened(Ino(ino))
+            shown[stream.pattern] += 1
+    assert shown["shuffled"] <= 0.05 * shown.total(), shown
+
+
+@pytest.mark.promise(182)
 def test_two_jobs_that_alternate_are_recognised_within_the_error_rate() -> None:
     """In one directory, with opens by neither; each order with each other one."""
     kinds: dict[str, Callable[[range, random.Random], list[int]]] = {
