@@ -249,7 +249,8 @@ async def test_announced_files_that_come_with_chunks_are_asked_for_together(
         await until(lambda: rig.residency.resident_files(1) == FILES)
     # Each call costs as much as a dozen further files of the same call.
     assert 0 < sum(1 for count in asked if count) <= FILES // 8
-    assert rig.source.reads == dict.fromkeys(range(CHUNKS), 1)
+    # The first file is often read alone, too.
+    assert FILES * SIZE <= rig.source.nbytes <= (FILES + 1) * SIZE
 
 
 # -- chunks of several pieces ----------------------------------------------------------------------
