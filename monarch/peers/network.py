@@ -8,8 +8,8 @@ import queue
 import re
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
 from monarch.errors import Unanswered, UsageError
@@ -39,23 +39,7 @@ def addresses_of(name: str, *, within_s: float = _RESOLVE_S) -> list[str]:
 
 def addresses_of_all(names: Iterable[str]) -> dict[str, list[str]]:
     """The IP addresses of those names that are known. Takes little longer than the slowest one."""
-    found = {}
-    until_s = time.monotonic() + _RESOLVE_S
-    with Workers[tuple[str, list[str]]](_AT_ONCE, wait_s=0.0) as workers:
-        for name in names:
-            workers.put(_with_name, name, until_s)
-        while workers.pending:
-            with suppress(OSError):
-                try:
-                    name, addresses = workers.take(_left_s(until_s))
-                except queue.Empty:
-                    break
-                found[name] = addresses
-    return found
-
-
-def _with_name(name: str, until_s: float) -> tuple[str, list[str]]:
-    return name, _resolved(name, until_s)
+    return {name: found for name, found in _each_resolved(names) if not isinstance(found, OSError)}
 
 
 def own_names() -> list[str]:
@@ -93,29 +77,41 @@ def _address_towards_any(hosts: Sequence[str]) -> str | None:
     not take the time of the others. Raises OSError if none is known."""
     is_known = False
     failure: OSError | None = None
-    until_s = time.monotonic() + _RESOLVE_S
-    with Workers[list[str]](_AT_ONCE, wait_s=0.0) as workers:
-        for host in hosts:
-            workers.put(_resolved, host, until_s)
-        while workers.pending:
+    with closing(_each_resolved(hosts)) as each:
+        for _, found in each:
             try:
-                to = workers.take(_left_s(until_s))[0]
-                if not ipaddress.ip_address(to).is_loopback:
-                    return _address_towards(to)
+                if isinstance(found, OSError):
+                    raise found
+                if not ipaddress.ip_address(found[0]).is_loopback:
+                    return _address_towards(found[0])
                 is_known = True
-            except queue.Empty:
-                failure = failure or TimeoutError(errno.ETIMEDOUT, "the DNS does not answer")
-                break
             except OSError as error:
                 # The member may be down, and not in the DNS yet.
-                failure = error
+                failure = failure or error
     if failure is not None and not is_known:
         raise failure
     return None
 
 
-def _resolved(host: str, until_s: float) -> list[str]:
-    return addresses_of(host, within_s=_left_s(until_s))
+def _each_resolved(names: Iterable[str]) -> Generator[tuple[str, list[str] | OSError], None, None]:
+    """The IP addresses of each name, or why they are not known, in the order of the answers. At the
+    end there is one TimeoutError for all that got no answer."""
+    until_s = time.monotonic() + _RESOLVE_S
+    with Workers[tuple[str, list[str] | OSError]](_AT_ONCE, wait_s=0.0) as workers:
+        for name in names:
+            workers.put(_resolved, name, until_s)
+        try:
+            while workers.pending:
+                yield workers.take(_left_s(until_s))
+        except queue.Empty:
+            yield "", TimeoutError(errno.ETIMEDOUT, "the DNS does not answer")
+
+
+def _resolved(name: str, until_s: float) -> tuple[str, list[str] | OSError]:
+    try:
+        return name, addresses_of(name, within_s=_left_s(until_s))
+    except OSError as error:
+        return name, error
 
 
 def _left_s(until_s: float) -> float:
