@@ -44,7 +44,7 @@ TEXT = [
 ]
 OPENS = [
     TracedOpen(0.5, "train/a.jpg", 100, 1, "source", 0.001234, 4711),
-    TracedOpen(1.25, ODD, 0, None, None, None, None, lost=15),
+    TracedOpen(1.25, ODD, 0, None, None, None, None),
     TracedOpen(2.0, "train/a.jpg", 100, 2, 'a"b', None, 4711),
 ]
 
@@ -135,7 +135,8 @@ def test_keys_that_are_not_known_are_ignored_and_a_time_may_be_a_whole_number(
     ]
     (tmp_path / "file").write_text("".join(lines))
     with read_trace(tmp_path / "file") as trace:
-        assert list(trace) == [TracedOpen(1, "a", 1, 1, None, 0, None, lost=2)]
+        assert list(trace) == [TracedOpen(1, "a", 1, 1, None, 0, None)]
+        assert trace.lost == 2
         assert trace.end == TraceEnd("seconds", 1, 2)
 
 

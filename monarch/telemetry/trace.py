@@ -49,7 +49,7 @@ class TracedOpen:
 
     ``tier`` is None if it is unknown what served the open, ``latency_s`` if it is unknown how long
     it took, ``epoch`` if epochs are not counted, ``job`` (the session of the process) if the
-    process is unknown. ``lost`` opens before this one are not in the trace.
+    process is unknown.
     """
 
     time_s: float
@@ -59,7 +59,6 @@ class TracedOpen:
     tier: str | None
     latency_s: float | None
     job: int | None
-    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +113,10 @@ class Trace:
 
     def __iter__(self) -> Iterator[TracedOpen]:
         files: dict[int, tuple[str, int]] = {}
-        lost = 0
         while self.end is None and (raw := self._next()) is not None:
             match raw:
                 case {"t": float() | int() as time_s, "file": int(file), **rest} if file in files:
-                    yield self._open(time_s, *files[file], rest, lost)
-                    lost = 0
+                    yield self._open(time_s, *files[file], rest)
                 case {"file": int(file), "path": str(path), "bytes": int(size)} if (
                     0 <= size <= MOST_BYTES
                 ):
@@ -127,14 +124,11 @@ class Trace:
                 case {"end": str(), **_rest}:
                     self.end = self._decode(TraceEnd, raw)
                 case {"lost": int(count), **_rest}:
-                    lost += count
                     self.lost += count
                 case _:
                     raise self._damaged()
 
-    def _open(
-        self, time_s: float, path: str, size: int, raw: Mapping[str, Any], lost: int
-    ) -> TracedOpen:
+    def _open(self, time_s: float, path: str, size: int, raw: Mapping[str, Any]) -> TracedOpen:
         match raw:
             case {
                 "epoch": int() | None as epoch,
@@ -142,7 +136,7 @@ class Trace:
                 "latency": float() | int() | None as latency_s,
                 "job": int() | None as job,
             }:
-                return TracedOpen(time_s, path, size, epoch, tier, latency_s, job, lost)
+                return TracedOpen(time_s, path, size, epoch, tier, latency_s, job)
         raise self._damaged()
 
     def _next(self) -> dict[str, Any] | None:
