@@ -47,8 +47,8 @@ def _escape_character(character: str) -> str:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether a file can have the text. The escapes of JSON and YAML can name half a character of
-    UTF-16, which has no bytes."""
+    """Whether a file can have the text. The escapes of JSON and YAML can name an unpaired surrogate
+    of UTF-16, which has no bytes."""
     try:
         text.encode(errors="surrogateescape")
     except UnicodeEncodeError:

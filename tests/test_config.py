@@ -266,7 +266,10 @@ MISTAKES = {
         "quotas: [{user: no-such-user, tier: 30%}]",
         "quotas[0]: there is no user 'no-such-user' on this node",
     ),
-    "half a character in a path": ('snapshot: {file: "/s\\ud800"}', "has half a character"),
+    "an unpaired surrogate in a path": (
+        'snapshot: {file: "/s\\ud800"}',
+        "has an unpaired surrogate",
+    ),
     "quota of a group with dots": (
         "quotas: [{cgroup: /a/../b, tier: 30%}]",
         "quotas[0].cgroup: '/a/../b' is no path of a control group",

@@ -146,9 +146,9 @@ def test_standard_output_is_written_whatever_it_is(tmp_path: Path, kind: str) ->
         (b"\xff\xfe\x00", "cannot be used"),
         (b"1" * 5000, "cannot be used"),
         (b" " * 2000 + b"1", "larger than"),
-        (b'{"a": ["\\ud800"]}', "half a character"),
-        (b'{"\\udfff": 1}', "half a character"),
-        (b'"\xed\xa0\x80"', "half a character"),
+        (b'{"a": ["\\ud800"]}', "an unpaired surrogate"),
+        (b'{"\\udfff": 1}', "an unpaired surrogate"),
+        (b'"\xed\xa0\x80"', "an unpaired surrogate"),
     ],
 )
 def test_a_file_that_is_no_json_is_refused_in_one_line(

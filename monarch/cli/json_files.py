@@ -29,7 +29,7 @@ def read_json(path: Path, *, made_by: str) -> Any:
             value = json.loads(content)
             if is_encodable(json.dumps(value, ensure_ascii=False)):
                 return value
-            what = "it has half a character"
+            what = "it has an unpaired surrogate"
         except RecursionError:
             what = "it is nested too deeply"
         except ValueError as error:

@@ -222,7 +222,9 @@ class _Reader:
             return None
         if isinstance(value, str) and not is_encodable(value):
             line = node.start_mark.line + 1
-            self._problems.append((line, f"{shown(value)} has half a character; write it whole"))
+            self._problems.append(
+                (line, f"{shown(value)} has an unpaired surrogate; write the whole character")
+            )
             return None
         return value
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import trio
 
-# A disk that hangs must hold up nothing.
+# In seconds. A disk that hangs must not delay the start of the engine.
 _PATIENCE_S = 2.0
 
 
