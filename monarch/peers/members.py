@@ -24,6 +24,8 @@ _MOST_TEXT = 4 << 20
 _MOST_NAME = 253
 _MOST_SHOWN = 5
 
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
 _RANGE = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?", re.ASCII)
 # A separator ends an entry, unless it is in brackets.
@@ -47,16 +49,19 @@ def members_of(
     setting: str | Sequence[str],
     environ: Mapping[str, str],
     resolve: Callable[[str], Iterable[str]],
+    *,
+    address: str | None = None,
 ) -> list[Endpoint]:
     """The members that ``setting`` names: ``slurm``, ``dns:NAME``, or a list as for ``listed``.
     ``resolve`` returns the IP addresses of a name; it may raise OSError, which is not caught.
-    Raises UsageError with one line if there are none or too many."""
+    ``address`` is that of this node, if it is known. Raises UsageError with one line if there are
+    none or too many."""
     if not isinstance(setting, str):
         return listed(",".join(setting))
     if setting == "slurm":
         return slurm_members(environ)
     if setting.startswith("dns:"):
-        return _addresses(setting[4:], resolve)
+        return _addresses(setting[4:], resolve, address)
     return listed(setting)
 
 
@@ -183,16 +188,30 @@ def _numbers(text: str, entry: str) -> list[str]:
     return numbers
 
 
-def _addresses(name: str, resolve: Callable[[str], Iterable[str]]) -> list[Endpoint]:
-    """The members behind a name of the DNS that has one address for each of them."""
+def _addresses(
+    name: str, resolve: Callable[[str], Iterable[str]], own: str | None
+) -> list[Endpoint]:
+    """The members behind a name of the DNS that has one address for each of them, or one of each
+    family."""
     host, port = _divided(name)
     if _HOST.fullmatch(_plain(host)) is None or len(host) > _MOST_NAME:
         raise UsageError(f"{_shown(name)} is no name for the DNS", hint="write dns:NAME")
-    found = {Endpoint(ipaddress.ip_address(each).compressed, port) for each in resolve(host)}
+    found = _of_one_family({ipaddress.ip_address(each) for each in resolve(host)}, own)
     if not found:
         raise UsageError(f"the name {host} has no address in the DNS")
     _require_few(len(found))
-    return sorted(found)
+    return sorted(Endpoint(each.compressed, port) for each in found)
+
+
+def _of_one_family(addresses: Iterable[_Address], own: str | None) -> list[_Address]:
+    """Those of the family of ``own``, if there are any, else of the family with more of them, else
+    of IPv4. Where each node reaches all others, they have one family in common, and it is this one: a
+    node may have an address of the other one, too, and must not count twice."""
+    by_version: dict[int, list[_Address]] = {4: [], 6: []}
+    for each in addresses:
+        by_version[each.version].append(each)
+    common = max(by_version.values(), key=len)
+    return (by_version[ipaddress.ip_address(own).version] if own else []) or common
 
 
 def _checked(endpoints: list[Endpoint]) -> list[Endpoint]:

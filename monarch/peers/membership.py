@@ -37,7 +37,7 @@ def membership(settings: PeerSettings, environ: Mapping[str, str]) -> Membership
     if not settings.members:
         return None
     try:
-        members = members_of(settings.members, environ, addresses_of)
+        members = members_of(settings.members, environ, addresses_of, address=settings.address)
     except OSError as error:
         what = error.strerror or error
         raise UsageError(f"peers.members: {settings.members}: {what}") from error

@@ -19,6 +19,8 @@ from monarch.posix.workers import Workers
 
 # How long the DNS may take for one name, in seconds.
 _RESOLVE_S = 5.0
+# The part of that for the addresses of both families; then those of IPv4 are asked for alone.
+_BOTH = 0.75
 # The names that are resolved at the same time.
 _AT_ONCE = 32
 _ANY_PORT = 9
@@ -28,8 +30,14 @@ _LOCAL_V4 = re.compile(r"\|-- ([0-9.]+)\n\s+/32 host LOCAL")
 def addresses_of(name: str, *, within_s: float = _RESOLVE_S) -> list[str]:
     """The IP addresses of a name, at least one. Raises OSError, also after ``within_s`` seconds and
     for a name that the DNS does not allow."""
+    wanted = name, None, socket.AF_UNSPEC, socket.SOCK_STREAM
     try:
-        found = call_within(within_s, socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)
+        try:
+            found = call_within(_BOTH * within_s, socket.getaddrinfo, *wanted)
+        except Unanswered:
+            # Some servers never answer questions for IPv6, and then this call does not end.
+            wanted = name, None, socket.AF_INET, socket.SOCK_STREAM
+            found = call_within((1 - _BOTH) * within_s, socket.getaddrinfo, *wanted)
     except Unanswered:
         raise TimeoutError(errno.ETIMEDOUT, f"the DNS does not answer for {name}") from None
     except UnicodeError:

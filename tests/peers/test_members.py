@@ -157,10 +157,10 @@ def test_a_list_with_a_mistake_is_refused_in_one_line(text: str, complaint: str)
 def test_the_members_behind_a_name_are_its_addresses() -> None:
     def resolve(name: str) -> list[str]:
         assert name == "peers.train.svc"
-        return ["10.1.0.2", "10.1.0.1", "10.1.0.2", "FD00::0:1"]
+        return ["FD00::0:1", "fd00::2", "fd00::1"]
 
     found = members_of("dns:peers.train.svc:8080", {}, resolve)
-    assert [str(member) for member in found] == ["10.1.0.1:8080", "10.1.0.2:8080", "[fd00::1]:8080"]
+    assert [str(member) for member in found] == ["[fd00::1]:8080", "[fd00::2]:8080"]
     for setting, complaint in (
         ("dns:", "no name for the DNS"),
         ("dns:a b", "no name for the DNS"),
@@ -168,6 +168,24 @@ def test_the_members_behind_a_name_are_its_addresses() -> None:
     ):
         with pytest.raises(UsageError, match=complaint):
             members_of(setting, {}, lambda name: [])
+
+
+@pytest.mark.parametrize(
+    ("addresses", "own", "members"),
+    [
+        ("fd00::1 10.1.0.1 fd00::2 10.1.0.2", None, "10.1.0.1 10.1.0.2"),
+        ("fd00::1 10.1.0.1 fd00::2 10.1.0.2", "fd00::2", "fd00::1 fd00::2"),
+        ("fd00::1 10.1.0.1 fd00::2 10.1.0.2", "10.1.0.1", "10.1.0.1 10.1.0.2"),
+        # One node has no address of IPv4.
+        ("10.1.0.1 fd00::1 fd00::2", None, "fd00::1 fd00::2"),
+        ("10.1.0.1 10.1.0.2", "fd00::1", "10.1.0.1 10.1.0.2"),
+    ],
+)
+def test_a_node_with_an_address_of_each_family_counts_once(
+    addresses: str, own: str | None, members: str
+) -> None:
+    found = members_of("dns:x", {}, lambda name: addresses.split(), address=own)
+    assert [str(member) for member in found] == members.split()
 
 
 def test_a_name_with_too_many_addresses_is_refused() -> None:

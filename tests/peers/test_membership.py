@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from monarch.checks.peers import _doubts, check_peers
 from monarch.config import load
 from monarch.config.settings import MountSettings, PeerSettings, WritebackSettings
 from monarch.daemon import run
-from monarch.errors import ConfigError, UsageError
+from monarch.errors import ConfigError, Unanswered, UsageError
 from monarch.packs.format import FORMAT
 from monarch.peers import network
 from monarch.peers.hello import MemberKey
@@ -118,6 +118,33 @@ def test_this_node_knows_its_names_and_the_address_of_the_way_to_others() -> Non
     assert listening_address([Endpoint("127.0.0.1"), Endpoint("127.0.0.2")], 0) == "127.0.0.1"
     with pytest.raises(UsageError, match=r"peers\.address"):
         listening_address([Endpoint("a" * 64), Endpoint("127.0.0.2")], 0)
+
+
+def test_a_dns_that_answers_only_for_ipv4_costs_a_part_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[int] = [socket.AF_INET]
+    waits: list[float] = []
+
+    def within(
+        seconds: float,
+        function: Callable[..., object],
+        name: str,
+        port: None,
+        family: int,
+        kind: int,
+    ) -> object:
+        waits.append(seconds)
+        if family not in answers:
+            raise Unanswered
+        return function(name, port, family, kind)
+
+    monkeypatch.setattr(network, "call_within", within)
+    assert addresses_of("127.0.0.1", within_s=4.0) == ["127.0.0.1"]
+    assert (len(waits), sum(waits)) == (2, 4.0)
+    answers.clear()
+    with pytest.raises(TimeoutError, match=r"does not answer for 127\.0\.0\.1"):
+        addresses_of("127.0.0.1")
 
 
 def test_a_member_that_is_not_known_does_not_hide_the_way_to_the_others(
