@@ -205,8 +205,8 @@ def _addresses(
 
 def _of_one_family(addresses: Iterable[_Address], own: str | None) -> list[_Address]:
     """Those of the family of ``own``, if there are any, else of the family with more of them, else
-    of IPv4. Where each node reaches all others, they have one family in common, and it is this one: a
-    node may have an address of the other one, too, and must not count twice."""
+    of IPv4. Where each node reaches all others, they have one family in common, and it is this one:
+    a node may have an address of the other one, too, and must not count twice."""
     by_version: dict[int, list[_Address]] = {4: [], 6: []}
     for each in addresses:
         by_version[each.version].append(each)
