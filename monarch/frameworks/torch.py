@@ -159,9 +159,9 @@ class TorchState:
     """The state of a run: a call returns the state for ``Checkpointer.after_update``.
 
     Parameters and tensors of the optimizer change only in the update, so they are copied during the
-    next iteration. Copied at once are buffers (such as running means of a batch norm), the
-    generators of random numbers (of PyTorch, of every GPU in use, of numpy and Python), and
-    ``others``, by name.
+    next iteration. Copied at once are buffers (such as running means of a batch norm), the weights
+    of an embedding with ``max_norm``, which the forward pass scales, the generators of random
+    numbers (of PyTorch, of every GPU in use, of numpy and Python), and ``others``, by name.
     """
 
     def __init__(
@@ -172,7 +172,17 @@ class TorchState:
         self._others = others
 
     def __call__(self) -> dict[str, Any]:
-        updated = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        scaled = {
+            each
+            for module in self._model.modules()
+            if getattr(module, "max_norm", None) is not None
+            for each in module.parameters(recurse=False)
+        }
+        updated = {
+            name
+            for name, each in self._model.named_parameters(remove_duplicate=False)
+            if each not in scaled
+        }
         optimizer = self._optimizer.state_dict()
         return {
             "model": {

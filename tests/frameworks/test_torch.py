@@ -110,6 +110,14 @@ def test_only_what_the_update_changes_is_copied_behind_the_next_iteration() -> N
     assert not state["random"]["torch"].deferred
 
 
+def test_weights_that_the_forward_pass_scales_are_copied_at_once() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2, max_norm=1.0), torch.nn.Linear(2, 4))
+    # Its weight has another name as well.
+    model[1].weight = model[0].weight
+    state = adapter.TorchState(model=model, optimizer=torch.optim.SGD(model.parameters()))()
+    assert {name for name, leaf in state["model"].items() if leaf.deferred} == {"1.bias"}
+
+
 def test_a_state_of_another_run_is_refused() -> None:
     model, optimizer, scheduler = run()
     state = adapter.TorchState(model=model, optimizer=optimizer, scheduler=scheduler)
