@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,14 +68,50 @@ def test_a_trace_is_read_back(tmp_path: Path, name: str) -> None:
 @pytest.mark.promise(184)
 @pytest.mark.parametrize("name", ["opens.jsonl", "opens.jsonl.gz"])
 def test_a_trace_that_was_cut_off_has_no_end(tmp_path: Path, name: str) -> None:
+    """At any byte, also within the checksum of a compressed one."""
     with open_text(tmp_path / name, "w") as file:
         file.writelines(TEXT)
     whole = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(whole[:-40])
-    with read_trace(tmp_path / name) as trace:
-        read = list(trace)
-        assert read == OPENS[: len(read)]
-        assert trace.end is None
+    reached = set()
+    for size in range(len(whole)):
+        (tmp_path / name).write_bytes(whole[:size])
+        with suppress(MonarchError), read_trace(tmp_path / name) as trace:
+            read = list(trace)
+            assert read == OPENS[: len(read)]
+            assert trace.end is None
+            reached.add(len(read))
+    assert len(OPENS) in reached
+
+
+@pytest.mark.promise(184)
+def test_a_flipped_bit_of_a_compressed_trace_changes_no_open_unnoticed(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress("".join(TEXT).encode(), 1, mtime=0))
+    found: Counter[str] = Counter()
+    for bit in range(0, 8 * len(packed), 9):
+        packed[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "packed").write_bytes(packed)
+        packed[bit // 8] ^= 1 << bit % 8
+        try:
+            with read_trace(tmp_path / "packed") as trace:
+                read = list(trace)
+        except MonarchError:
+            found["refused"] += 1
+            continue
+        # Some bits of the first bytes mean nothing, such as the time.
+        assert trace.end is None or (read, bit < 80) == (OPENS, True), bit
+        found["cut off" if trace.end is None else "same"] += 1
+    assert found["refused"] > 0, found
+
+
+@pytest.mark.parametrize("name", ["opens.jsonl", "opens.jsonl.gz"])
+def test_a_line_after_the_end_is_damage(tmp_path: Path, name: str) -> None:
+    with open_text(tmp_path / name, "w") as file:
+        file.writelines([*TEXT, TEXT[0]])
+    with (
+        read_trace(tmp_path / name) as trace,
+        pytest.raises(MonarchError, match=f"line {len(TEXT) + 1}, is not of a trace"),
+    ):
+        list(trace)
 
 
 @pytest.mark.promise(184)

@@ -91,7 +91,8 @@ class TraceStopped(Report):
 class Trace:
     """A trace that is read: ``header`` at once, then the opens by iteration, once. ``end`` is None
     until all were read, and after that if the trace was cut off. ``lost`` opens are missing so far,
-    also after the last one. Raises MonarchError for a line that is not of the format."""
+    also after the last one. Raises MonarchError for a line that is not of the format, and at the
+    latest after the last open for compressed bytes that are damaged."""
 
     def __init__(self, lines: Iterator[str], name: str) -> None:
         self._lines = lines
@@ -99,6 +100,7 @@ class Trace:
         self._number = 0
         self.lost = 0
         self.end: TraceEnd | None = None
+        self._is_cut_off = False
         raw = self._next()
         if raw is None or "monarch_trace" not in raw:
             raise MonarchError(f"{name} is not a trace of monarch")
@@ -113,7 +115,10 @@ class Trace:
 
     def __iter__(self) -> Iterator[TracedOpen]:
         files: dict[int, tuple[str, int]] = {}
-        while self.end is None and (raw := self._next()) is not None:
+        end: TraceEnd | None = None
+        while (raw := self._next()) is not None:
+            if end is not None:
+                raise self._damaged()
             match raw:
                 case {"t": float() | int() as time_s, "file": int(file), **rest} if file in files:
                     yield self._open(time_s, *files[file], rest)
@@ -122,11 +127,13 @@ class Trace:
                 ):
                     files[file] = path, size
                 case {"end": str(), **_rest}:
-                    self.end = self._decode(TraceEnd, raw)
+                    # The checksum of compressed bytes follows it.
+                    end = self._decode(TraceEnd, raw)
                 case {"lost": int(count), **_rest}:
                     self.lost += count
                 case _:
                     raise self._damaged()
+        self.end = None if self._is_cut_off else end
 
     def _open(self, time_s: float, path: str, size: int, raw: Mapping[str, Any]) -> TracedOpen:
         match raw:
@@ -143,8 +150,11 @@ class Trace:
         """The next object; None at the end of the file. The last line may be cut off."""
         try:
             line = next(self._lines, "")
-        except (EOFError, zlib.error, gzip.BadGzipFile):
+        except EOFError:
+            self._is_cut_off = True
             line = ""
+        except (zlib.error, gzip.BadGzipFile) as error:
+            raise MonarchError(f"{self._name} is damaged: {error}") from error
         if not line.endswith("\n") and len(line) < MOST_LINE:
             return None
         self._number += 1
