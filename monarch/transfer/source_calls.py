@@ -249,5 +249,6 @@ class SourceCalls:
             is_same = self._failing is not None and now - self._failing[1] <= _TROUBLE_S
             began = self._failing[0] if self._failing is not None and is_same else now
             self._failing = (began, now, words)
-        message = "source: %s: %s; the caller got that error"
+        # The daemon compares files with the source by itself, too, and no process waits then.
+        message = "source: %s: %s; any caller that waited for it got that error"
         self._limiter.warning(f"source {number}", message, path_text, words)
