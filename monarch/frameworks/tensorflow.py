@@ -17,17 +17,22 @@ def announce(
     """A data set of the names ``files``, in this order, as ``from_tensor_slices`` makes it. Each
     iteration announces all of them when it begins.
 
-    A function is called for the files of each iteration, so that it can shuffle them. A data set
-    that follows must not: ``shuffle`` of tf.data changes the order after it was announced. ``unit``
-    is SAMPLES for files of one sample each.
+    A function is called for the files of each iteration, so that it can shuffle them. The length of
+    the data set is then unknown to tf.data. A data set that follows must not shuffle: ``shuffle``
+    of tf.data changes the order after it was announced. ``unit`` is SAMPLES for files of one sample
+    each.
     """
     latest = LatestAnnouncement(unit)
+    fixed = None if callable(files) else [os.fsencode(path) for path in files]
 
     def names() -> Iterator[bytes]:
-        paths = [os.fsencode(path) for path in (files() if callable(files) else files)]
+        paths = [os.fsencode(path) for path in files()] if callable(files) else fixed or []
         latest.announce(paths)
         yield from paths
 
-    return tf.data.Dataset.from_generator(
+    made = tf.data.Dataset.from_generator(
         names, output_signature=tf.TensorSpec(shape=(), dtype=tf.string)
     )
+    if fixed is None:
+        return made
+    return made.apply(tf.data.experimental.assert_cardinality(len(fixed)))

@@ -51,8 +51,14 @@ def test_tensorflow_reads_the_files_in_the_order_that_is_announced(
         assert fake_mount.paths(number, tmp_path) == [path.name for path in read]
         assert fake_mount.orders[number].begin.unit == SHARDS
     assert [order.is_ended for order in fake_mount.orders] == [True, False]
-    fixed = adapter.announce([str(path) for path in shards])
+    names = [str(path) for path in shards]
+    fixed = adapter.announce(names)
+    names.clear()
     assert [*fixed.as_numpy_iterator()] == [bytes(path) for path in shards]
+    # Keras derives the steps of an epoch from it.
+    assert (len(fixed), len(fixed.batch(5))) == (12, 3)
+    with pytest.raises(TypeError, match="unknown"):
+        len(dataset)
 
 
 def keys(dataset: Any) -> list[str]:
