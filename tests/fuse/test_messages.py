@@ -623,6 +623,34 @@ def test_a_small_file_is_fetched_once_and_python_gets_its_bytes(
         assert made.is_quiet()
 
 
+@pytest.mark.promise(40, 347)
+@pytest.mark.parametrize("kept_by", ["c", "python"])
+def test_bytes_that_are_kept_for_further_reads_end_when_the_source_has_changed(
+    tree: Tree, tmp_path: Path, kept_by: str
+) -> None:
+    """The next read is Python's, which mixes no versions, and the source is not read for it."""
+    tree({"a": SIZE})
+    with rig(tmp_path / "source", tmp_path, fetch_max=SIZE, no_open=True) as made:
+        made.init(wire.INIT_NO_OPEN_SUPPORT)
+        ino, content = made.ino("a"), made.content("a")
+        if kept_by == "python":
+            assert made.datapath.keep_unread(ino, content, SIZE)
+        assert made.read(ino, 0, 0, 1000).body == content[:1000]
+        if kept_by == "c":
+            assert [what for _, what, *_ in made.datapath.served()] == [0xFE]
+            made.datapath.taken(ino)
+        assert made.read(ino, 0, 1000, 1000).body == content[1000:2000]
+        before = made.datapath.source_traffic()
+        made.residency.mark_changed(ino)
+        unique = made.send_read(ino, 0, 2000, 1000)
+        passed = made.passed()
+        seen, token = split_handle(wire.READ_IN.unpack(passed.body)[0])
+        assert (passed.opcode, seen) == (Op.READ, ino)
+        made.datapath.answer(token, b"from python")
+        assert made.answer(unique).body == b"from python"
+        assert made.datapath.source_traffic() == before
+
+
 def test_bytes_that_python_keeps_outlive_the_datapath(tree: Tree, tmp_path: Path) -> None:
     tree({"a": SIZE})
     with rig(tmp_path / "source", tmp_path, fetch_max=SIZE) as made:
