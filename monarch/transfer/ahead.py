@@ -187,6 +187,9 @@ class FetchAhead:
 
     async def run(self) -> None:
         """Fetches what is foreseen, until cancelled."""
+        if self._chunks is not None:
+            # Before, a file would be read alone, and its bytes again with those around it.
+            await self._chunks.has_begun.wait()
         try:
             async with trio.open_nursery() as nursery:
                 while True:

@@ -82,6 +82,8 @@ class ChunkReads:
         self._plans = ChunkPlans(self._chunks, self._controller, self._uses, window.most)
         self._pieces = Pieces(self._chunks, self._controller, self._engine, self._uses.next_use)
         self._nursery: trio.Nursery | None = None
+        # Set when ``run`` has begun.
+        self.has_begun = trio.Event()
         # The chunks that are being read, those with files that no piece has yet first: for readers,
         # and ahead of them.
         self._jobs: dict[int, Job] = {}
@@ -111,6 +113,7 @@ class ChunkReads:
         """Reads what ``open``, ``ahead`` and ``warm`` begin, until cancelled."""
         try:
             async with trio.open_nursery() as self._nursery:
+                self.has_begun.set()
                 while True:
                     self._woken = trio.Event()
                     self._look_ahead()

@@ -249,8 +249,33 @@ async def test_announced_files_that_come_with_chunks_are_asked_for_together(
         await until(lambda: rig.residency.resident_files(1) == FILES)
     # Each call costs as much as a dozen further files of the same call.
     assert 0 < sum(1 for count in asked if count) <= FILES // 8
-    # The first file is often read alone, too.
-    assert FILES * SIZE <= rig.source.nbytes <= (FILES + 1) * SIZE
+    assert rig.source.nbytes == FILES * SIZE
+
+
+@pytest.mark.promise(232)
+@pytest.mark.parametrize("in_tier", [1.0, 0.0])
+async def test_no_byte_of_an_order_is_read_twice_if_the_chunks_begin_after_the_fetches(
+    rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch, in_tier: float
+) -> None:
+    """The tasks of a mount begin in any order."""
+    rig = rigs(in_tier=in_tier, window=5 * CHUNK_BYTES, model=Latency(1.0))
+    assert rig.chunks is not None
+    run = rig.chunks.run
+
+    async def run_later() -> None:
+        await trio.sleep(0.5)
+        await run()
+
+    monkeypatch.setattr(rig.chunks, "run", run_later)
+    order = in_groups(rig, 1)
+    rig.announce(order)
+    async with rig.running():
+        # As soon as each chunk is read.
+        await trio.sleep(60)
+        await read(rig, order)
+        await until(lambda: rig.residency.wanted == 0)
+    assert rig.source.nbytes == FILES * SIZE
+    assert rig.source.reads == dict.fromkeys(range(CHUNKS), 1)
 
 
 # -- chunks of several pieces ----------------------------------------------------------------------
