@@ -198,14 +198,23 @@ class ChunkReads:
 
     def begin_waiting(self) -> None:
         """Begins to read the chunks that wait for the window, as many as there is room for."""
-        while self._waiting and self._nursery is not None:
-            if self._next is not None and self._must_wait(*self._next):
+        next_use = self._uses.next_use
+        while self._nursery is not None:
+            if self._next is not None and self._still_waits(*self._next):
                 return
-            next_use = self._uses.next_use
-            uses = {chunk: next_use(ino) for chunk, ino in self._waiting.items()}
+            self._next = None
+            # A chunk that is being read may bring the file, and keeps no other waiting.
+            uses = {
+                chunk: next_use(ino)
+                for chunk, ino in self._waiting.items()
+                if chunk not in self._jobs
+            }
+            if not uses:
+                return
             chunk = min(uses, key=uses.__getitem__)
-            ino, self._next = self._waiting[chunk], None
-            plan = None if uses[chunk] == math.inf else self._plans.of(ino, chunk)
+            ino = self._waiting[chunk]
+            is_needed = uses[chunk] < math.inf and self._chunks.is_missing(ino)
+            plan = self._plans.of(ino, chunk) if is_needed else None
             if plan is None or self._is_paused(chunk):
                 del self._waiting[chunk]
             elif self._must_wait(chunk, plan.nbytes):
@@ -221,12 +230,17 @@ class ChunkReads:
             # It may be needed before the one that has its turn.
             self._next = None
 
+    def _still_waits(self, chunk: int, nbytes: int) -> bool:
+        """Whether the chunk that has its turn is still to be read, and cannot be read now."""
+        ino = None if chunk in self._jobs else self._waiting.get(chunk)
+        is_needed = ino is not None and self._chunks.is_missing(ino)
+        return is_needed and self._must_wait(chunk, nbytes)
+
     def _must_wait(self, chunk: int, nbytes: int) -> bool:
         """Whether a chunk cannot be read into the window now. Files that wait for a reader of this
         epoch must not divide the chunk for the next one."""
         return (
-            chunk in self._jobs
-            or len(self._foreseen) >= _AHEAD
+            len(self._foreseen) >= _AHEAD
             or not self._has_window(nbytes)
             or self._chunks.is_under_way(chunk)
         )

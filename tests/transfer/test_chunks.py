@@ -470,6 +470,23 @@ async def test_the_chunks_of_an_announced_order_are_read_without_a_reader(
     assert rig.source.nbytes == FILES * SIZE
 
 
+@pytest.mark.promise(232)
+@pytest.mark.usefixtures("small_pieces")
+async def test_a_chunk_in_several_pieces_keeps_no_later_one_of_the_order_waiting(
+    large_pack: Path, rigs: Rigs, clock: MockClock
+) -> None:
+    """Its files are asked for, too, before a piece has them."""
+    rig = rigs(large_pack, in_tier=0, window=5 * LARGE_CHUNK, model=Latency(1.0))
+    order = in_groups(rig, 1)
+    async with rig.running():
+        rig.announce(order)
+        # There is room for all chunks, and no reader.
+        await until(lambda: len(rig.window) == LARGE_FILES)
+        assert rig.source.nbytes == LARGE_FILES * LARGE_SIZE
+        await read_large(rig, order)
+    assert rig.source.nbytes == LARGE_FILES * LARGE_SIZE
+
+
 # -- failures --------------------------------------------------------------------------------------
 
 
