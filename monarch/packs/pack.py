@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -70,14 +71,15 @@ class PackSummary:
 class Record:
     """One entry of the tree.
 
-    ``mode`` has the type, ``size`` is in bytes. ``chunk`` is -1 if the entry has no bytes in a
+    ``name`` is the last component of its path, empty for the root. ``mode`` has the type, ``size``
+    is in bytes. ``chunk`` is -1 if the entry has no bytes in a
     chunk, and -2 for a large file; ``offset`` is then the number of the large file, or the number
     of a device. ``link`` is the number of the first name of the file, ``nlink`` counts its names.
     """
 
     number: int
     parent: int
-    path: bytes
+    name: bytes
     mode: int
     uid: int
     gid: int
@@ -90,6 +92,13 @@ class Record:
     offset: int
     digest: int
     xattrs: tuple[tuple[bytes, bytes], ...]
+    _path_of: Callable[[int], bytes] = field(repr=False, compare=False)
+
+    @property
+    def path(self) -> bytes:
+        """Relative to the root, whose path is empty. It is put together from all names above.
+        Raises PackError."""
+        return self._path_of(self.number)
 
 
 class Pack:
@@ -168,7 +177,7 @@ class Pack:
             )
         )
         try:
-            path = self._index.path(number)
+            name = self._index.name(number)
             texts = self._index.text(
                 raw["extra_offset"], raw["target_length"] + raw["xattr_length"]
             )
@@ -178,7 +187,7 @@ class Pack:
         return Record(
             number=number,
             parent=raw["parent"],
-            path=path,
+            name=name,
             mode=raw["mode"],
             uid=raw["uid"],
             gid=raw["gid"],
@@ -191,7 +200,14 @@ class Pack:
             offset=raw["offset"],
             digest=raw["digest"],
             xattrs=xattrs,
+            _path_of=self._path,
         )
+
+    def _path(self, number: int) -> bytes:
+        try:
+            return self._index.path(number)
+        except (PackError, IndexError) as error:
+            raise self._error("the index is damaged", REBUILD) from error
 
     def name(self, number: int) -> bytes:
         """The last component of the path of a record."""

@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ _SET_ID = stat.S_ISUID | stat.S_ISGID
 _DEVICES = (stat.S_IFCHR, stat.S_IFBLK)
 # Bytes of the name of the tree in that of the unfinished tree. A name has at most 255 bytes.
 _MOST_PREFIX = 200
+# The root of the tree has this number. Directories that are kept open.
+_ROOT = 1
+_MOST_OPEN = 64
 # The most entries without an attribute, or left out, that are listed.
 _MOST_LISTED = 20
 
@@ -135,7 +139,8 @@ class _Unpacking:
         self._progress = progress
         self._set_id = set_id
         self._is_root = os.geteuid() == 0
-        self._parents: dict[int, int] = {}
+        # Descriptors of directories by their numbers, the one that was used last at the end.
+        self._directories: OrderedDict[int, int] = OrderedDict()
         self._files = 0
         self._bytes = 0
         self._incomplete = 0
@@ -143,18 +148,20 @@ class _Unpacking:
 
     def run(self) -> UnpackReport:
         """Makes all entries. Raises OSError, PackError."""
-        directories = self._make_directories()
         try:
+            directories = self._make_directories()
             for chunk in range(self._pack.info.chunks):
                 numbers = self._pack.chunk_numbers(chunk)
                 if len(numbers):
                     self._unpack_chunk(chunk, numbers.tolist())
             for record in self._others():
                 self._make(record)
+            for number in reversed(directories):
+                self._finish_directory(self._pack.record(number))
         finally:
-            self._close_parents()
-        for number in reversed(directories):
-            self._finish_directory(self._pack.record(number))
+            for fd in self._directories.values():
+                os.close(fd)
+            self._directories.clear()
         return UnpackReport(self._files, self._bytes, self._incomplete, self._left_out)
 
     def _make_directories(self) -> list[int]:
@@ -163,8 +170,7 @@ class _Unpacking:
         numbers: list[int] = (kinds == stat.S_IFDIR).nonzero()[0].tolist()
         for number in numbers[1:]:
             record = self._pack.record(number)
-            os.mkdir(_name(record), 0o700, dir_fd=self._parent(record))
-        self._close_parents()
+            os.mkdir(record.name, 0o700, dir_fd=self._parent(record))
         return numbers
 
     def _unpack_chunk(self, chunk: int, numbers: list[int]) -> None:
@@ -196,14 +202,14 @@ class _Unpacking:
 
     def _make(self, record: Record) -> None:
         kind = stat.S_IFMT(record.mode)
-        name = _name(record)
+        name = record.name
         if kind == stat.S_IFREG and record.link != record.number:
             first = self._pack.record(record.link)
             # One of the two may close the descriptors that are kept open.
             with closing_fd(os.dup(self._parent(first))) as from_fd:
                 parent = self._parent(record)
                 os.link(
-                    *(_name(first), name),
+                    *(first.name, name),
                     src_dir_fd=from_fd,
                     dst_dir_fd=parent,
                     follow_symlinks=False,
@@ -245,13 +251,13 @@ class _Unpacking:
         self._set_attributes(record, fd)
 
     def _finish_directory(self, record: Record) -> None:
-        fd = open_beneath(self._root, record.path, os.O_RDONLY | os.O_DIRECTORY)
-        with closing_fd(fd):
+        above = self._root if record.number == _ROOT else self._parent(record)
+        with closing_fd(open_beneath(above, record.name, os.O_RDONLY | os.O_DIRECTORY)) as fd:
             self._set_attributes(record, fd)
 
     def _finish_entry(self, record: Record) -> None:
         """The attributes of an entry that cannot be opened: a symbolic link, a fifo, a socket."""
-        name, parent = _name(record), self._parent(record)
+        name, parent = record.name, self._parent(record)
         chown = partial(os.chown, name, dir_fd=parent, follow_symlinks=False)
         is_owner_set = self._set_owner(record, chown)
         if not stat.S_ISLNK(record.mode):
@@ -306,23 +312,26 @@ class _Unpacking:
     # -- parts -------------------------------------------------------------------------------------
 
     def _new(self, record: Record) -> int:
-        return os.open(_name(record), _NEW, 0o600, dir_fd=self._parent(record))
+        return os.open(record.name, _NEW, 0o600, dir_fd=self._parent(record))
 
     def _parent(self, record: Record) -> int:
-        """A descriptor of the directory of an entry; some are kept open."""
-        fd = self._parents.get(record.parent)
-        if fd is None:
-            if len(self._parents) >= 64:
-                self._close_parents()
-            path = record.path.rpartition(b"/")[0]
-            fd = open_beneath(self._root, path, os.O_PATH | os.O_DIRECTORY)
-            self._parents[record.parent] = fd
+        """A descriptor of the directory of an entry; some are kept open. A directory is opened from
+        the one above it: the time for a deep tree does not grow with the square of its depth."""
+        number, below = record.parent, []
+        while number != _ROOT and number not in self._directories:
+            below.append(number)
+            number = int(self._pack.records["parent"][number])
+        fd = self._root
+        if number != _ROOT:
+            self._directories.move_to_end(number)
+            fd = self._directories[number]
+        for each in reversed(below):
+            fd = open_beneath(fd, self._pack.name(each), os.O_PATH | os.O_DIRECTORY)
+            self._directories[each] = fd
+            if len(self._directories) > _MOST_OPEN:
+                _, oldest = self._directories.popitem(last=False)
+                os.close(oldest)
         return fd
-
-    def _close_parents(self) -> None:
-        for fd in self._parents.values():
-            os.close(fd)
-        self._parents.clear()
 
     def _count(self, count: int) -> None:
         self._files += 1
@@ -343,10 +352,6 @@ class _Unpacking:
             f"{pack}: {escape_text(os.fsdecode(record.path))} is damaged",
             hint=f"`monarch pack verify {pack}` lists all damage",
         )
-
-
-def _name(record: Record) -> bytes:
-    return record.path.rpartition(b"/")[2]
 
 
 def _write(fd: int, piece: bytes) -> None:

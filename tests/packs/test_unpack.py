@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 
 from monarch.errors import PackError, UsageError
 from monarch.packs import unpack as unpacking
+from monarch.packs.index import Index
 from monarch.packs.pack import Pack
 from monarch.packs.unpack import UnpackReport, unpack
+from monarch.posix.files import closing_fd, empty_directory
+from monarch.posix.openat2 import open_beneath
 from tests.packs.test_format import NAMES
 from tests.packs.trees import contents, deep_tree, make_tree, pack, shown
 
@@ -269,6 +272,37 @@ def test_a_damaged_file_in_a_deep_tree_leaves_nothing_behind(tmp_path: Path) -> 
     with pytest.raises(PackError, match="cut off"):
         unpacked(tmp_path / "pack", tmp_path / "again")
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_deep_tree_takes_few_steps_for_each_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depth = 300
+    with deep_tree(tmp_path / "source", "d", depth) as source:
+        pack(source, tmp_path / "pack")
+    steps = 0
+
+    def open_counted(directory: int, path: bytes, flags: int) -> int:
+        nonlocal steps
+        steps += 1 + path.count(b"/")
+        return open_beneath(directory, path, flags)
+
+    def name_counted(index: Index, number: int) -> bytes:
+        nonlocal steps
+        steps += 1
+        return name(index, number)
+
+    name = Index.name
+    monkeypatch.setattr(unpacking, "open_beneath", open_counted)
+    monkeypatch.setattr(Index, "name", name_counted)
+    unpacked(tmp_path / "pack", tmp_path / "again")
+    with closing_fd(os.open(tmp_path / "again", os.O_RDONLY | os.O_DIRECTORY)) as top:
+        with closing_fd(open_beneath(top, b"d/" * depth + b"file", os.O_RDONLY)) as file:
+            assert os.read(file, 10) == b"deep"
+        empty_directory(top)
+    # Each is made, opened for the next one, and opened for its attributes. With a path from the
+    # root each time, the mean would be above 300.
+    assert steps <= 20 * depth
 
 
 @pytest.mark.promise(224)
