@@ -49,21 +49,22 @@ class PackTree:
 
     def batches(self) -> Iterator[Batch]:
         """Every entry in the order of inode numbers, the root first. Raises PackError."""
-        root = self._batch(ROOT_INO, -1, b"", np.array([_ROOT]))
+        root = self._batch(ROOT_INO, -1, np.array([_ROOT]))
         root.names = [b""]
         waiting = deque(self._complete(root, np.array([_ROOT])))
         yield root
         while waiting:
-            ino, rank, path, number = waiting.popleft()
+            ino, rank, number = waiting.popleft()
             numbers = self._pack.names(number)
             for start in range(0, max(1, len(numbers)), _BATCH):
                 part = numbers[start : start + _BATCH]
-                batch = self._batch(ino, rank, path, part)
+                batch = self._batch(ino, rank, part)
                 batch.names = [self._pack.name(each) for each in part.tolist()]
                 waiting.extend(self._complete(batch, part))
                 yield batch
 
-    def _batch(self, directory: Ino, rank: int, path: bytes, numbers: npt.NDArray[Any]) -> Batch:
+    def _batch(self, directory: Ino, rank: int, numbers: npt.NDArray[Any]) -> Batch:
+        """Without the path, which takes memory: all directories can be read."""
         found = self._records[numbers]
         rows = np.zeros(len(found), schema.RECORD)
         for name in ("mode", "uid", "gid", "nlink", "size", "mtime_ns"):
@@ -76,7 +77,7 @@ class PackTree:
         rows["source_ino"] = np.where(is_file, found["link"], numbers)
         blocks = (found["size"] + np.uint64(511)) // np.uint64(512)
         rows["extra"] = np.where(is_file, blocks, np.where(is_device, found["offset"], 0))
-        batch = Batch(directory, rank, path, [], bytearray(rows.tobytes()))
+        batch = Batch(directory, rank, b"", [], bytearray(rows.tobytes()))
         for place in np.flatnonzero(kinds == stat.S_IFDIR).tolist():
             batch.directory_devices.append((place, 0))
         for place in np.flatnonzero(is_file & (found["nlink"] > 1)).tolist():
@@ -93,16 +94,9 @@ class PackTree:
                 batch.acls[place] = acls
         return batch
 
-    def _complete(
-        self, batch: Batch, numbers: npt.NDArray[Any]
-    ) -> list[tuple[Ino, int, bytes, int]]:
-        """Numbers a batch; returns the directories in it: inode, rank, path, number."""
+    def _complete(self, batch: Batch, numbers: npt.NDArray[Any]) -> list[tuple[Ino, int, int]]:
+        """Numbers a batch; returns the directories in it: inode, rank, number."""
         return [
-            (
-                ino,
-                rank,
-                b"/".join(filter(None, (batch.path, batch.names[place]))),
-                int(numbers[place]),
-            )
+            (ino, rank, int(numbers[place]))
             for place, _, ino, rank in self._numbering.complete(batch)
         ]

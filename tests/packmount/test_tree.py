@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,9 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.packmount import tree as tree_module
 from monarch.packmount.source import PackSource
 from monarch.packmount.tree import PackTree, snapshot_id
-from monarch.packs.pack import Pack
+from monarch.packs.format import Entry
+from monarch.packs.index import Index, encode_index
+from monarch.packs.pack import Pack, summary_of
 from monarch.posix.buckets import BUCKETS
 from monarch.types import ROOT_INO, Ino
 from tests.packs.trees import make_tree, pack, two_packs
@@ -69,6 +73,23 @@ def test_the_snapshot_has_the_entries_of_the_original_tree(
                 assert (now.files, now.aliases, now.bytes_total, now.entries) == (
                     *(then.files, then.aliases, then.bytes_total, then.entries),
                 )
+
+
+@pytest.mark.promise(226)
+def test_directories_in_a_deep_one_take_no_memory_for_their_paths() -> None:
+    path = b"/".join([b"d" * 250] * 200)
+    entries = [Entry(b"%s/%04d" % (path, number), stat.S_IFDIR | 0o755) for number in range(1000)]
+    raw = encode_index(entries, [])
+    info = summary_of(raw, large=0, chunk_bytes=4096, seed=0, order="path")
+    with Pack(b"", -1, info, raw, Index(raw)) as opened:
+        tracemalloc.start()
+        try:
+            assert sum(len(batch.names) for batch in PackTree(opened).batches()) == 1201
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    # Each path has 50 KB.
+    assert most < 1000 * len(path) // 10
 
 
 def test_the_same_pack_has_the_same_snapshot_id_and_another_pack_another(tmp_path: Path) -> None:
