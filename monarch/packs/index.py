@@ -100,6 +100,7 @@ def encode_index(entries: Iterable[Entry], chunks: Sequence[ChunkFile]) -> bytes
     if len(ordered) > MOST or len(chunks) > MOST:
         raise PackError("the pack has too many entries")
     records, heap = _records(ordered, links)
+    _require_own_large(records)
     children = _children(records)
     placed = _placed(records, ordered, len(chunks))
     table = np.zeros(len(chunks), CHUNK_DTYPE)
@@ -182,10 +183,7 @@ def _records(
     rows["target_length"] = [len(entry.target) for entry in ordered]
     rows["xattr_length"] = [len(entry.xattrs) for entry in bytes_of]
     rows["size"] += rows["target_length"]
-    lengths = [rows[f"{text}_length"].astype(np.uint64) for text in ("name", "target", "xattr")]
-    ends = np.cumsum(sum(lengths))
-    rows["name_offset"][1:] = ends[:-1]
-    rows["extra_offset"] = rows["name_offset"] + lengths[0]
+    rows["name_offset"], rows["extra_offset"], _ = _text_places(rows)
     rows["parent"] = [number[entry.path.rpartition(b"/")[0]] for entry in ordered]
     rows["parent"][0] = 0
     link = np.fromiter((number[entry.path] for entry in bytes_of), np.int64, len(ordered))
@@ -202,6 +200,27 @@ def _records(
         text for name, entry, of in texts for text in (name, entry.target, of.xattrs) if text
     )
     return records, heap
+
+
+def _text_places(
+    rows: npt.NDArray[Any],
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], int]:
+    """The positions in the heap of the names, and of the targets and attributes behind them, of all
+    records, and the bytes of the heap."""
+    lengths = [rows[f"{text}_length"].astype(np.uint64) for text in ("name", "target", "xattr")]
+    total = lengths[0] + lengths[1] + lengths[2]
+    ends = np.cumsum(total)
+    begins = ends - total
+    return begins, begins + lengths[0], int(ends[-1])
+
+
+def _require_own_large(records: npt.NDArray[Any]) -> None:
+    """Raises PackError if two files have the bytes of one large file: with them a small pack would
+    have a tree of any size."""
+    is_large = (records["chunk"] == LARGE) & (records["link"] == np.arange(len(records)))
+    numbers = np.sort(records["offset"][is_large])
+    if bool((numbers[1:] == numbers[:-1]).any()):
+        raise PackError("two files have the bytes of one large file")
 
 
 def _children(records: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
@@ -361,14 +380,15 @@ class Index:
 
     def _require_sound_texts(self) -> None:
         records = self.records[1:]
-        heap = len(self._heap)
-        for begin, lengths in (
-            ("name_offset", ("name_length",)),
-            ("extra_offset", ("target_length", "xattr_length")),
-        ):
-            length = sum(records[name].astype(np.uint64) for name in lengths)
-            if bool(((records[begin] > heap) | (records[begin] + length > heap)).any()):
-                raise PackError("a text lies outside of the index")
+        names, extras, end = _text_places(records)
+        is_sound = (
+            np.array_equal(records["name_offset"], names)
+            and np.array_equal(records["extra_offset"], extras)
+            and end == len(self._heap)
+        )
+        if not is_sound:
+            # With texts in common a small index would have attributes of any size.
+            raise PackError("the texts of the index do not lie one behind the other")
         is_link = records["mode"] & 0o170000 == stat.S_IFLNK
         if not np.array_equal(is_link, records["target_length"] > 0):
             raise PackError("a symbolic link has no target, or another entry has one")
@@ -396,6 +416,7 @@ class Index:
         if not is_sound:
             raise PackError("an entry of the index has its bytes in an impossible place")
         self._require_sound_links(is_file)
+        _require_own_large(self.records)
         self._require_sound_extents()
 
     def _require_sound_links(self, is_file: npt.NDArray[np.bool_]) -> None:

@@ -388,8 +388,9 @@ def test_a_path_in_two_chunks_is_served_from_the_first(tmp_path: Path) -> None:
         [Entry(b"", FOLDER), Entry(b"f000/below", FILE)],
         [Entry(b"a", FOLDER), Entry(b"a", FOLDER)],
         [Entry(b"a", FILE, size=1 << 62, chunk=0xFFFFFFFE), Entry(b"a/b", FOLDER)],
+        [Entry(b"a", FILE, size=(1 << 63) - 1, chunk=0xFFFFFFFE)],
     ],
-    ids=range(3),
+    ids=range(4),
 )
 def test_tables_that_contradict_each_other_end_with_one_error(
     tmp_path: Path, tree: list[Entry]

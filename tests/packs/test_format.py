@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -32,7 +34,7 @@ from monarch.packs.format import (
     encode_xattrs,
     table_size,
 )
-from monarch.packs.index import RECORD_DTYPE, ChunkFile, Index, encode_index
+from monarch.packs.index import HEADER_BYTES, RECORD_DTYPE, ChunkFile, Index, encode_index
 
 FILE = stat.S_IFREG | 0o644
 FOLDER = stat.S_IFDIR | 0o755
@@ -254,8 +256,9 @@ def test_directories_and_links_that_are_lost_with_a_chunk_leave_a_sound_index() 
         [*SMALL, Entry(b"b/below a file", FILE)],
         [*SMALL, Entry(b"c", FILE, size=1, chunk=1, offset=9)],
         [*SMALL, Entry(b"c", FILE, size=3, chunk=0, offset=300, group=1)],
+        [*SMALL, *(Entry(name, FILE, size=9, chunk=LARGE, offset=1) for name in (b"c", b"d"))],
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_entries_that_contradict_each_other_make_no_index(entries: list[Entry]) -> None:
     with pytest.raises(PackError):
@@ -288,6 +291,36 @@ def test_an_index_of_impossible_entries_is_not_sound(entry: Entry) -> None:
     index = Index(encode_index([*SMALL, entry], chunks))
     with pytest.raises(PackError):
         index.require_sound()
+
+
+def _of_one_large_file(records: npt.NDArray[Any]) -> None:
+    records["offset"][-1] = records["offset"][-2]
+
+
+def _of_one_text(records: npt.NDArray[Any]) -> None:
+    records["extra_offset"][-1] = records["extra_offset"][-2]
+
+
+def _of_no_text(records: npt.NDArray[Any]) -> None:
+    records["xattr_length"][-1] = 0
+
+
+@pytest.mark.promise(226)
+@pytest.mark.parametrize("change", [_of_one_large_file, _of_one_text, _of_no_text])
+def test_bytes_and_texts_of_a_pack_belong_to_one_entry(
+    change: Callable[[npt.NDArray[Any]], None],
+) -> None:
+    """A small pack has no large tree."""
+    xattrs = encode_xattrs([(b"user.a", b"x" * 100)])
+    entries = [
+        Entry(name, FILE, size=9, chunk=LARGE, offset=number, xattrs=xattrs)
+        for number, name in enumerate((b"y", b"z"), 5)
+    ]
+    raw = bytearray(encode_index([*SMALL, *entries], CHUNKS))
+    Index(bytes(raw)).require_sound()
+    change(np.frombuffer(raw, RECORD_DTYPE, len(SMALL) + 3, HEADER_BYTES))
+    with pytest.raises(PackError):
+        Index(bytes(raw)).require_sound()
 
 
 def test_directories_that_are_lost_are_not_made_without_end() -> None:
