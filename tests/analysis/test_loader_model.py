@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from monarch.analysis.loader_model import (
     serial_rate,
     source_rate,
 )
+from tests.analysis import pipeline
 from tests.analysis.pipeline import Job, serial_workers, stages
 
 CORES = 8
@@ -63,9 +65,12 @@ def serial(job: Job, share: float) -> float:
 
 
 def largest_error(
-    model: Callable[[Job, float], float], regime: str, workers: int, truth=serial_workers
+    model: Callable[[Job, float], float],
+    rates: dict[str, float],
+    workers: int,
+    truth: Callable[[Job, float], float] = serial_workers,
 ) -> float:
-    job = Job(workers=workers, cores=CORES, **REGIMES[regime])
+    job = Job(workers=workers, cores=CORES, **rates)
     return max(abs(model(job, x) - truth(job, x)) / model(job, x) for x in SHARES)
 
 
@@ -75,42 +80,49 @@ def largest_error(
 def test_the_serial_model_describes_workers_that_fetch_and_then_prepare(
     regime: str, workers: int
 ) -> None:
-    assert largest_error(serial, regime, workers) < 0.05
+    assert largest_error(serial, REGIMES[regime], workers) < 0.05
+
+
+Errors: TypeAlias = tuple[float, ...]
+# The largest errors in percent with 1, 2, 4, 8 and 16 workers (seeds 3.1), of min(F, P, G) and of
+# the serial model. The table has no rates; with these, in samples/s, both models have its errors.
+TABLE: dict[str, tuple[dict[str, float], Errors, Errors]] = {
+    "fetch": (
+        {"source": 200.0, "tier": 20000.0, "prep": 2000.0, "training": 1000.0},
+        (28.1, 0.8, 2.2, 2.5, 2.8),
+        (0.1, 0.8, 2.2, 2.5, 2.8),
+    ),
+    "prep": (
+        {"source": 4000.0, "tier": 40000.0, "prep": 1000.0, "training": 3300.0},
+        (75.7, 51.4, 2.7, 0.6, 0.6),
+        (0.1, 0.2, 0.3, 0.6, 0.6),
+    ),
+    "crossover": (
+        {"source": 2000.0, "tier": 100000.0, "prep": 600.0, "training": 4000.0},
+        (86.8, 73.8, 48.7, 8.8, 0.6),
+        (0.1, 0.5, 2.5, 8.8, 0.6),
+    ),
+}
 
 
 @pytest.mark.promise(290)
-@pytest.mark.parametrize(
-    ("regime", "workers", "least"),
-    [
-        ("fetch", 1, 0.15),
-        ("prep", 1, 0.70),
-        ("prep", 2, 0.50),
-        ("crossover", 1, 0.80),
-        ("crossover", 2, 0.70),
-        ("crossover", 4, 0.40),
-    ],
-)
-def test_the_plain_model_does_not_describe_them(regime: str, workers: int, least: float) -> None:
-    assert largest_error(plain, regime, workers) > least
-
-
-@pytest.mark.promise(290)
-@pytest.mark.parametrize(
-    ("regime", "workers"), [("fetch", 8), ("prep", 8), *((regime, 16) for regime in REGIMES)]
-)
-def test_the_serial_model_errs_little_with_many_workers(regime: str, workers: int) -> None:
-    # At most as many as there are cores prepare at once, and others queue for these.
-    assert largest_error(serial, regime, workers) < 0.10
-
-
-def test_both_models_miss_the_queueing_of_eight_workers_at_the_crossover() -> None:
-    assert 0.05 < largest_error(serial, "crossover", 8) < 0.15
-    assert 0.05 < largest_error(plain, "crossover", 8) < 0.15
+@pytest.mark.parametrize("regime", TABLE)
+def test_the_errors_of_both_models_are_those_of_the_table(
+    regime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain model is wrong where workers prepare, so the serial one is needed. Both miss the
+    queueing of eight workers at the crossover."""
+    # Half as many samples as for the table: fewer ones have fewer misses than their share.
+    monkeypatch.setattr(pipeline, "_MEASURED", 9000)
+    rates, of_plain, of_serial = TABLE[regime]
+    for model, expected in ((plain, of_plain), (serial, of_serial)):
+        found = [100 * largest_error(model, rates, workers) for workers in (1, 2, 4, 8, 16)]
+        assert found == pytest.approx(expected, abs=2.5), model.__name__
 
 
 def test_the_plain_model_describes_stages_and_the_serial_one_does_not() -> None:
-    assert largest_error(plain, "prep", CORES, stages) < 0.05
-    assert largest_error(serial, "crossover", 1, stages) > 0.15
+    assert largest_error(plain, REGIMES["prep"], CORES, stages) < 0.05
+    assert largest_error(serial, REGIMES["crossover"], 1, stages) > 0.15
 
 
 def points_of(job: Job, truth: Callable[[Job, float], float]) -> list[Point]:
