@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -142,6 +143,59 @@ def test_a_command_that_is_measured_and_does_not_end_is_ended(
     runs = JobRuns([sys.executable, "-c", _MEASURED], "/mnt/data", 10, 1, 0)
     with runs.begun() as measure:
         assert measure("cached", 1.0, None) == report
+
+
+class Clock:
+    """In place of the module `time`: an hour passes between two looks while ``path`` exists."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._now_s = 0.0
+        self.hours = 0
+        self.sleep = time.sleep
+
+    def monotonic(self) -> float:
+        if self._path.exists():
+            self._now_s += 3600
+            self.hours += 1
+        return self._now_s
+
+
+@pytest.mark.parametrize("begin", ["env -i", "env"])
+def test_a_command_that_does_not_see_the_analysis_is_waited_for_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str
+) -> None:
+    begun, end = tmp_path / "begun", tmp_path / "end"
+    clock = Clock(begun)
+    said: list[str] = []
+    monkeypatch.setattr(job_runs, "time", clock)
+    monkeypatch.setattr(job_runs, "remark", said.append)
+    # It ends some hours after its call, or when the command has said what it waits for.
+    script = f"""
+import pathlib, sys, time
+sys.path[:0] = {sys.path!r}
+import monarch
+monarch.watch([])
+pathlib.Path({str(begun)!r}).touch()
+while not pathlib.Path({str(end)!r}).exists():
+    time.sleep(0.01)
+"""
+
+    def look(self: JobRuns) -> None:
+        if clock.hours > 20:
+            end.touch()
+
+    monkeypatch.setattr(JobRuns, "_require_mount", look)
+    runs = JobRuns([*begin.split(), sys.executable, "-c", script], "/mnt/data", 10, 1, 0)
+    with pytest.raises(MonarchError, match="before it was measured") as failed, runs.begun():
+        pass
+    reasons = [line for line in said if "MONARCH_ANALYZE" in line]
+    is_seen = begin == "env"
+    assert len(reasons) == (0 if is_seen else 1)
+    assert is_seen or ("in 60 s" in reasons[0] and "--export=NONE" in reasons[0])
+    assert ("11 batches" in str(failed.value)) == is_seen
+    assert ("--export=NONE" in str(failed.value)) == (not is_seen)
+    assert failed.value.exit_code == 1
 
 
 def test_a_daemon_that_a_command_has_left_has_no_output(tmp_path: Path) -> None:

@@ -51,6 +51,11 @@ class Plan(Report):
     warmup: int = 5
     analysis: ProcessId | None = None
 
+    @property
+    def seen(self) -> str:
+        """The path of an empty file that is made when a process begins to carry out the plan."""
+        return f"{self.report}.seen"
+
 
 @dataclass(frozen=True, slots=True)
 class RunReport(Report):

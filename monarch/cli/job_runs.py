@@ -46,6 +46,8 @@ _LOOK_MOUNT_S = 1.0
 # How long the processes of a run may take to end: after the report, and after each signal.
 _GRACE_S = 5.0
 _LOOK_S = 0.02
+# After so long without a call of monarch.watch it is said what is waited for.
+_UNSEEN_S = 60.0
 # Lines of the output of a command that has failed, and the bytes at its end that are kept: as many
 # as a pipe has.
 _SHOWN, _KEPT = 15, 1 << 16
@@ -53,6 +55,9 @@ _SHOWN, _KEPT = 15, 1 << 16
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Characters of a command in a message.
 _LONGEST = 80
+_UNSEEN = (
+    f"its environment lacks {VARIABLE}, which env -i, sudo, ssh and sbatch --export=NONE remove"
+)
 
 # Measures one run: its phase, the share of the files that the tiers may serve, and the number of
 # cores that it may use, None: all.
@@ -81,6 +86,7 @@ class JobRuns:
         self._most_iterations = most_iterations
         self._warmup = warmup
         self._source_limit = source_limit
+        self._is_explained = False
         self._is_mounted = self._is_in_table()
         self._calls = BoundedCalls("mount", wait_s=_LOOK_MOUNT_S)
         own = os.getpid()
@@ -133,12 +139,10 @@ class JobRuns:
         share: float,
         cores: int | None,
     ) -> RunReport:
-        report = directory / "report"
-        report.unlink(missing_ok=True)
         plan = Plan(
             phase=phase,
             mountpoint=self._mountpoint,
-            report=os.fspath(report),
+            report=os.fspath(directory / "report"),
             share=share,
             source_limit=self._source_limit,
             iterations=self._iterations,
@@ -146,19 +150,29 @@ class JobRuns:
             warmup=self._warmup,
             analysis=self._analysis,
         )
+        report, seen = Path(plan.report), Path(plan.seen)
+        report.unlink(missing_ok=True)
+        seen.unlink(missing_ok=True)
         environment = {**os.environ, VARIABLE: encode(plan), PHASE_VARIABLE: phase}
         with closing(_Output()) as output:
-            code = self._run(interruption, environment, report, output, cores)
+            code = self._run(interruption, environment, plan, output, cores)
             output.take(0.0)
         if not report.exists():
             self._require_mount()
             for line in output.last_lines():
                 remark(f"  | {line}")
             how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            hint = "its loop must be over monarch.watch(loader), "
+            hint += (
+                f"and must not end before {self._warmup + self._iterations} batches (--warmup,"
+                " --iters)"
+                if seen.exists()
+                else f"which no process of it has called; perhaps {_UNSEEN}, or it ended before"
+                " its job began, as sbatch does"
+            )
             raise MonarchError(
                 f"`{self._shown}` ended ({how}) before it was measured, in the run {phase!r}",
-                hint="its loop must be over monarch.watch(loader), and must not end before"
-                f" {self._warmup + self._iterations} batches (--warmup, --iters)",
+                hint=hint,
             )
         try:
             return decode_report(report.read_text())
@@ -172,7 +186,7 @@ class JobRuns:
         self,
         interruption: Interruption,
         environment: dict[str, str],
-        report: Path,
+        plan: Plan,
         output: _Output,
         cores: int | None,
     ) -> int:
@@ -194,25 +208,38 @@ class JobRuns:
         output.begin()
         try:
             with interruption.heeded():
-                self._wait(process.pid, report, output)
+                self._wait(process.pid, plan, output)
         finally:
             _end(process, output)
             # Not before, or another session may have its number.
             process.poll()
         return process.wait()
 
-    def _wait(self, pid: int, report: Path, output: _Output) -> None:
+    def _wait(self, pid: int, plan: Plan, output: _Output) -> None:
         """Waits until the command ends, but not long after its report: what it does then, such as
         to wait for a thread, may have no end. Raises NotMountedError if the mount ends."""
-        look_s, until_s = time.monotonic() + _LOOK_MOUNT_S, math.inf
+        begun_s = time.monotonic()
+        look_s, until_s = begun_s + _LOOK_MOUNT_S, math.inf
         while not _has_ended(pid) and time.monotonic() < until_s:
             output.take(_LOOK_S)
             if time.monotonic() >= look_s:
                 # A job may wait for ever for what it has not read.
                 self._require_mount()
                 look_s = time.monotonic() + _LOOK_MOUNT_S
-                if until_s == math.inf and report.exists():
+                if until_s == math.inf and Path(plan.report).exists():
                     until_s = time.monotonic() + _GRACE_S
+                if time.monotonic() - begun_s >= _UNSEEN_S and not Path(plan.seen).exists():
+                    self._explain()
+
+    def _explain(self) -> None:
+        """Says once why nothing is measured, since the command may take long to end."""
+        if not self._is_explained:
+            remark(
+                f"monarch: no process of `{self._shown}` has called monarch.watch(loader) in"
+                f" {_UNSEEN_S:.0f} s. It is waited for until it ends; Ctrl-C ends it. Either its"
+                f" loop has not begun, or {_UNSEEN}"
+            )
+        self._is_explained = True
 
     def _is_in_table(self) -> bool:
         return any(
