@@ -358,8 +358,10 @@ def _with_new_names(
     """The snapshot with current names, if the changes can be found in a short time, or if the
     snapshot is known to lack some.
 
-    ``ours`` are paths that mounts changed at the source, which change no directory time. In a tree
-    with very many directories the watch finds changes later, and only reports them.
+    ``ours`` are paths that mounts changed at the source, which change no directory time. A mount
+    with another snapshot has removed earlier such changes from the journal, so a snapshot that is
+    ``is_behind`` is compared with every entry of the source. In a tree with very many directories
+    the watch finds changes later, and only reports them.
     """
     jobs = settings.snapshot.jobs
     changed = is_behind or directories_changed(
@@ -372,7 +374,8 @@ def _with_new_names(
     else:
         log.info("directories changed at the source since the snapshot, reading them")
     try:
-        refresh(settings.source, path, jobs=jobs, quick=True, again=ours, progress=progress)
+        quick = not is_behind
+        refresh(settings.source, path, jobs=jobs, quick=quick, again=ours, progress=progress)
     except SourceError as error:
         log.warning("the names of the snapshot are kept: %s", error)
         return snapshot, False

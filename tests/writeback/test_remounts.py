@@ -190,6 +190,41 @@ async def test_a_renewed_snapshot_has_late_changes_of_files_that_mounts_have_mad
 
 
 @pytest.mark.promise(170)
+@pytest.mark.parametrize("freshness", ["mount", "never"])
+@pytest.mark.parametrize("between", ["given snapshot", "other state"])
+async def test_a_mount_between_with_another_snapshot_hides_no_change(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    between: str,
+    freshness: str,
+) -> None:
+    # Directories are believed that were changed a moment ago.
+    monkeypatch.setattr(scan, "_RACY_NS", -3600 * 10**9)
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        await session.end()
+    async with rig.mount() as session:
+        await session.chmod(b"d/a", 0o600)
+        ino = await session.open(b"b")
+        await session.files.write(ino, 5, b" and more")
+        session.files.release(ino)
+        await session.drained()
+        before = session.shown()
+        await session.end()
+    rig.states = int(between == "other state")
+    # Its journal forgets what is in its snapshot.
+    async with rig.mount(**how("given" if between == "given snapshot" else "same", rig)) as session:
+        await session.end()
+    rig.states = 0
+    async with rig.mount(freshness=freshness) as session:
+        assert {path: it.bare for path, it in session.shown().items()} == {
+            path: it.bare for path, it in before.items()
+        }
+        await session.end()
+
+
+@pytest.mark.promise(170)
 @pytest.mark.parametrize("kind", ["given", "same"])
 async def test_a_mount_that_never_checks_shows_drained_files_over_another_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
