@@ -228,11 +228,17 @@ def git(directory: Path, ack: Ack, begun: int) -> None:
     def run(*arguments: str) -> None:
         subprocess.run(["git", *_GIT, *arguments], cwd=directory, check=True, capture_output=True)
 
-    if not (directory / ".git" / "HEAD").exists():
-        shutil.rmtree(directory / ".git", ignore_errors=True)
+    try:
+        run("fsck", "--full")
+    except subprocess.CalledProcessError:
+        # A repository that was not complete, or that others have taken parts of.
+        left = directory / ".git"
+        if left.is_symlink() or left.is_file():
+            left.unlink()
+        shutil.rmtree(left, ignore_errors=True)
         run("init", "-q")
-    for left in (directory / ".git").rglob("*.lock"):
-        left.unlink()
+    for lock in (directory / ".git").rglob("*.lock"):
+        lock.unlink()
     for step in count(begun + 1):
         (directory / f"file-{step % 5}").write_text(f"{step}\n" * step)
         run("add", "-A")
