@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import concurrent.futures._base
 import concurrent.futures.thread
 import os
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -52,6 +54,30 @@ def test_as_many_calls_as_allowed_run_at_once() -> None:
         for _ in range(9):
             workers.take()
     assert max(most) == 3
+
+
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_threads_that_the_machine_refuses_are_done_without(
+    monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    start, asked = _thread.start_new_thread, 0
+
+    def refuse(*arguments: Any) -> int:
+        nonlocal asked
+        asked += 1
+        if asked > allowed:
+            raise RuntimeError("can't start new thread")
+        return start(*arguments)
+
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    with Workers[int](8) as workers:
+        if not allowed:
+            with pytest.raises(RuntimeError):
+                workers.put(abs, 1)
+            return
+        assert list(workers.map(abs, range(-50, 50))) == [abs(n) for n in range(-50, 50)]
+    # It was not asked again.
+    assert asked == allowed + 1
 
 
 def test_a_call_that_fails_raises_and_those_that_have_not_begun_are_dropped() -> None:

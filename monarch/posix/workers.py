@@ -22,6 +22,10 @@ Item = TypeVar("Item")
 T = TypeVar("T")
 
 
+# The message of the RuntimeError of a thread that cannot be started.
+_REFUSAL = "can't start new thread"
+
+
 class Threads:
     """Threads that each call a function once. They do not delay the end of the process.
 
@@ -79,10 +83,16 @@ class Workers(Generic[T]):
         self.pending = 0
 
     def put(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> int:
-        """Never waits. Returns the number of the call. Raises RuntimeError if the machine refuses a
-        thread."""
+        """Never waits. Returns the number of the call. Raises RuntimeError if the machine refuses
+        the first thread; if it refuses another one, there are fewer."""
         if self.pending >= self._threads.count < self._limit:
-            self._threads.start(self._work)
+            try:
+                self._threads.start(self._work)
+            except RuntimeError as error:
+                # Not one of a signal handler.
+                if self._threads.count == 1 or str(error) != _REFUSAL:
+                    raise
+                self._limit = self._threads.count
         self.pending += 1
         self._put += 1
         self._calls.put((self._put, lambda: function(*args)))
