@@ -143,12 +143,12 @@ def test_other_files_and_versions_are_refused(tmp_path: Path) -> None:
     "line",
     [
         *("[]\n", "{}\n", '{"t":1.0,"file":8}\n', '{"t":1.0,"file":7,"epoch":"x"}\n'),
-        '{"end":"x"}\n',
+        *('{"end":"x"}\n', '{"lost":-1}\n'),
         '{"lost":1,"new":"\xe9"}\n',
         # It is not read until its end, which may be farther away than the memory is large.
         '{"file":8,"path":"' + "a" * MOST_LINE,
     ],
-    ids=["list", "empty", "file", "epoch", "end", "not ASCII", "long"],
+    ids=["list", "empty", "file", "epoch", "end", "lost", "not ASCII", "long"],
 )
 def test_a_line_that_is_damaged_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "file").write_text("".join(TEXT[:2]) + line)

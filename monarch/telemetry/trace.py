@@ -129,7 +129,7 @@ class Trace:
                 case {"end": str(), **_rest}:
                     # The checksum of compressed bytes follows it.
                     end = self._decode(TraceEnd, raw)
-                case {"lost": int(count), **_rest}:
+                case {"lost": int(count), **_rest} if count >= 0:
                     self.lost += count
                 case _:
                     raise self._damaged()
