@@ -46,6 +46,9 @@ VERBS = {
     ),
 }
 
+# The verbs that run a command: its arguments stand behind `--`, and may be empty.
+_RUN_COMMANDS = {("analyze", "run"), ("plan", "profile")}
+
 EXIT_CODES = {
     0: "success",
     1: "the answer is no (snapshot verify, diff, fsck, ckpt verify, pack verify, lmdb index"
@@ -150,6 +153,13 @@ def _open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(fd, mode))
 
 
+def _own_arguments(arguments: Sequence[str]) -> Sequence[str]:
+    """The arguments behind the verb, without those of a command that the verb runs."""
+    if tuple(arguments[:2]) in _RUN_COMMANDS and "--" in arguments:
+        arguments = arguments[: arguments.index("--")]
+    return arguments[1:]
+
+
 def _require_no_empty_argument(arguments: Sequence[str]) -> None:
     """Raises UsageError for an empty argument: as a path it would be the current directory."""
     for before, argument in zip(("", *arguments), arguments, strict=False):
@@ -164,7 +174,7 @@ def _require_no_empty_argument(arguments: Sequence[str]) -> None:
 
 def _run() -> int:
     try:
-        _require_no_empty_argument(sys.argv[2:])
+        _require_no_empty_argument(_own_arguments(sys.argv[1:]))
         result = cli.main(prog_name="monarch", standalone_mode=False)
     except ConfigError as error:
         _print_error(*error.problems)

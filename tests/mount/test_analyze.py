@@ -310,6 +310,10 @@ def test_a_job_that_cannot_be_measured_is_named(
     unmeasured = run(*mount, "--", "sh", "-c", "echo no loop; exit 3")
     assert unmeasured.returncode == 1 and "| no loop" in unmeasured.stderr
     assert "exit code 3" in unmeasured.stderr and "monarch.watch(loader)" in unmeasured.stderr
+    # An empty argument of the job is not one of this command.
+    empty = run(*mount, "--", "sh", "-c", 'test -z "$0" && exit 4', "")
+    assert empty.returncode == 1 and "exit code 4" in empty.stderr
+    assert run("--mount", "", "--", "true").returncode == 2
     missing = run(*mount, "--", "/no/such/command")
     assert missing.returncode == 2 and "cannot be run" in one_line(missing)
     for option in (("--x", "1"), ("--x", "2"), ("--x", "a"), ("--source", "1KB"), ("--iters", "9")):
