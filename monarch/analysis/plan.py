@@ -22,6 +22,10 @@ Phase: TypeAlias = Literal["fill", "synthetic", "cached", "real"]
 
 # The windows of a run, whose rates are compared.
 WINDOWS = 5
+# The durations of windows, in seconds, and the counts that a report may have: what is beyond them
+# was not measured, and its quotients have no number.
+LEAST_S, _MOST_S = 1e-9, 1e9
+_MOST_COUNT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,16 @@ class RunReport(Report):
     def load_rates(self) -> list[float]:
         """The rates of the windows without the training, in batches/s."""
         return [self.window / seconds for seconds in self.load_s]
+
+    def is_possible(self) -> bool:
+        """Whether all numbers are within the ranges of such numbers."""
+        counts = (self.hits, self.misses, self.source_bytes, self.batches)
+        lengths = (self.workers or 0, self.epoch_batches or 0)
+        return (
+            0 < self.window < _MOST_COUNT
+            and all(0 <= each < _MOST_COUNT for each in (*counts, *lengths))
+            and all(LEAST_S <= seconds <= _MOST_S for seconds in (*self.train_s, *self.load_s))
+        )
 
 
 def encode(value: Plan | RunReport) -> str:

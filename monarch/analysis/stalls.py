@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, pstdev
 from typing import Literal, TypeAlias
 
-from monarch.analysis.plan import Phase, RunReport
+from monarch.analysis.plan import LEAST_S, Phase, RunReport
 
 Verdict: TypeAlias = Literal["fetch-bound", "prep-bound", "gpu-bound", "unsure"]
 
@@ -27,10 +27,6 @@ _PART_OF_RUN = 0.5
 LEAST_STALL = 0.05
 # With fewer hits among its opens, run 2 was not served by the tiers.
 LEAST_HITS = 0.98
-# The durations of windows, in seconds, and the counts that a report may have: what is beyond them
-# was not measured, and its quotients have no number.
-_LEAST_S, _MOST_S = 1e-9, 1e9
-_MOST_COUNT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +118,7 @@ def rate_of(rates: Sequence[Sequence[float]]) -> Rate:
 
 def agree(windows_s: Sequence[float]) -> bool:
     """Whether the windows of one run, which took so long, differ little enough for its end."""
-    if min(windows_s) < _LEAST_S:
+    if min(windows_s) < LEAST_S:
         return True
     rate = rate_of([[1 / seconds for seconds in windows_s]])
     return rate.cv <= MOST_CV * _PART_OF_RUN and rate.drift <= MOST_DRIFT * _PART_OF_RUN
@@ -131,7 +127,7 @@ def agree(windows_s: Sequence[float]) -> bool:
 def measured(runs: Sequence[Run]) -> Measured:
     """The rates of all runs. Raises ValueError if a phase was not measured."""
     by_phase: dict[tuple[Phase, float], list[Run]] = {}
-    if not all(_is_possible(run) for run in runs):
+    if not all(0 <= run.share <= 1 and run.report.is_possible() for run in runs):
         raise ValueError("a run has a number out of its range")
     for run in sorted(runs, key=lambda run: run.round):
         by_phase.setdefault((run.phase, run.share), []).append(run)
@@ -144,18 +140,6 @@ def measured(runs: Sequence[Run]) -> Measured:
         synthetic=rate_of([run.report.train_rates() for run in synthetic[0]]),
         cached=_share(cached[0]),
         real=[_share(of) for of in real],
-    )
-
-
-def _is_possible(run: Run) -> bool:
-    report = run.report
-    counts = (report.hits, report.misses, report.source_bytes, report.batches)
-    lengths = (report.workers or 0, report.epoch_batches or 0)
-    return (
-        0 <= run.share <= 1
-        and 0 < report.window < _MOST_COUNT
-        and all(0 <= each < _MOST_COUNT for each in (*counts, *lengths))
-        and all(_LEAST_S <= seconds <= _MOST_S for seconds in (*report.train_s, *report.load_s))
     )
 
 

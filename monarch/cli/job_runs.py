@@ -48,9 +48,9 @@ _GRACE_S = 5.0
 _LOOK_S = 0.02
 # After so long without a call of monarch.watch it is said what is waited for.
 _UNSEEN_S = 60.0
-# Lines of the output of a command that has failed, and the bytes at its end that are kept: as many
-# as a pipe has.
-_SHOWN, _KEPT = 15, 1 << 16
+# Lines of the output of a command that has failed, the characters at the end of each, and the bytes
+# at the end of all that are kept: as many as a pipe has.
+_SHOWN, _WIDEST, _KEPT = 15, 1000, 1 << 16
 # How a directory is opened.
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Characters of a command in a message.
@@ -175,7 +175,10 @@ class JobRuns:
                 hint=hint,
             )
         try:
-            return decode_report(report.read_text())
+            found = decode_report(report.read_text())
+            if not found.is_possible():
+                raise ValueError("it has a number out of its range")
+            return found
         except ValueError as error:
             raise MonarchError(
                 f"the run {phase!r} of `{self._shown}` left a report that cannot be read: {error}",
@@ -283,7 +286,7 @@ class _Output:
 
     def last_lines(self) -> list[str]:
         lines = self._kept.decode(errors="replace").splitlines()
-        return [escape_text(line.rstrip()) for line in lines[-_SHOWN:]]
+        return [escape_text(line.rstrip()[-_WIDEST:]) for line in lines[-_SHOWN:]]
 
     def close(self) -> None:
         os.close(self._reading)

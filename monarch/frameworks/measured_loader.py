@@ -126,6 +126,11 @@ class MeasuredLoader:
             for place, batch in enumerate(self._loader):
                 self._taken += 1
                 yield _Batch(place, batch)
+            if place < 0 and self._taken:
+                raise ValueError(
+                    f"the loader gave {self._taken} batches once, and then none: it must begin"
+                    " again, or have more; give monarch analyze run fewer --iters and --most-iters"
+                )
             if place <= skipped:
                 raise ValueError(
                     f"the loader ended after {place + 1} batches, which are too few to measure;"
@@ -248,13 +253,16 @@ def _in_flight(loader: Any) -> int:
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except TypeError:
+    except Exception:
+        # Loaders without a length raise TypeError, NotImplementedError or RuntimeError.
         return None
 
 
 def _write(path: Path, text: str) -> None:
     """Only the first rank of a job reports."""
-    if any(os.environ.get(name, "0") != "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")):
+    # An empty variable is one that is not set, as by RANK=$SLURM_PROCID without Slurm.
+    ranks = map(os.environ.get, ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    if any(rank not in (None, "", "0") for rank in ranks):
         return
     part = path.with_suffix(".part")
     part.write_text(text)

@@ -230,6 +230,9 @@ def test_a_loader_with_too_few_batches_is_an_error(
         list(MeasuredLoader(iter(batches), plan(tmp_path, "cached")))
     with pytest.raises(ValueError, match="no batches"):
         list(MeasuredLoader([], plan(tmp_path, "synthetic")))
+    # A generator has no second pass.
+    with pytest.raises(ValueError, match="gave 8 batches once"):
+        list(MeasuredLoader(iter(range(8)), plan(tmp_path, "cached")))
 
 
 def test_the_training_alone_gets_ready_batches_that_it_may_change(
@@ -287,6 +290,18 @@ def test_a_measured_loader_has_the_length_and_the_attributes_of_the_loader(tmp_p
         _ = watched.missing
 
 
+@pytest.mark.promise(295)
+@pytest.mark.parametrize("error", [TypeError, NotImplementedError, RuntimeError])
+def test_a_loader_without_a_length_is_measured(
+    tmp_path: Path, limits: type[FakeLimits], error: type[Exception]
+) -> None:
+    class Endless(Loader):
+        def __len__(self) -> int:
+            raise error("no length")
+
+    assert measure(Endless(BATCHES), plan(tmp_path, "real"))[1].epoch_batches is None
+
+
 def test_only_the_first_rank_reports(
     tmp_path: Path, limits: type[FakeLimits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +309,9 @@ def test_only_the_first_rank_reports(
     with pytest.raises(SystemExit):
         list(MeasuredLoader(Loader(BATCHES), plan(tmp_path, "real")))
     assert list(tmp_path.iterdir()) == []
+    # As by RANK=$SLURM_PROCID without Slurm.
+    monkeypatch.setenv("RANK", "")
+    assert measure(Loader(BATCHES), plan(tmp_path, "real"))[1].epoch_batches == len(BATCHES)
 
 
 @pytest.mark.parametrize(
