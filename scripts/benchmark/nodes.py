@@ -6,9 +6,10 @@ of 1 MiB of a large one, in each epoch once, in an order of the node. All nodes 
 source, whose bandwidth is that of all of them together. The bytes read there are counted by the
 source. The kernel keeps no pages of it, since the nodes of this machine would share them.
 
-At last one node reads the files of the others through its mount, and a plain HTTP client on that
-node gets the same files from the same engines, in the same order. Without a limit of the links, for
-both. They take turns, each turn in another order.
+At last one node reads the files of the others through its mount, and plain HTTP clients on that
+node get the same files from the same engines, in the same order: one reader and one client, and
+then as many of both as a node has readers. Without a limit of the links, for both. They take turns,
+each turn in another order.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.peers.client import TOKEN_HEADER
 from monarch.peers.hello import MemberKey
 from monarch.peers.ranges import block_items
+from monarch.text import counted
 from monarch.tiers.contents import copy_name
 from monarch.types import Ino
 from scripts.benchmark.packs_writers import tree
@@ -73,13 +75,14 @@ LARGE_MB = (2000, 256)
 # With less, chance decides whether the blocks of a node fit into its tier.
 LEAST_LARGE = 1000 * MB
 ALONE = "each node alone"
-PLAIN = "a plain HTTP client"
+PLAIN = "plain HTTP clients"
 # The plain client reads the head of an answer, and at most this of its bytes with it.
 _HEAD = 4096
 _BUFFER = 1 << 20
 # The least ratio of remote reads to the plain client, and how often both read all files. Once takes
 # a fifth of a second, in which any other program of this machine would count.
 REMOTE_BAR, REMOTE_TURNS = 0.6, 5
+REMOTE_READERS = (1, READERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """What one node reads from others: by itself, and with a plain client. ``asking_s`` and
+    """What one node reads from others: by itself, and with plain clients. ``asking_s`` and
     ``answering_s`` are the processor time of its daemon, and of the daemons and engines of the
     others, in s."""
 
@@ -168,8 +171,9 @@ class Job:
             after["open"] - before["open"],
         )
 
-    def remote(self, names: Sequence[str]) -> Remote:
-        """The first node reads the files whose only copies are on other nodes."""
+    def remote(self, names: Sequence[str], readers: int) -> Remote:
+        """The first node reads the files whose only copies are on other nodes, with so many
+        readers, or as many clients."""
         first, *others = self.mounts
         kept = [_copies(mounted.tier) for mounted in self.mounts]
         files = []
@@ -186,16 +190,20 @@ class Job:
         asking_s = answering_s = 0.0
         for turn in range(REMOTE_TURNS):
             random.Random(turn).shuffle(files)
-            client = partial(_get_all, namespace, servers, [request for _, request in files])
+            shares = _dealt(files, readers)
+            clients = [
+                partial(_get_all, namespace, servers, [request for _, request in share])
+                for share in shares
+            ]
             drop_pages()
-            # Its first run brings the copies into memory.
-            plain += [together([client]) for _ in range(2)][1]
+            # Their first run brings the copies into memory.
+            plain += [together(clients) for _ in range(2)][1]
             before = _cpu_s(first), sum(map(_cpu_s, others))
-            mounted += read_lists([[path for path, _ in files]])
+            mounted += read_lists([[path for path, _ in share] for share in shares])
             asking_s += _cpu_s(first) - before[0]
             answering_s += sum(map(_cpu_s, others)) - before[1]
         if plain.bytes != mounted.bytes:
-            raise BenchError(f"the plain client has read {plain.bytes} of {mounted.bytes} bytes")
+            raise BenchError(f"plain clients have read {plain.bytes} of {mounted.bytes} bytes")
         return Remote(mounted, plain, asking_s, answering_s)
 
     def _server(self, number: int) -> Server:
@@ -208,9 +216,9 @@ class Job:
         return Server(name, port, f"/{set_name}/c", headers)
 
 
-def _dealt(order: list[T]) -> list[list[T]]:
+def _dealt(order: list[T], readers: int = READERS) -> list[list[T]]:
     """The part of an order that each reader of a node has."""
-    return [order[number::READERS] for number in range(READERS)]
+    return [order[number::readers] for number in range(readers)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +344,8 @@ class Lab:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._epochs: dict[tuple[str, bool], list[Epoch]] = {}
-        self._remote: Remote | None = None
+        # By the number of readers.
+        self._remote: dict[int, Remote] = {}
 
     def epoch(self, place: str, number: int, *, shares: bool) -> Epoch:
         key = place, shares
@@ -344,11 +353,10 @@ class Lab:
             self._epochs[key] = self._measured(place, shares=shares)
         return self._epochs[key][number - 1]
 
-    def remote(self) -> Remote:
-        if self._remote is None:
+    def remote(self, readers: int) -> Remote:
+        if not self._remote:
             self.epoch("files", 1, shares=True)
-        assert self._remote is not None
-        return self._remote
+        return self._remote[readers]
 
     def _measured(self, place: str, *, shares: bool) -> list[Epoch]:
         bench = self._bench
@@ -361,7 +369,8 @@ class Lab:
             epochs = [job.epoch(names, number) for number in (1, 2)]
             if shares and is_of_files:
                 bench.network.limit(0)
-                self._remote = job.remote(names)
+                for readers in REMOTE_READERS:
+                    self._remote[readers] = job.remote(names, readers)
         return epochs
 
     def rate(self, place: str, number: int, *, shares: bool) -> float:
@@ -378,19 +387,19 @@ class Lab:
         size = self._bench.files_bytes if place == "files" else self._bench.large_bytes
         return self.epoch(place, number, shares=shares).read_bytes / size
 
-    def remote_speed(self) -> float:
-        return self.remote().mounted.megabytes_per_s
+    def remote_speed(self, readers: int) -> float:
+        return self.remote(readers).mounted.megabytes_per_s
 
-    def plain_speed(self) -> float:
-        return self.remote().plain.megabytes_per_s
+    def plain_speed(self, readers: int) -> float:
+        return self.remote(readers).plain.megabytes_per_s
 
-    def asking(self) -> float:
+    def asking(self, readers: int) -> float:
         """Processor time of the node that reads, in s for each GB."""
-        return self.remote().asking_s / self.remote().mounted.bytes * 1e9
+        return self.remote(readers).asking_s / self.remote(readers).mounted.bytes * 1e9
 
-    def answering(self) -> float:
+    def answering(self, readers: int) -> float:
         """Processor time of the nodes that have the copies, in s for each GB."""
-        return self.remote().answering_s / self.remote().mounted.bytes * 1e9
+        return self.remote(readers).answering_s / self.remote(readers).mounted.bytes * 1e9
 
 
 def rows(allowed: Mapping[str, float], *, is_large: bool) -> list[Row[Lab]]:
@@ -429,12 +438,17 @@ def rows(allowed: Mapping[str, float], *, is_large: bool) -> list[Row[Lab]]:
 
 def remote_rows() -> list[Row[Lab]]:
     """The rows of ``--only remote``."""
-    name = "copies of other nodes, 1 reader"
-    speeds = Lab.remote_speed, "MB/s", Lab.plain_speed
+    return [row for readers in REMOTE_READERS for row in _remote_rows_with(readers)]
+
+
+def _remote_rows_with(readers: int) -> list[Row[Lab]]:
+    named = counted(readers, "reader", "readers")
+    values = Lab.remote_speed, Lab.plain_speed, Lab.asking, Lab.answering
+    ours, theirs, asking, answering = [partial(value, readers=readers) for value in values]
     return [
-        Row(name, *speeds, PLAIN, REMOTE_BAR, True),
-        Row("processor, the node that reads", Lab.asking, "s/GB"),
-        Row("processor, the nodes with the copies", Lab.answering, "s/GB"),
+        Row(f"copies of other nodes, {named}", ours, "MB/s", theirs, PLAIN, REMOTE_BAR, True),
+        Row(f"processor, the node that reads, {named}", asking, "s/GB"),
+        Row(f"processor, the nodes with the copies, {named}", answering, "s/GB"),
     ]
 
 
