@@ -91,11 +91,13 @@ def advances(positions: Sequence[int], before: Sequence[int]) -> bool:
     """Whether the window continues in its order, and is no random choice of one part of it.
 
     Either files that are neighbours are opened one after the other more often than by chance: each
-    of several readers advances in a part of its own, so the ascents of the inverse order count. Or
-    the window is further than the one ``before``, by the rank sum test (Mann and Whitney, Annals of
-    Mathematical Statistics 18, 1947): many readers that open one file each permute a window.
+    of several readers advances in a part of its own, so the ascents of the inverse order count, of
+    this window and the one ``before``. Or the window is further than that one, by the rank sum test
+    (Mann and Whitney, Annals of Mathematical Statistics 18, 1947): many readers that open one file
+    each permute a window.
     """
-    times = sorted(range(len(positions)), key=positions.__getitem__)
+    both = list(dict.fromkeys((*before, *positions)))
+    times = sorted(range(len(both)), key=both.__getitem__)
     excess = max(_excess_ascents(times), _excess_rank(positions, before))
     return math.erfc(excess / math.sqrt(2)) / 2 < _ALPHA_ADVANCES
 

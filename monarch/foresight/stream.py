@@ -427,25 +427,27 @@ class Stream:
         window = self._window
         if self._last is not None:
             self._last.extend()
-        # In a small directory the workers may have batches in all parts.
+        # In a small directory the workers may have batches in all parts, so no window is local.
         is_small = self._window_size < recognition.WINDOW
-        is_same = False
+        spread: Pattern = "shuffled"
         if self._last is not None and len(self._last.positions) >= LEAST_FILES:
             known = self._last.places(window)
             if len(known) >= _KNOWN * len(window):
                 found = recognition.locality(known, len(self._last.positions))
-                if found is not None or is_small:
-                    is_same = recognition.advances(known, self._last.places(self._before))
-                if found is not None and is_same:
-                    return "same order", found
+                before = self._last.places(self._before)
+                if (is_small or found is not None) and recognition.advances(known, before):
+                    if found is not None:
+                        return "same order", found
+                    spread = "same order"
         ordered = sorted(window)
         found = recognition.locality(ordered, self._n)
         step, remainder = recognition.stride(ordered)
-        may_be_ordered = found is not None or is_small
-        is_ordered = may_be_ordered and recognition.advances(window, self._before)
-        if found is not None and is_ordered:
-            self.step, self._remainder = step, remainder
-            return "sequential" if step == 1 else "strided", found
+        if (is_small or found is not None) and recognition.advances(window, self._before):
+            if found is not None:
+                self.step, self._remainder = step, remainder
+                return "sequential" if step == 1 else "strided", found
+            if spread == "shuffled":
+                spread = "sequential"
         # Most of the files may be gone.
         files = max(LEAST_FILES, self.subtree.count)
         if recognition.is_skewed(self.opens, self.repeats + len(self._run), files):
@@ -453,17 +455,14 @@ class Stream:
         if self.pattern == "skewed" and self.opens < _LEAST_SKEWED * self._window_size:
             # The count has just begun anew.
             return "skewed", None
-        if step != 1 or not recognition.is_uniform(window, self._n):
-            return "unknown", None
-        if is_small and (is_same or is_ordered):
-            return "same order" if is_same else "sequential", None
-        return "shuffled", None
+        is_even = step == 1 and recognition.is_uniform(window, self._n)
+        return spread if is_even else "unknown", None
 
     def _recognised(self, pattern: Pattern, found: Locality | None) -> None:
         self.pattern = pattern
         self.distance = _LEAST_AHEAD
         self._fill_credit = 0
-        is_spread = pattern == "shuffled" or (pattern in _LOCAL and found is None)
+        is_spread = found is None and pattern not in ("unknown", "skewed")
         self.is_filling = is_spread and not self.subtree.is_filled
         self._front = self._given = -1 if found is None else found.high
 

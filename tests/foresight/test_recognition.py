@@ -99,7 +99,7 @@ def test_the_order_of_the_last_epoch_is_recognised_within_the_error_rate(readers
 
 
 @pytest.mark.promise(182)
-@pytest.mark.parametrize("files", [80, 100])
+@pytest.mark.parametrize("files", [64, 80, 100])
 @pytest.mark.parametrize("readers", [2, 4])
 def test_an_order_of_few_files_is_not_shuffled(files: int, readers: int) -> None:
     """The batches of the workers are in all parts of the directory, so no window is local."""
