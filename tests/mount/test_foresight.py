@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from monarch.frameworks.announce import announce
+from monarch.frameworks.announce import Announcement, announce
 from monarch.text import MiB
 from monarch.types import Ino
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
@@ -327,6 +328,48 @@ def test_three_announced_epochs_have_the_hits_of_belady(
         assert counter.count() == 600 - best
         announced.close()
     assert settled(mounted)["foresight"]["next_use"]["replaced_files"] == 0
+
+
+def drawn(sampler: str, names: list[str], epochs: int) -> list[list[str]]:
+    """What a sampler of PyTorch draws in each epoch."""
+    rng, count = random.Random(7), len(names)
+    weights = [1 + number % 9 for number in range(count)]
+    draw: dict[str, Callable[[], list[str]]] = {
+        "RandomSampler": lambda: rng.sample(names, count),
+        "WeightedRandomSampler": lambda: rng.choices(names, weights, k=count),
+        "SubsetRandomSampler": lambda: rng.sample(names[::2], count // 2),
+        "DistributedSampler": lambda: rng.sample(names, count)[::2],
+    }
+    return [draw[sampler]() for _ in range(epochs)]
+
+
+@pytest.mark.promise(188)
+@pytest.mark.modes("relay")
+@pytest.mark.parametrize(
+    "sampler",
+    ["RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler", "DistributedSampler"],
+)
+def test_the_hits_of_each_sampler_are_those_of_belady(
+    monarch: MonarchCommand, tree: Tree, source: Path, sampler: str
+) -> None:
+    """The tier holds half of the files. The mount knows all epochs before the first open, and each
+    copy is written before the next one."""
+    content = images("train", 60)
+    tree(content)
+    order = [name for names in drawn(sampler, list(content), 4) for name in names]
+    capacity = len(set(order)) // 2
+    mounted = monarch.mount(source, tiers={"fast": str(capacity * 500)})
+    inos = {name: Ino((mounted.path / name).stat().st_ino) for name in content}
+    best = sum(belady_hits([inos[name] for name in order], capacity))
+    with OpenCounter(source) as counter:
+        # In one message: ``announce`` sends the first 16 files alone.
+        announced = Announcement(mounted.path, [inos[name] for name in order])
+        assert announced.is_sent
+        for name in order:
+            epoch(mounted, content, [name])
+            settled(mounted)
+        assert counter.count() == len(order) - best
+        announced.close()
 
 
 @pytest.mark.promise(188)
