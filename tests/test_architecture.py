@@ -87,6 +87,7 @@ PURE = (
     *("monarch.frameworks.sampler", "monarch.frameworks.interval", "monarch.frameworks.format"),
     *("monarch.frameworks.chunk_order", "monarch.datasets.lmdb_pages", "monarch.datasets.ranges"),
     *("monarch.writeback.history", "monarch.writeback.op", "monarch.writeback.conflicts"),
+    "monarch.writeback.path_table",
     "monarch.writeback.journal_records",
     *("monarch.packs.format", "monarch.packs.index", "monarch.packs.plan"),
     *("monarch.datasets.staging_table", "monarch.datasets.staging_kept"),

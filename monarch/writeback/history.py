@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from monarch.types import Identity
 from monarch.writeback.numbers import Numbers
-from monarch.writeback.op import Op, above
+from monarch.writeback.op import Op
+from monarch.writeback.path_table import PathTable
 
 Numbered = tuple[int, Op]
 
@@ -53,28 +54,29 @@ class Obsolete:
 
 def names_of(ops: Iterable[Numbered], objects: Container[int]) -> dict[int, list[bytes]]:
     """The names of ``objects`` after the last of ``ops``; objects without a name are left out."""
-    names: dict[bytes, int] = {}
+    names = PathTable[int]()
     for _, op in ops:
         ours = op.object in objects
         if op.kind in ("create", "take"):
             # A file of the source may have several names there.
             for path in op.paths or (op.path,):
-                names.pop(path, None)
+                names.pop(path)
                 if ours:
                     names[path] = op.object
         elif op.kind == "content" and ours:
-            names.update(dict.fromkeys(op.paths, op.object))
+            for path in op.paths:
+                names[path] = op.object
         elif op.kind == "link" and ours:
             names[op.to] = op.object
         elif op.kind == "unlink":
-            names.pop(op.path, None)
+            names.pop(op.path)
         elif op.kind == "rename":
-            names.pop(op.path, None)
-            names.pop(op.to, None)
+            names.pop(op.path)
+            names.pop(op.to)
             if ours:
                 names[op.to] = op.object
             if not op.object:
-                names = {moved(name, op): number for name, number in names.items()}
+                names.move(op.path, op.to)
     found: dict[int, list[bytes]] = {}
     for name, number in names.items():
         found.setdefault(number, []).append(name)
@@ -101,23 +103,23 @@ def _each_without(
     """Each of ``ops``, and what ``without`` makes of it: None if it is left out. ``taken``: the
     version of the source's file that was copied up, by the object, of those of ``lost``."""
     # The renames of lost files over other files, by their present target names.
-    replaced: dict[bytes, Op] = {}
+    replaced = PathTable[Op]()
     for seq, before in ops:
         op, left = before, None
-        if op.kind == "rename" and not op.object and replaced:
-            replaced = {moved(name, op): rename for name, rename in replaced.items()}
+        if op.kind == "rename" and not op.object:
+            replaced.move(op.path, op.to)
         if op.kind == "rename":
             op = _over_remaining(op, taken, replaced.get(op.to))
         if op.object not in lost:
             if op.kind == "rename":
-                replaced.pop(op.to, None)
+                replaced.pop(op.to)
             left = op
         elif op.object in taken:
             if op.kind not in ("take", "content", "gone"):
                 was, is_of_file = op.was or taken[op.object], op.kind in ("attr", "xattr")
                 left = replace(op, object=0, was=was, file=is_of_file)
         elif op.kind in ("rename", "unlink"):
-            if rename := replaced.pop(op.path, None):
+            if rename := replaced.pop(op.path):
                 left = _unlink_of_replaced(rename, op)
             if op.kind == "rename":
                 replaced[op.to] = op
@@ -218,7 +220,7 @@ def _removed(
     # The objects that keep a name, and the names of the others that are removed later. Most objects
     # are removed because their files are read from the source again, under their names.
     named = Numbers()
-    names: dict[bytes, int] = {}
+    names = PathTable[int]()
     taken: dict[int, Identity | None] = {}
     counts: dict[int, int] = {}
     removed: set[int] = set()
@@ -236,7 +238,7 @@ def _removed(
             counts[number] = counts.get(number, 0) + 1
 
     def take_off(path: bytes) -> None:
-        if (number := names.pop(path, 0)) != 0:
+        if (number := names.pop(path)) is not None:
             counts[number] -= 1
 
     for seq, op in ops:
@@ -261,8 +263,8 @@ def _removed(
                 name(op.to, op.object)
             case "rename":
                 take_off(op.to)
-                names = {moved(path, op): number for path, number in names.items()}
-                if (number := names.pop(op.path, 0)) != 0:
+                names.move(op.path, op.to)
+                if (number := names.pop(op.path)) is not None:
                     names[op.to] = number
             case "gone" if not (op.object in named or counts.get(op.object, 0)):
                 # A file that still has a name is read from the source.
@@ -309,7 +311,7 @@ def _obsolete_entries(ops: Iterable[Numbered], done: Container[int]) -> set[int]
     Such an entry was created and removed again, both also at the source, and no operation that is
     kept was done in it. If it has replaced an entry, it was replaced itself at that same path.
     """
-    paths: dict[bytes, int] = {}
+    paths = PathTable[int]()
     replaced_at: dict[int, bytes] = {}
     made: set[int] = set()
     stays: set[int] = set()
@@ -323,17 +325,17 @@ def _obsolete_entries(ops: Iterable[Numbered], done: Container[int]) -> set[int]
             number = 0
         used = within.setdefault(number, set())
         for path in (*op.names(), *op.paths):
-            used.update(paths[directory] for directory in above(path) if directory in paths)
+            used.update(paths.above(path))
         if seq not in done or op.kind == "link":
             stays.add(number)
         match op.kind:
             case "mkdir" | "symlink" | "mknod":
                 paths[op.path] = number
             case "rmdir" | "unlink":
-                if (there := paths.pop(op.path, 0)) != number or number in replaced_at:
+                if (there := paths.pop(op.path) or 0) != number or number in replaced_at:
                     stays |= {there, number}
             case "rename":
-                there = paths.pop(op.to, 0)
+                there = paths.pop(op.to) or 0
                 # At the source a file replaces the other one only when its content is drained.
                 keeps_both = op.object or replaced_at.get(there, op.to) != op.to
                 if there != op.over_ino or keeps_both:
@@ -341,12 +343,12 @@ def _obsolete_entries(ops: Iterable[Numbered], done: Container[int]) -> set[int]
                 if there or op.over_ino or op.over_object or op.over is not None:
                     replaced_at[number] = op.to
                 if not op.object:
-                    paths = {moved(path, op): ino for path, ino in paths.items()}
-                if (there := paths.pop(op.path, 0)) != number:
+                    paths.move(op.path, op.to)
+                if (there := paths.pop(op.path) or 0) != number:
                     stays |= {there, number}
                 elif number:
                     paths[op.to] = number
-    to_visit = [*stays, *paths.values(), 0]
+    to_visit = [*stays, *(number for _, number in paths.items()), 0]
     kept: set[int] = set()
     while to_visit:
         number = to_visit.pop()
