@@ -24,8 +24,8 @@ NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, er
 _AT_EMPTY_PATH = 0x1000
 _AT_SYMLINK_NOFOLLOW = 0x100
 _STATX_BTIME = 0x800
-# FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_NOATIME_FL of linux/fs.h
-_GET_FLAGS, _SET_FLAGS, _NO_ACCESS_TIME = 0x80086601, 0x40086602, 0x80
+# FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOATIME_FL and FS_NOCOW_FL of linux/fs.h
+_GET_FLAGS, _SET_FLAGS, _NO_ACCESS_TIME, _NO_COPY = 0x80086601, 0x40086602, 0x80, 0x800000
 # Bytes copied by one call.
 _TURN = 8 * MiB
 
@@ -50,10 +50,21 @@ def status_at(directory_fd: int, name: str | bytes) -> os.stat_result | None:
 def keep_no_access_times(directory_fd: int) -> None:
     """Files that are made in an open directory from now on get no access times, where its file
     system can do that: a read of them neither compares nor writes one."""
+    _set_flag(directory_fd, _NO_ACCESS_TIME)
+
+
+def write_in_place(fd: int) -> None:
+    """Has the bytes of an open file, if it is empty, written where room is allocated for it, also
+    by a file system that writes them to new blocks otherwise (btrfs, bcachefs)."""
+    _set_flag(fd, _NO_COPY)
+
+
+def _set_flag(fd: int, flag: int) -> None:
+    """Sets a flag of an open file or directory, if its file system supports that."""
     with suppress(OSError):
-        flags = int.from_bytes(fcntl.ioctl(directory_fd, _GET_FLAGS, bytes(8))[:4], sys.byteorder)
-        wanted = (flags | _NO_ACCESS_TIME).to_bytes(4, sys.byteorder)
-        fcntl.ioctl(directory_fd, _SET_FLAGS, wanted + bytes(4))
+        flags = int.from_bytes(fcntl.ioctl(fd, _GET_FLAGS, bytes(8))[:4], sys.byteorder)
+        wanted = (flags | flag).to_bytes(4, sys.byteorder)
+        fcntl.ioctl(fd, _SET_FLAGS, wanted + bytes(4))
 
 
 def born_ns(directory_fd: int, name: bytes = b"") -> int | None:

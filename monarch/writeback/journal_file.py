@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from monarch.posix import failpoints
-from monarch.posix.files import sync_path
+from monarch.posix.files import sync_path, write_in_place
 from monarch.posix.private_directory import open_private
 from monarch.text import KiB, MiB, errno_words
 from monarch.writeback.journal_records import Record, decoded, encoded
@@ -68,6 +68,8 @@ class JournalFile:
         self._room = 0
         # Whether a quota was reached when room was allocated last: ``statvfs`` does not show it.
         self._is_at_quota = False
+        # Whether a record did not fit into allocated room: btrfs counts it for a quota once more.
+        self._is_unusable = False
         disk = os.fstatvfs(fd)
         self._scarce = share_of(disk, _SCARCE_SHARE, _SCARCE_BYTES)
         self._reserve_bytes = reserve_bytes(disk)
@@ -83,6 +85,7 @@ class JournalFile:
     def open(cls, path: Path) -> JournalFile:
         """Opens the file; creates an empty one if there is none. Raises OSError."""
         fd = open_private(path, _FLAGS)
+        write_in_place(fd)
         try:
             return cls(path, fd)
         except BaseException:
@@ -131,15 +134,23 @@ class JournalFile:
             if not self._want_room(len(lines)) and keep and self._left() < len(lines) + keep:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path))
             try:
-                self._put(lines)
-            except OSError as error:
-                if error.errno not in _FULL or not self._reserve.give_up():
-                    raise
-                self._put(lines)
+                self._put_at_last(lines)
+            except OSError:
+                self._is_unusable = self._allocated_bytes() >= len(lines)
+                raise
+            self._is_unusable = False
             self.position += len(lines)
             self.written += len(records)
             self._said = self.synced_bytes
         return len(lines)
+
+    def _put_at_last(self, lines: bytes) -> None:
+        try:
+            self._put(lines)
+        except OSError as error:
+            if error.errno not in _FULL or not self._reserve.give_up():
+                raise
+            self._put(lines)
 
     def _put(self, lines: bytes) -> None:
         written = os.pwrite(self.fd, lines, self.position)
@@ -161,26 +172,29 @@ class JournalFile:
 
     def _left(self) -> int:
         """The number of bytes that may still be appended, after ``_want_room`` has refused."""
-        try:
-            disk, status = os.fstatvfs(self.fd), os.fstat(self.fd)
-        except OSError:
-            return 0
-        allocated = max(0, status.st_blocks * _BLOCK - self.position)
-        available = 0 if self._is_at_quota else disk.f_bavail * disk.f_frsize
-        return allocated + available + self._reserve.held
+        if self._is_unusable:
+            return self._reserve.held
+        with suppress(OSError):
+            disk, allocated = os.fstatvfs(self.fd), self._allocated_bytes()
+            available = 0 if self._is_at_quota else disk.f_bavail * disk.f_frsize
+            return allocated + available + self._reserve.held
+        return 0
+
+    def _allocated_bytes(self) -> int:
+        # An earlier mount may have allocated room as well.
+        return max(0, os.fstat(self.fd).st_blocks * _BLOCK - self.position)
 
     def _want_room(self, count: int) -> bool:
         wanted = count + self._scarce
-        if self.position + wanted <= self._room:
-            return True
+        self._is_unusable = self._is_unusable and not self._reserve.can_allocate(wanted)
+        if self._is_unusable or self.position + wanted <= self._room:
+            return not self._is_unusable
         try:
-            disk, status = os.fstatvfs(self.fd), os.fstat(self.fd)
+            disk, is_there = os.fstatvfs(self.fd), self._allocated_bytes()
         except OSError:
             return True
         available = disk.f_bavail * disk.f_frsize
         length = max(2 * wanted, min(_AHEAD_BYTES, available // _AHEAD_SHARE))
-        # An earlier mount may have allocated room as well.
-        is_there = max(0, status.st_blocks * _BLOCK - self.position)
         for size in (length, wanted):
             if size - is_there <= available and self._allocated(size):
                 self._room = self.position + size
@@ -302,6 +316,7 @@ class JournalFile:
     ) -> None:
         staged = self.path.with_name(_STAGED)
         fd = open_private(staged, _FLAGS | os.O_TRUNC)
+        write_in_place(fd)
         try:
             _write(fd, first)
             os.fdatasync(fd)

@@ -74,10 +74,10 @@ class Reserve:
             disk = os.statvfs(self._path.parent)
         except OSError:
             return False
-        is_full = disk.f_bavail * disk.f_frsize < held or not self._can_allocate(held)
+        is_full = disk.f_bavail * disk.f_frsize < held or not self.can_allocate(held)
         return is_full and self.give_up()
 
-    def _can_allocate(self, size: int) -> bool:
+    def can_allocate(self, size: int) -> bool:
         """Whether no quota, which ``statvfs`` need not show, prevents another file of this size."""
         try:
             with closing_fd(os.open(self._path.parent, os.O_RDWR | os.O_TMPFILE, 0o600)) as fd:

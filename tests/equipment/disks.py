@@ -115,6 +115,11 @@ def fill_quota(disk: Path, count: int) -> Path:
     the last ones. Then its file system takes nothing at all, not even a name for a file."""
     for command in (("quota", "enable"), ("qgroup", "limit", str(count), "0/5")):
         subprocess.run(["btrfs", *command, str(disk)], check=True, capture_output=True)
+    return fill_all(disk)
+
+
+def fill_all(disk: Path) -> Path:
+    """As ``fill``, of a disk with btrfs, on which that takes several rounds."""
     before = -1
     while (filler := fill(disk)).stat().st_size > before:
         before = filler.stat().st_size

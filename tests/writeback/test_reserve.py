@@ -385,3 +385,56 @@ async def test_a_removal_without_room_fails_while_the_source_accepts_nothing(
 
 def _names(rig: Rig) -> list[str]:
     return [name for name in os.listdir(rig.source) if not name.startswith(".monarch-")]
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Iterator[Path]:
+    """A disk with a file system that writes changed bytes to new blocks."""
+    if reason := disks.unavailable("btrfs"):
+        pytest.skip(reason)
+    with Disk(tmp_path / "disk", "btrfs", size=128 * _MB).mounted(tmp_path / "at") as disk:
+        yield disk.path
+
+
+@pytest.mark.promise(138)
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_synced_marks_fit_on_a_full_disk_that_writes_to_new_blocks(
+    copied: Path, is_replaced: bool
+) -> None:
+    """The last block of the journal is on the disk, and gets the next record."""
+    (copied / "absorbed").mkdir()
+    journal = Journal.open(copied / "absorbed", source=b"/source")
+    ops = [(journal.append(op), op) for op in [Op(kind="mkdir", path=b"a")]]
+    if is_replaced:
+        journal.compact(ops, position=journal.file.position)
+    assert journal.has_room()
+    journal.sync()
+    disks.fill_all(copied)
+    for _ in range(100):
+        journal.mark_done({ops[0][0]: None})
+        journal.sync()
+    journal.close()
+
+
+@pytest.mark.promise(138)
+async def test_drained_objects_give_way_at_a_quota_that_counts_allocated_room_twice(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    """Others have taken the reserve, too: the marks of the drain do not fit."""
+    rig = Rig(tmp_path / "rig", monkeypatch, disk=copied)
+    async with rig.mount() as session:
+        await session.write(b"drained", bytes(4 * _MB))
+        await session.drained()
+        with monkeypatch.context() as patched:
+            patched.setattr(SourceWriter, "carry_out", _refused)
+            for number in range(8):
+                await session.write(b"%d" % number, bytes(BLOCK), synced=True)
+            (rig.directory / "reserve").unlink(missing_ok=True)
+            disks.fill_quota(copied, 40 * _MB)
+            is_there = session.front.object_table.states.drained_bytes
+        assert is_there >= 4 * _MB
+        with trio.fail_after(10_000):
+            await session.drained()
+            await session.write(b"new", bytes(BLOCK), synced=True)
+            await session.end()
+    assert all((rig.source / f"{number}").stat().st_size == BLOCK for number in range(8))
