@@ -59,11 +59,12 @@ def _check_missing(name: str, mount: MountSettings, state: Path) -> Iterator[Che
         return
     if lost is not None:
         what = counted(lost.operations, "change", "changes")
+        were = "was" if lost.operations == 1 else "were"
         yield Check(
             name,
             "warn",
-            f"{what} not at the source were in memory in tier {lost.tier}: the machine has been"
-            " started since, and they are lost",
+            f"{what} not at the source {were} in memory in tier {lost.tier}, and {were} lost when"
+            " the machine was started",
             "the next mount names the files: `monarch ckpt lost`",
         )
 
@@ -159,11 +160,12 @@ def _check_undrained(
     if not found.operations or (own and served):
         return
     what = f"{counted(len(found.waiting), 'file', 'files')}, {format_bytes(found.bytes)}"
+    are = "is" if len(found.waiting) == 1 else "are"
     if own:
-        detail = f"{what}, written earlier, are not at the source yet"
+        detail = f"{what}, written earlier, {are} not at the source yet"
         yield Check(name, "warn", detail, "mount it: draining continues automatically")
     else:
         source = escape_text(os.fsdecode(found.source))
-        detail = f"{what}, written for {source}, are not there yet"
+        detail = f"{what}, written for {source}, {are} not there yet"
         advice = f"mount {source} with this tier; until then leave {directory} alone"
         yield Check(name, "warn", detail, advice)

@@ -172,11 +172,11 @@ def _require_written(settings: MountSettings, state: Path) -> None:
     if lost is None:
         return
     log.error(
-        "%s (%s) that the source lacks are lost: tier %r was in memory, and the machine has been"
+        "lost with the memory of tier %r: %s (%s) that the source lacks; the machine has been"
         " started since: %s%s",
+        lost.tier,
         counted(lost.operations, "change", "changes"),
         format_bytes(lost.bytes),
-        lost.tier,
         lost.names[0] if lost.names else "",
         ", ..." if len(lost.names) > 1 else "",
     )

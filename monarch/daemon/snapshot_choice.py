@@ -68,7 +68,7 @@ def snapshot_for(
                 f"source {os.fsdecode(source.path)!r} is a pack, and lacks"
                 f" {counted(changes.undone, 'change', 'changes')} of earlier mounts",
                 errno=errno.EROFS,
-                hint="mount the directory that they belong to at this path, to drain them",
+                hint="mount the directory that was written at this path, to drain into it",
             )
         return Chosen(_of_pack(settings, state, source, progress), just_built=True)
     kept = _kept(changes, state) if changes.undone else None
@@ -98,8 +98,7 @@ def _kept(changes: Earlier, state: Path) -> Snapshot | None:
         except (SnapshotError, OSError) as error:
             log.warning("the snapshot of the written data cannot be used: %s", error)
     log.warning(
-        "the snapshot is gone that %s of earlier mounts belong to; their names are looked for in"
-        " another",
+        "the snapshot is gone for %s of earlier mounts; names are looked for in another",
         counted(changes.undone, "change", "changes"),
     )
     return None
@@ -123,8 +122,8 @@ def _put_off(
         return Chosen(kept, False)
     why = (
         "the names are those of the last mount's snapshot: the source does not have"
-        f" {counted(changes.undone, 'change', 'changes')} that follow it; mount again when `monarch"
-        f" ckpt wait {settings.mountpoint}` reports that all are there"
+        f" {counted(changes.undone, 'change that follows it', 'changes that follow it')}; mount"
+        f" again when `monarch ckpt wait {settings.mountpoint}` reports that all are there"
     )
     log.warning("%s", why)
     return Chosen(kept, False, why)
@@ -319,7 +318,7 @@ def _require_same_root(source: Source, kept: Snapshot | None, changes: Earlier) 
             f"source {os.fsdecode(source.path)!r} {what}, and lacks"
             f" {counted(changes.undone, 'change', 'changes')} of earlier mounts",
             errno=errno.ENODEV,
-            hint="mount its file system; to drain them into this directory, mount with --refresh",
+            hint="mount its file system; to drain into this directory, mount with --refresh",
         )
 
 

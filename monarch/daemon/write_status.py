@@ -161,8 +161,8 @@ class WriteStatus:
         aside = f"; the remaining bytes of {kept:,} are kept aside" if kept else ""
         yield Problem(
             "written-lost",
-            f"{counted(len(names), 'written file has', 'written files have')} lost their bytes:"
-            f" {os.fsdecode(names[0])}{', ...' if len(names) > 1 else ''}{aside}",
+            f"{counted(len(names), 'written file has lost its', 'written files have lost their')}"
+            f" bytes: {os.fsdecode(names[0])}{', ...' if len(names) > 1 else ''}{aside}",
             remedy=f"`monarch ckpt lost {self._mountpoint}` lists them; the source still has the"
             " version from before the write. With --acknowledge this alarm ends",
         )
@@ -267,7 +267,7 @@ class WriteStatus:
                 what += f"; the version written here is {os.fsdecode(conflict.kept)!r}"
             yield Problem(
                 "drain-conflict",
-                f"{counted(count, 'change', 'changes')} of this mount conflict with changes at the"
+                f"{counted(count, 'change conflicts', 'changes conflict')} with changes at the"
                 f" source: {what}{' (the last)' if count > 1 else ''}",
                 remedy=f"compare them at the source: `find {self._source} -name"
                 " '*.monarch-conflict-*'`, keep one, remove the other; `monarch ckpt conflicts"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from monarch.errors import TierError
 from monarch.posix import failpoints
-from monarch.text import KiB, MiB
+from monarch.text import KiB, MiB, counted
 from monarch.types import Identity
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.history import Numbered
@@ -376,16 +376,16 @@ def _prepared(file: JournalFile, source: bytes, boot: str) -> Found:
         )
     elif found.end < file.position:
         log.warning(
-            "journal %s: its last %d bytes are no record, as a crash leaves them; they are cut off",
+            "journal %s: its end is no record, as a crash leaves one: %s cut off",
             path,
-            file.position - found.end,
+            counted(file.position - found.end, "byte is", "bytes are"),
         )
         # Before the cut: a mount that is killed in between leaves them to the next.
         found.unrecorded = doubtful.keep_unrecorded(found.next_object)
         for op in found.unrecorded:
             log.error(
-                "the record of an object is lost: its %d bytes are kept aside as %r",
-                op.size,
+                "the record of an object is lost: its %s kept aside as %r",
+                counted(op.size, "byte is", "bytes are"),
                 os.fsdecode(op.path),
             )
         file.cut(found.end)

@@ -180,16 +180,16 @@ class WriteBack:
             backlog = self.drain.backlog()
             log.log(
                 logging.INFO if self._is_abandoned else logging.WARNING,
-                "%s with %s were not drained; they stay in tier %s, and the next mount continues",
+                "not drained at the end: %s with %s; kept in tier %s, and the next mount continues",
                 counted(backlog.files, "file", "files"),
                 format_bytes(backlog.bytes),
                 self.place.tier.name,
             )
         if refused := self.front.object_table.refused():
             log.warning(
-                "%s stay in tier %s with bytes that its journal has not accepted: the next mount"
-                " finds them",
-                counted(len(refused), "file", "files"),
+                "%s in tier %s with bytes that its journal has not accepted: the next mount finds"
+                " them",
+                counted(len(refused), "file stays", "files stay"),
                 self.place.tier.name,
             )
         # Data without an fsync must also survive a restart of the machine.

@@ -18,7 +18,7 @@ import trio
 
 from monarch.errors import Refused
 from monarch.posix.thread_pool import ThreadPool
-from monarch.text import KiB, errno_words
+from monarch.text import KiB, counted, errno_words
 from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue
@@ -121,10 +121,10 @@ class Stager:
         except OSError as error:
             log.warning("the journal cannot record the loss: %s", errno_words(error.errno))
         log.error(
-            "%r is lost: the tier does not have the %d bytes that were written to it: %s; the"
-            " source keeps what it has of that name",
+            "%r is lost: the tier does not have the %s written to it: %s; the source keeps what it"
+            " has of that name",
             os.fsdecode(op.path),
-            op.size,
+            counted(op.size, "byte that was", "bytes that were"),
             why,
         )
 

@@ -11,7 +11,7 @@ from typing import Literal
 import trio
 
 from monarch.telemetry.log import Limiter
-from monarch.text import errno_words
+from monarch.text import counted, errno_words
 from monarch.writeback.objects import SCARCE, TierCallError
 
 log = logging.getLogger(__name__)
@@ -110,9 +110,9 @@ class Trouble:
         self._begin(cause, number, f"{what}: {words}")
         self._limiter.warning(
             f"drain {type(error).__name__} {words}",
-            "draining to the source has stopped and will be tried again; %d changes are kept in the"
-            " tier: %s: %s%s",
-            waiting,
+            "draining to the source has stopped and will be tried again; %s kept in the tier:"
+            " %s: %s%s",
+            counted(waiting, "change is", "changes are"),
             what,
             _WHERE[cause],
             words,
@@ -126,9 +126,9 @@ class Trouble:
         self._begin("room", error.errno, f"{what}: {words}")
         self._limiter.warning(
             "drain full",
-            "the source is full: only removals are drained until it has room; %d changes are kept"
-            " in the tier: %s: %s",
-            waiting,
+            "the source is full: only removals are drained until it has room; %s kept in the tier:"
+            " %s: %s",
+            counted(waiting, "change is", "changes are"),
             what,
             words,
         )

@@ -26,7 +26,7 @@ WRITABLE = frozenset(KINDS) - {"read-only", "elsewhere", "full"}
 # What a daemon may log after such ends, and when others have changed the source meanwhile.
 LOGGED = (
     r"writeback.[a-z_]+: source: |the source refuses |(changed at|is gone from) the source"
-    r"|tier \S+ (is|given up)|were not drained; they stay|the names are those of the last mount"
+    r"|tier \S+ (is|given up)|not drained at the end|the names are those of the last mount"
     "|record [0-9]+ .* does not fit|[0-9]+ more records do not fit|the snapshot is gone"
     "|was never synced, and the machine"
 )

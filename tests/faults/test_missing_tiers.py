@@ -200,8 +200,8 @@ def test_files_in_memory_that_a_start_of_the_machine_erased_are_named(
     # Without a start of the machine another file system may hold the journal.
     assert "no journal is in" in refused(monarch, written, tier)
     start_anew(written)
-    monarch.expects_log("are lost: tier")
-    (warned,) = (check.detail for check in checked(written, tier) if "are lost" in check.detail)
+    monarch.expects_log("lost with the memory of tier")
+    (warned,) = (check.detail for check in checked(written, tier) if "lost when" in check.detail)
     assert str(tier) in warned
     again = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
     assert "run/ckpt" in problems(again)["written-lost"]["what"]
@@ -224,7 +224,7 @@ def test_the_changes_of_a_lost_tier_are_named_by_a_mount_that_cannot_be_written(
     subprocess.run(["umount", "-l", str(memory)], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(memory)], check=True)
     start_anew(written)
-    monarch.expects_log("are lost: tier")
+    monarch.expects_log("lost with the memory of tier")
     again = monarch.mount(slow.path, tiers=TIERS)
     assert lost(again, "--acknowledge", code=0) == ["run/ckpt"]
     again.umount()

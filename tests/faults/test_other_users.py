@@ -192,7 +192,7 @@ def test_a_file_that_may_be_written_where_no_other_may_be_made_keeps_what_it_has
     os.setxattr(source / "own/log", "user.kept", b"1")
     mounted = prepared(monarch, source)
     monarch.expects_log("the source refuses")
-    monarch.expects_log("were not drained")
+    monarch.expects_log("not drained at the end")
     output = acts(MALLORY, mounted.path / "own", "echo b >> log; echo c > new", groups=(GROUP,))
     assert "denied" in output
     # Meanwhile its owner takes the right to read away from others, and that stays so.

@@ -124,6 +124,31 @@ async def test_while_something_waits_the_names_are_those_of_its_snapshot(
         assert not rig.put_off
 
 
+async def test_one_change_that_waits_is_one_change_in_the_messages(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.mkdir(b"e")
+    async with rig.mount(works=False, refreshed=True):
+        assert "does not have 1 change that follows it;" in rig.put_off
+    rig.lose_state()
+    monkeypatch.setattr(SourceEntries, "mkdir", _failing)
+    async with rig.mount() as session:
+        assert "the snapshot is gone for 1 change of earlier mounts;" in caplog.text
+        await trio.sleep(10)
+        assert "1 change is kept in the tier" in caplog.text
+        await session.end()
+    assert "not drained at the end: 0 files with 0 B; kept in tier fast" in caplog.text
+
+
+def _failing(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 @pytest.mark.promise(170)
 async def test_a_renewed_snapshot_has_what_earlier_mounts_have_changed_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
