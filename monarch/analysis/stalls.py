@@ -157,8 +157,11 @@ def _share(runs: Sequence[Run]) -> Share:
 
 
 def stalls_of(t1_s: float, t2_s: float, t3_s: float) -> Stalls:
-    """The stalls as shares of ``t3_s``, from the times of a batch in the three runs."""
-    return Stalls(prep=max(0.0, t2_s - t1_s) / t3_s, fetch=max(0.0, t3_s - t2_s) / t3_s)
+    """The stalls as shares of ``t3_s``, from the times of a batch in the three runs. If run 2 is
+    longer than run 3, that is noise, and it counts as ``t3_s``: no job waits for more than its
+    time."""
+    prep = max(0.0, min(t2_s, t3_s) - t1_s) / t3_s
+    return Stalls(prep=prep, fetch=max(0.0, t3_s - t2_s) / t3_s)
 
 
 def stalls_with(found: Measured, share: Share) -> Stalls:

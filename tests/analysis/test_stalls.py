@@ -74,8 +74,9 @@ def runs(t1: float, t2: float, t3: float, **real: Any) -> list[Run]:
         ((1.0, 1.0, 4.0), Stalls(prep=0.0, fetch=0.75)),
         ((1.0, 3.0, 4.0), Stalls(prep=0.5, fetch=0.25)),
         ((1.0, 1.0, 1.0), Stalls(prep=0.0, fetch=0.0)),
-        # Noise makes no stall negative.
+        # Noise makes no stall negative, and none longer than the run.
         ((1.0, 0.9, 0.95), Stalls(prep=0.0, fetch=pytest.approx(0.05 / 0.95))),
+        ((0.1, 1.2, 1.0), Stalls(prep=0.9, fetch=0.0)),
     ],
 )
 def test_stalls_are_differences_of_the_three_runs(
