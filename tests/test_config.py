@@ -266,6 +266,10 @@ MISTAKES = {
         "quotas: [{user: no-such-user, tier: 30%}]",
         "quotas[0]: there is no user 'no-such-user' on this node",
     ),
+    "quota for a number that no user has": (
+        "quotas: [{user: 4294967295, tier: 30%}]",
+        "quotas[0]: no user has the number 4294967295",
+    ),
     "an unpaired surrogate in a path": (
         'snapshot: {file: "/s\\ud800"}',
         "has an unpaired surrogate",

@@ -16,6 +16,8 @@ from monarch.text import MOST_BYTES
 
 # Each job with a quota has a bit for each file (MOST_JOBS of placement/quotas.py).
 MOST_QUOTAS = 16
+# The kernel has 32 bits for it; the last number means that there is none.
+_MOST_USER = (1 << 32) - 2
 
 
 def _share_or_size(value: object) -> object:
@@ -70,7 +72,9 @@ class QuotaSettings(Section):
         if self.user is None:
             return None
         if self.user.isdecimal():
-            return int(self.user)
+            if (number := int(self.user)) > _MOST_USER:
+                raise ValueError(f"no user has the number {self.user}")
+            return number
         try:
             return pwd.getpwnam(self.user).pw_uid
         except KeyError:
