@@ -304,7 +304,8 @@ class _Measurements:
     def troubles(self) -> Iterator[str]:
         """Why the rates are not to be used."""
         for (phase, share, cores), reports in self._reports.items():
-            name = f"the run {phase!r} with {share:.0%} from the tiers and {cores} cores"
+            used = counted(cores, "core", "cores")
+            name = f"the run {phase!r} with {share:.0%} from the tiers and {used}"
             if trouble := _train_rate(reports).trouble(name):
                 yield f"the rates are unsure: {trouble}"
             hits = sum(each.hits for each in reports)
