@@ -72,7 +72,7 @@ class Bench:
         with self._mounted(capacity, is_slow=limit > 0) as mount:
             self._source.rules(*([f"read_MBps {limit}"] if limit else []))
             analysis = [sys.executable, "-m", "monarch", "analyze", "run", "--json"]
-            analysis += ["--mount", str(mount.path), "--out", str(out), "--repeat", "2"]
+            analysis += ["--mount", str(mount.path), "--out", str(out)]
             analysis += ["--iters", str(ITERATIONS), "--x", "0", "--"]
             self._ran([*analysis, *command(mount.path, self._workers, self._step_s)], UNSURE)
         profile = dict(json.loads(out.read_text()))
