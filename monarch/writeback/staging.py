@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 import xxhash
 
 from monarch.posix import failpoints
+from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import data_at
 from monarch.text import MiB
 from monarch.tiers.source import identity_now
@@ -32,7 +33,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Staging:
-    """Stages object ``number``. ``open_part`` opens the staged file, empty, to read and write.
+    """Stages object ``number``. ``open_part`` opens the staged file, empty, to read and write, and
+    returns the user as well who may write there, None for the daemon: a quota of that user is not
+    exceeded, which root may exceed.
 
     The order of calls: ``open``; ``begin``; ``turn`` until it returns 0; ``finish``, or
     ``apply_attributes`` and ``sync``; then optionally ``verify`` until it returns 0. Each raises
@@ -40,11 +43,18 @@ class Staging:
     limited to the first ``limit`` bytes, if that is set before the first ``turn``.
     """
 
-    def __init__(self, objects: Objects, number: int, *, open_part: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        number: int,
+        *,
+        open_part: Callable[[], tuple[int, Credentials | None]],
+    ) -> None:
         self._objects = objects
         self._number = number
         self._open_part = open_part
         self._fds: list[int] = []
+        self._by: Credentials | None = None
         self._digest = xxhash.xxh3_128()
         self.moved = 0
         # The ranges of the copied data: the first offset, and the offset behind the last byte.
@@ -90,7 +100,8 @@ class Staging:
     def begin(self) -> None:
         """Opens the empty staged file."""
         with self._using():
-            self._fds.append(self._open_part())
+            part_fd, self._by = self._open_part()
+            self._fds.append(part_fd)
 
     def turn(self, count: int) -> int:
         """Copies up to ``count`` bytes, without holes; returns their number, 0 at the end."""
@@ -110,7 +121,8 @@ class Staging:
                 if not piece:
                     break
                 self._digest.update(piece)
-                _write(part_fd, piece, begins)
+                with acting_as(self._by):
+                    _write(part_fd, piece, begins)
                 moved += len(piece)
                 self.moved += len(piece)
                 if self._data and self._data[-1][1] == begins:

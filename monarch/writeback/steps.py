@@ -263,11 +263,18 @@ class Steps:
             return partial(publishing.grown, op=op, expected=expected, tried=entry.was_tried)
         return partial(publishing.look_at_same, op=op, expected=expected)
 
-    def opening(self, entry: Entry, *, make: bool) -> Callable[[], int]:
-        """Opens the empty staged file of a content; with ``make`` its directory is made."""
-        place = entry.place = Place()
-        expected = self._state.expected(entry.seq, entry.op)
-        return partial(self._writer.staged.open_place, entry.op, place, expected, make=make)
+    def opening(self, entry: Entry, *, make: bool) -> Callable[[], tuple[int, Credentials | None]]:
+        """Opens the empty staged file of a content; with ``make`` its directory is made. Returns
+        also the user who has made the file, None for the daemon."""
+        op, place, staged = entry.op, Place(), self._writer.staged
+        entry.place = place
+        expected = self._state.expected(entry.seq, op)
+
+        def opened() -> tuple[int, Credentials | None]:
+            fd = staged.open_place(op, place, expected, make=make)
+            return fd, place.by
+
+        return opened
 
     def applying(self, entry: Entry, staged: Identity) -> Callable[[int], None]:
         """Gives a staged file, by its descriptor, the attributes of the file."""

@@ -73,6 +73,17 @@ def drain(mounted: Mounted) -> None:
     assert "set aside" not in mounted.log_text and "refuses" not in mounted.log_text
 
 
+def keep_for_root(disk: Path, blocks: int) -> None:
+    found = subprocess.run(
+        ["findmnt", "--noheadings", "--output", "SOURCE", "--mountpoint", disk],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    tune = ["tune2fs", "-r", str(blocks), found.stdout.strip()]
+    subprocess.run(tune, check=True, stdout=subprocess.DEVNULL)
+
+
 @pytest.mark.fault("S19")
 @pytest.mark.promise(65, 81)
 def test_files_removed_on_the_mount_make_room_at_a_full_source(
@@ -96,6 +107,22 @@ def test_files_removed_on_the_mount_make_room_at_a_full_source(
     assert {*os.listdir(small)} >= {"b", "new", "later"}
     assert not {"a", "d", "new.tmp"} & {*os.listdir(small)}
     assert (small / "new").read_bytes() == contents("new", _NEW)
+
+
+@pytest.mark.promise(81)
+def test_a_user_gets_no_room_that_the_source_keeps_for_root(
+    small: Path, monarch: MonarchCommand
+) -> None:
+    """As with a quota, which root may exceed, too."""
+    keep_for_root(small, os.statvfs(small).f_bfree)
+    mounted = monarch.mount(small, tiers=_TIERS, options=_OPTIONS)
+    acts(ALICE, mounted.path, "head -c 100000 /dev/zero > alice")
+    until_full(mounted)
+    assert not (small / "alice").exists()
+    keep_for_root(small, 0)
+    drain(mounted)
+    mounted.umount()
+    assert (small / "alice").read_bytes() == bytes(100_000)
 
 
 @pytest.mark.fault("S19")

@@ -64,7 +64,10 @@ def objects(tmp_path: Path) -> Objects:
 
 
 def staged(objects: Objects, part: Path) -> Staging:
-    staging = Staging(objects, 1, open_part=lambda: os.open(part, os.O_RDWR | os.O_CREAT, 0o600))
+    def opened() -> tuple[int, None]:
+        return os.open(part, os.O_RDWR | os.O_CREAT, 0o600), None
+
+    staging = Staging(objects, 1, open_part=opened)
     staging.open(sync=False)
     staging.begin()
     while staging.turn(4 * MiB):
