@@ -88,9 +88,10 @@ def test_two_processes_read_each_byte_at_the_source_once(
     # Each granule is fetched once, and so is what was read before it was decided to keep them.
     assert 0 < reads <= -(-(size + UNDECIDED) // GRANULE)
     assert size <= read_bytes <= 1.02 * size
-    if seeds[0]:
-        # What was read before the decision is not kept: the second epoch fetches it.
-        assert epoch()[1] <= UNDECIDED
+    # What was read before the decision is kept only if both readers came there in order, and then
+    # the copy is whole. Requests of two readers can overtake each other. Otherwise the second epoch
+    # fetches it.
+    assert epoch()[1] <= UNDECIDED
     wait_until(lambda: account(mounted)["residency"]["files"] == 1, "the copy is whole")
     assert epoch() == (0, 0)
     # The same reader without the mount is counted.
