@@ -72,9 +72,9 @@ class Record:
     """One entry of the tree.
 
     ``name`` is the last component of its path, empty for the root. ``mode`` has the type, ``size``
-    is in bytes. ``chunk`` is -1 if the entry has no bytes in a
-    chunk, and -2 for a large file; ``offset`` is then the number of the large file, or the number
-    of a device. ``link`` is the number of the first name of the file, ``nlink`` counts its names.
+    is in bytes. ``chunk`` is -1 if the entry has no bytes in a chunk, and -2 for a large file;
+    ``offset`` is then the number of the large file, or the number of a device. ``link`` is the
+    number of the first name of the file, ``nlink`` counts its names.
     """
 
     number: int
