@@ -62,13 +62,13 @@ class Stage:
         )
 
     # How a content is staged.
-    def opening(self, entry: Entry, *, make: bool) -> Callable[[], int]:
+    def opening(self, entry: Entry, *, make: bool) -> Callable[[], tuple[int, None]]:
         entry.place = Place()
 
-        def opened() -> int:
+        def opened() -> tuple[int, None]:
             if self.trouble is not None:
                 raise self.trouble
-            return os.open(self.part(entry.op.object), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            return os.open(self.part(entry.op.object), os.O_RDWR | os.O_CREAT | os.O_TRUNC), None
 
         return opened
 
