@@ -33,9 +33,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Staging:
-    """Stages object ``number``. ``open_part`` opens the staged file, empty, to read and write, and
-    returns the user as well who may write there, None for the daemon: a quota of that user is not
-    exceeded, which root may exceed.
+    """Stages object ``number``. ``open_part`` opens the staged file, empty, to read and write. It
+    returns the descriptor, and the user with whose rights the bytes are written, None for the
+    daemon: root may exceed a quota, the user may not.
 
     The order of calls: ``open``; ``begin``; ``turn`` until it returns 0; ``finish``, or
     ``apply_attributes`` and ``sync``; then optionally ``verify`` until it returns 0. Each raises

@@ -264,8 +264,9 @@ class Steps:
         return partial(publishing.look_at_same, op=op, expected=expected)
 
     def opening(self, entry: Entry, *, make: bool) -> Callable[[], tuple[int, Credentials | None]]:
-        """Opens the empty staged file of a content; with ``make`` its directory is made. Returns
-        also the user who has made the file, None for the daemon."""
+        """Opens the empty staged file of a content; with ``make`` its directory is made. The call
+        returns its descriptor, and the user with whose rights it is written, None for the daemon.
+        """
         op, place, staged = entry.op, Place(), self._writer.staged
         entry.place = place
         expected = self._state.expected(entry.seq, op)
