@@ -25,6 +25,7 @@ from monarch.errors import PackError, UsageError
 from monarch.packs.format import LARGE
 from monarch.packs.pack import Pack, Record
 from monarch.packs.reading import PIECE, copy_with_holes
+from monarch.posix.acl import NAMES as ACL_NAMES
 from monarch.posix.files import closing_fd, empty_directory, sync_file_system
 from monarch.posix.openat2 import open_beneath
 from monarch.text import escape_text
@@ -84,6 +85,7 @@ def unpack(path: Path, directory: Path, *, set_id: bool, progress: Progress) -> 
             ) from error
         try:
             with closing_fd(os.open(staged, _DIRECTORY)) as root, _emptied_on_failure(root):
+                _remove_acls(root)
                 report = _Unpacking(pack, root, progress, set_id=set_id).run()
                 sync_file_system(root)
                 os.rename(staged, directory)
@@ -97,6 +99,14 @@ def unpack(path: Path, directory: Path, *, set_id: bool, progress: Progress) -> 
             # After a success the name does not exist.
             with suppress(OSError):
                 os.rmdir(staged)
+
+
+def _remove_acls(root: int) -> None:
+    """Removes the access control lists that an empty directory has inherited, and with them those
+    that all in it would inherit."""
+    for name in ACL_NAMES:
+        with suppress(OSError):
+            os.removexattr(root, name)
 
 
 @contextmanager

@@ -26,6 +26,11 @@ from monarch.posix.openat2 import open_beneath
 from tests.packs.test_format import NAMES
 from tests.packs.trees import contents, deep_tree, make_tree, pack, shown
 
+# User 1000 may read.
+_ACL = bytes.fromhex(
+    "02000000 01000700ffffffff 02000400e8030000 04000500ffffffff 10000500ffffffff 20000500ffffffff"
+)
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may change owners")
 
 
@@ -97,22 +102,34 @@ def test_extended_attributes_and_acls_return(tmp_path: Path) -> None:
     source = make_tree(tmp_path / "source", files=4)
     if not _supports_attributes(source / "large"):
         pytest.skip("this file system has no extended attributes")
-    acl = bytes.fromhex(
-        "02000000 01000700ffffffff 02000400e8030000 04000500ffffffff 10000500ffffffff"
-        " 20000500ffffffff"
-    )
     os.setxattr(source / "large", "user.label", b"\0\1 binary")
     os.setxattr(source / "class0/000.jpg", "user.label", b"x" * 100)
     (source / "class0/000.jpg").chmod(0o444)
     try:
-        os.setxattr(source / "class1", "system.posix_acl_default", acl)
-        os.setxattr(source / "large", "system.posix_acl_access", acl)
+        os.setxattr(source / "class1", "system.posix_acl_default", _ACL)
+        os.setxattr(source / "large", "system.posix_acl_access", _ACL)
     except OSError:
         pytest.skip("this file system has no access control lists")
     pack(source, tmp_path / "pack")
     assert unpacked(tmp_path / "pack", tmp_path / "again", set_id=True).incomplete == 0
     assert shown(tmp_path / "again") == shown(source)
-    assert os.getxattr(tmp_path / "again/class1", "system.posix_acl_default") == acl
+    assert os.getxattr(tmp_path / "again/class1", "system.posix_acl_default") == _ACL
+
+
+@pytest.mark.promise(224)
+def test_a_default_access_control_list_of_the_place_is_not_inherited(tmp_path: Path) -> None:
+    source = make_tree(tmp_path / "source", files=4)
+    pack(source, tmp_path / "pack")
+    (tmp_path / "place").mkdir()
+    try:
+        os.setxattr(tmp_path / "place", "system.posix_acl_default", _ACL)
+    except OSError:
+        pytest.skip("this file system has no access control lists")
+    # What is made there inherits it.
+    (tmp_path / "place/file").touch()
+    assert os.listxattr(tmp_path / "place/file")
+    unpacked(tmp_path / "pack", tmp_path / "place/again", set_id=True)
+    assert shown(tmp_path / "place/again") == shown(source)
 
 
 # -- owners and set-ID bits ------------------------------------------------------------------------
