@@ -276,7 +276,11 @@ class PackSource(Source):
         return fd
 
     def _opened_chunk(self, chunk: int) -> int:
-        fd = self._opened_file(int(self.files.members(chunk)[0]), chunk_name(chunk))
+        # The number of no file: the damage ends when the chunk is opened for any of its files.
+        number = -1 - chunk
+        fd = self._opened_file(number, chunk_name(chunk))
+        if self.damage:
+            self.damage.is_read(number)
         # An extent is read alone: the kernel must not read on behind it.
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

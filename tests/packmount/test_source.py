@@ -156,6 +156,21 @@ def test_damage_costs_its_files_only_and_ends_when_it_is_mended(
 
 
 @pytest.mark.promise(233)
+def test_a_chunk_that_is_back_is_not_damaged_whichever_of_its_files_is_read(
+    original: Path, directory: Path, source: PackSource
+) -> None:
+    versions, (_, second, third, *_) = identities(directory), in_chunk(directory, 1)
+    place = directory / os.fsdecode(chunk_name(1))
+    place.rename(place.with_suffix(".away"))
+    with pytest.raises(OSError, match="No such file"):
+        source.fetch(b"", versions[second])
+    assert source.damage.files()
+    place.with_suffix(".away").rename(place)
+    assert source.fetch(b"", versions[third]).data == contents(original)[third]
+    assert not source.damage.files()
+
+
+@pytest.mark.promise(233)
 def test_a_chunk_that_the_daemon_may_not_read_is_reported(
     directory: Path, source: PackSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
