@@ -26,6 +26,7 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 from monarch.datasets.copies import Copies, reads_ahead
+from monarch.posix.files import SharedFd
 from monarch.posix.workers import Workers
 from monarch.text import KiB
 
@@ -58,6 +59,7 @@ MOST_THREADS = 32
 # In the place of an offset: the file could not be read, or there was no room for it. The same in
 # _many.c.
 _FAILED, _NO_ROOM = -1, -2
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 # A buffer has room for files of this size at first, and then for those of the mean of the last
 # call, and this share more. Memory that is not written takes no room.
@@ -79,7 +81,8 @@ class Dataset:
             raise ValueError(f"threads must be at least 1, not {threads}")
         self._path = os.path.abspath(os.fsencode(path))
         self._threads = threads
-        self._fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        self._directory = SharedFd(os.open(self._path, flags), "the data set")
         self._copies = Copies()
         self._reads_ahead: bool | None = None
         self._mean_bytes = float(_FIRST_BYTES)
@@ -170,22 +173,58 @@ class Dataset:
     def _read(self, names: tuple[Name, ...], buffer: memoryview, *, has_gaps: bool) -> Found:
         """Reads the files into ``buffer``, one behind the other, or with gaps where that is faster.
         Raises OSError."""
-        if self._fd < 0:
-            raise ValueError("the data set is closed")
+        most = min(self._threads, max(1, len(names)))
+        with self._directory.using() as directory:
+            found, needed, unread = self._read_at_once(directory, names, buffer, most, has_gaps)
+            if unread:
+                places = _places(found)
+                needed += self._read_again(directory, names, buffer, most, has_gaps, places)
+                found, unread = places.tobytes(), _count_unread(places)
+        if unread:
+            self._require_read(names, places)
+        return found, needed, unread
+
+    def _read_at_once(
+        self,
+        directory: int,
+        names: tuple[Name, ...],
+        buffer: memoryview,
+        most: int,
+        has_gaps: bool,
+    ) -> Found:
+        """Up to ``most`` files at the same time."""
         read = _read_in_python if _read_many is None else _read_many
         cores = len(os.sched_getaffinity(0))
-        least = min(self._threads, cores, 1 + len(names) // _FILES_A_THREAD)
-        most = min(self._threads, max(1, len(names)))
+        least = min(most, cores, 1 + len(names) // _FILES_A_THREAD)
         # Kept until all files are read.
-        copies = None if _read_many is None else self._copies.now(self._fd)
+        copies = None if _read_many is None else self._copies.now(directory)
         table = b"" if copies is None else copies.table
         if self._reads_ahead is None:
-            self._reads_ahead = reads_ahead(self._fd)
-        ahead = self._reads_ahead
-        found, needed, unread = read(self._fd, names, buffer, has_gaps, least, most, table, ahead)
-        if unread:
-            self._require_read(names, _places(found))
-        return found, needed, unread
+            self._reads_ahead = reads_ahead(directory)
+        return read(directory, names, buffer, has_gaps, least, most, table, self._reads_ahead)
+
+    def _read_again(
+        self,
+        directory: int,
+        names: tuple[Name, ...],
+        buffer: memoryview,
+        most: int,
+        has_gaps: bool,
+        places: Places,
+    ) -> int:
+        """Reads the files again for which the process had no free descriptor, fewer at the same
+        time. Returns the bytes that they need."""
+        needed = 0
+        while most > 1 and len(left := _without_descriptor(places)):
+            most //= 2
+            used = int(places[places[:, 0] >= 0].sum(axis=1).max(initial=0))
+            rest = tuple(names[index] for index in left)
+            found, more, _ = self._read_at_once(directory, rest, buffer[used:], most, has_gaps)
+            again = _places(found)
+            again[again[:, 0] >= 0, 0] += used
+            places[left] = again
+            needed += more
+        return needed
 
     def _require_read(self, names: tuple[Name, ...], places: Places) -> None:
         """Raises OSError for the first file that could not be read."""
@@ -197,12 +236,10 @@ class Dataset:
             raise OSError(number, os.strerror(number), os.fsdecode(name))
 
     def close(self) -> None:
-        """Closes the directory. Bytes that were read stay valid."""
-        fd, self._fd = self._fd, -1
-        # Their directories are closed as soon as no call reads from them.
+        """Closes the directory, as soon as no call reads from it. Bytes that were read stay
+        valid."""
+        self._directory.close()
         self._copies = Copies()
-        if fd >= 0:
-            os.close(fd)
 
     def __enter__(self) -> Dataset:
         return self
@@ -214,11 +251,6 @@ class Dataset:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        # ``_fd`` is missing if the directory could not be opened.
-        if getattr(self, "_fd", -1) >= 0:
-            self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self._path, "threads": self._threads}
@@ -241,6 +273,16 @@ def _views(buffer: memoryview, found: bytes) -> list[memoryview]:
 def _places(found: bytes) -> Places:
     """The place and size of each file, of shape (n, 2)."""
     return np.frombuffer(found, np.int64).reshape(-1, 2).copy()
+
+
+def _without_descriptor(places: Places) -> npt.NDArray[np.int64]:
+    """The files for which the process had no free descriptor."""
+    has_failed = places[:, 0] == _FAILED
+    return np.flatnonzero(has_failed & np.isin(places[:, 1], _NO_DESCRIPTOR))
+
+
+def _count_unread(places: Places) -> int:
+    return int(np.count_nonzero(places[:, 0] < 0))
 
 
 def _memory(size: int) -> npt.NDArray[np.uint8]:
@@ -285,7 +327,7 @@ def _read_in_python(
             buffer[used : used + size] = content
             place[:] = used, size
             used += size
-    return places.tobytes(), needed, int(np.count_nonzero(places[:, 0] < 0))
+    return places.tobytes(), needed, _count_unread(places)
 
 
 def _content(directory: int, name: bytes) -> bytes | int:

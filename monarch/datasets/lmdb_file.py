@@ -20,6 +20,7 @@ from monarch.datasets.lmdb_pages import (
 from monarch.datasets.range_reads import RangeReads
 from monarch.datasets.ranges import Range
 from monarch.errors import LmdbError
+from monarch.posix.files import SharedFd
 from monarch.text import KiB, escape_text
 
 AnyPath: TypeAlias = str | os.PathLike[str]
@@ -44,13 +45,14 @@ class Version:
 
 class LmdbFile:
     """The file ``path``, open, with its valid meta page. Any thread, and a process that was forked,
-    may read it. Calls wait for the storage, and raise OSError if it fails."""
+    may read it. Calls wait for the storage, and raise OSError if it fails, and ValueError when
+    the file is closed."""
 
     def __init__(self, path: Path, fd: int, meta: Meta, version: Version) -> None:
         self.path = path
         self.meta = meta
         self.version = version
-        self._fd = fd
+        self._shared = SharedFd(fd, escape_text(os.fspath(path)))
         self._reads = RangeReads()
 
     @classmethod
@@ -80,16 +82,18 @@ class LmdbFile:
 
     def read_into(self, into: memoryview, offset: int) -> None:
         """Fills ``into`` with the bytes from ``offset`` on. Raises LmdbError if the file ends."""
-        while into:
-            count = os.preadv(self._fd, [into[:_MOST_BYTES]], offset)
-            if not count:
-                raise LmdbError(f"ends at byte {offset}; it was changed")
-            into, offset = into[count:], offset + count
+        with self._shared.using() as fd:
+            while into:
+                count = os.preadv(fd, [into[:_MOST_BYTES]], offset)
+                if not count:
+                    raise LmdbError(f"ends at byte {offset}; it was changed")
+                into, offset = into[count:], offset + count
 
     def read_ranges(self, into: memoryview, ranges: Sequence[Range]) -> None:
         """Fills ``into`` with the bytes of ranges, one behind the other. Several are read at the
         same time (``RangeReads``). Raises LmdbError if the file ends."""
-        counts = self._reads.read(self._fd, ranges, into)
+        with self._shared.using() as fd:
+            counts = self._reads.read(fd, ranges, into)
         for count, found in zip(counts, ranges, strict=True):
             if count < found.length:
                 raise LmdbError(f"ends at byte {found.offset + count}; it was changed")
@@ -97,33 +101,29 @@ class LmdbFile:
     def fetch(self, offset: int, length: int) -> None:
         """Has the kernel read these bytes into the page cache in large parts, in the background;
         those that are there already are not read. Nothing happens if it cannot."""
-        with suppress(OSError):
+        with self._shared.using() as fd, suppress(OSError):
             for begin in range(offset, offset + length, _READAHEAD_BYTES):
-                os.posix_fadvise(self._fd, begin, _READAHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(fd, begin, _READAHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     def require_unchanged(self) -> None:
         """Raises LmdbError if the file was written since it was opened."""
-        status = os.fstat(self._fd)
-        found = status.st_size, status.st_mtime_ns, self._transaction()
+        with self._shared.using() as fd:
+            status, transaction = os.fstat(fd), self._transaction(fd)
+        found = status.st_size, status.st_mtime_ns, transaction
         if found != (self.version.size, self.version.mtime_ns, self.version.transaction):
             raise LmdbError("was changed while it was read", hint="open it again")
 
-    def _transaction(self) -> int:
+    def _transaction(self, fd: int) -> int:
         """The last transaction now. A writer that maps the file changes pages that are not on the
         disk yet without a new modification time."""
         numbers = [
-            os.pread(self._fd, 8, page * self.version.page_bytes + TRANSACTION_AT)
-            for page in (0, 1)
+            os.pread(fd, 8, page * self.version.page_bytes + TRANSACTION_AT) for page in (0, 1)
         ]
         return max(int.from_bytes(number, "little") for number in numbers)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.close()
+        """The file is closed as soon as no call reads from it."""
+        self._shared.close()
 
 
 @contextmanager

@@ -39,6 +39,36 @@ def closing_fd(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
+class SharedFd:
+    """A descriptor that several threads use. ``close`` ends no use of it: it is closed when the
+    last one is over, so that no thread meets another file at its number."""
+
+    def __init__(self, fd: int, what: str) -> None:
+        self._kept: _Kept | None = _Kept(fd)
+        self._what = what
+
+    @contextmanager
+    def using(self) -> Iterator[int]:
+        """Gives the descriptor for a block. Raises ValueError after ``close``."""
+        kept = self._kept
+        if kept is None:
+            raise ValueError(f"{self._what} is closed")
+        yield kept.fd
+
+    def close(self) -> None:
+        self._kept = None
+
+
+class _Kept:
+    """A descriptor that is closed with the object."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
 def status_at(directory_fd: int, name: str | bytes) -> os.stat_result | None:
     """``lstat`` of a name in an open directory, None if it is missing. Raises OSError."""
     try:

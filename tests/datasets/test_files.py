@@ -8,9 +8,11 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import pytest
 from monarch.datasets import files
 from monarch.datasets.files import Dataset, open_dataset
 from monarch.posix import workers
+from monarch.posix.files import closing_fd
 from tests.equipment.interrupts import interrupted_in_each_line
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.waiting import wait_until
@@ -274,6 +277,85 @@ def slow(tmp_path: Path) -> Iterator[SlowSource]:
     (tmp_path / "root").mkdir()
     with SlowSource(tmp_path / "root", tmp_path / "slow") as source:
         yield source
+
+
+@pytest.mark.promise(250)
+def test_a_data_set_that_is_closed_during_a_call_reads_no_other_directory(
+    reader: str, slow: SlowSource, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("first", "second"):
+        (slow.root / name).write_bytes(b"right")
+        (other / name).write_bytes(b"wrong")
+    found: list[list[memoryview]] = []
+    dataset = Dataset(slow.path, threads=1)
+    reading = threading.Thread(target=lambda: found.append(dataset.get_many(["first", "second"])))
+    slow.rules("hang open /first")
+    reading.start()
+    try:
+        wait_until(lambda: slow.counters()["hanging"] == 1, "the first file is opened")
+        dataset.close()
+        # It would get the number of the descriptor.
+        with closing_fd(os.open(other, os.O_RDONLY | os.O_DIRECTORY)):
+            slow.rules()
+            reading.join()
+    finally:
+        slow.rules()
+        reading.join()
+    assert found == [[b"right", b"right"]]
+    with pytest.raises(ValueError, match="closed"):
+        dataset.get("second")
+    assert os.fspath(slow.path) not in _open_files()
+
+
+def _open_files() -> Iterator[str]:
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            yield os.readlink(f"/proc/self/fd/{number}")
+
+
+@pytest.mark.promise(250)
+def test_as_many_files_are_open_at_once_as_there_are_free_descriptors(
+    reader: str, slow: SlowSource
+) -> None:
+    names = [f"{number}" for number in range(40)]
+    for name in names:
+        (slow.root / name).write_bytes(name.encode())
+    slow.rules("lat open 20")
+    with Dataset(slow.path) as dataset:
+        child = os.fork()
+        if child == 0:
+            is_right = False
+            try:
+                is_right = _is_read_with_few_descriptors(dataset, names)
+            finally:
+                os._exit(not is_right)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def _is_read_with_few_descriptors(dataset: Dataset, names: list[str]) -> bool:
+    """In a process of its own."""
+    contents = [name.encode() for name in names]
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    with suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    try:
+        dataset.get_many(names)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            return False
+    else:
+        return False
+    for count in (1, 2):
+        for _ in range(count):
+            os.close(taken.pop())
+        memory = bytearray(sum(map(len, contents)))
+        if dataset.get_many(names) != contents or dataset.get_many(names, into=memory) != contents:
+            return False
+    return True
 
 
 @pytest.mark.promise(251)

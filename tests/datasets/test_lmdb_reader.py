@@ -21,7 +21,10 @@ from monarch.datasets.lmdb_index import Index, write_index
 from monarch.datasets.lmdb_reader import EXTENT_BYTES, LmdbReader
 from monarch.errors import LmdbError
 from monarch.order import ChunkwiseSampler, chunkwise_order
+from monarch.posix.files import closing_fd
 from tests.datasets.lmdb_files import KIB, Records, appended, inserted, written
+from tests.equipment.slowfs import SlowSource
+from tests.equipment.waiting import wait_until
 
 GAP = 64 * KIB
 
@@ -223,6 +226,31 @@ def test_threads_share_a_reader(file: tuple[Path, Records]) -> None:
 
     with LmdbReader(path) as reader, ThreadPoolExecutor(4) as pool:
         assert all(pool.map(read, range(40)))
+
+
+@pytest.mark.promise(242)
+def test_a_reader_that_is_closed_during_a_call_reads_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    written(tmp_path / "root/data.mdb", appended(20, 30_000))
+    other = tmp_path / "other"
+    other.write_bytes(bytes(2 << 20))
+    with SlowSource(tmp_path / "root", tmp_path / "slow") as slow:
+        reader = LmdbReader(slow.path / "data.mdb")
+        slow.rules("hang read data.mdb")
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                call = pool.submit(reader.get_many, [3])
+                wait_until(lambda: slow.counters()["hanging"] > 0, "the record is read")
+                reader.close()
+                # It would get the number of the descriptor.
+                with closing_fd(os.open(other, os.O_RDONLY)):
+                    slow.rules()
+                    with pytest.raises(ValueError, match=r"data\.mdb is closed"):
+                        call.result()
+            finally:
+                slow.rules()
+        with pytest.raises(ValueError, match=r"data\.mdb is closed"):
+            reader.get(3)
 
 
 def test_a_forked_process_and_one_that_gets_a_pickled_reader_read_the_same(
