@@ -14,9 +14,10 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import trio
 import xxhash
@@ -70,6 +71,9 @@ class FreshnessWatch:
     sends_opens: bool
 
     def __post_init__(self) -> None:
+        # The files that other nodes of the job have given: they are opened there, not at the
+        # source.
+        self.given: Callable[[], Iterator[Ino]] = lambda: iter(())
         self.checks = self.changed_directories = 0
         self.stale = False if self.just_built else None
 
@@ -127,22 +131,22 @@ class FreshnessWatch:
                     counted(changed, "directory", "directories"),
                 )
             self.changed_directories = changed
-        for tier in self.hierarchy.tiers:
-            for batch in batches(self.residency.resident_in(tier.number), _BATCH):
-                for ino, found in await self._differing(batch):
-                    if self.revalidation.may_be_drained(ino, found):
-                        until_ns = time.monotonic_ns() + round(_PATIENCE_S * 1e9)
-                        identity = self.names.stored(ino).identity
-                        self.doubts.postpone(ino, identity, until_ns=until_ns)
-                        continue
-                    changed += 1
-                    try:
-                        await self.revalidation.look_again(ino)
-                    except SourceError as error:
-                        log.debug("%s", error)
-                        failed += error.errno not in (errno.ENOENT, errno.ESTALE)
-                        if failed >= _MOST_FAILURES:
-                            raise
+        copies = [self.residency.resident_in(tier.number) for tier in self.hierarchy.tiers]
+        for batch in batches(chain(*copies, self.given()), _BATCH):
+            for ino, found in await self._differing(batch):
+                if self.revalidation.may_be_drained(ino, found):
+                    until_ns = time.monotonic_ns() + round(_PATIENCE_S * 1e9)
+                    identity = self.names.stored(ino).identity
+                    self.doubts.postpone(ino, identity, until_ns=until_ns)
+                    continue
+                changed += 1
+                try:
+                    await self.revalidation.look_again(ino)
+                except SourceError as error:
+                    log.debug("%s", error)
+                    failed += error.errno not in (errno.ENOENT, errno.ESTALE)
+                    if failed >= _MOST_FAILURES:
+                        raise
         self.stale = changed > 0
 
     async def _differing(self, batch: Sequence[Ino]) -> list[tuple[Ino, Identity | None]]:

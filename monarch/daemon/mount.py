@@ -283,6 +283,7 @@ class Mount:
         if self.sharing is not None:
             self.read.promotions.is_kept_elsewhere = self.sharing.is_kept_elsewhere
             self.read.parts.is_shared = self.sharing.shares_parts
+            self.upkeep.watch.given = self.sharing.given
         self._replicas = None if self.sharing is None else self.sharing.replicas
         self._left = (
             recovery_of_left(self.parts, self.write_back) if self._replicas is None else None

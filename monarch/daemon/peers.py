@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import trio
@@ -108,7 +108,7 @@ class SharedFiles:
         ranges = self._peers.ranges
         return (
             ranges is not None
-            and self._is_as_in_snapshot(ino)
+            and self.is_as_in_snapshot(ino)
             and ranges.is_shared(ino, self._snapshot.attributes(ino).identity)
         )
 
@@ -121,11 +121,11 @@ class SharedFiles:
 
     def _is_shared(self, ino: Ino) -> bool:
         """Whether it is a small file that the nodes share."""
-        return self._is_as_in_snapshot(ino) and self._peers.is_shared(
+        return self.is_as_in_snapshot(ino) and self._peers.is_shared(
             ino, self._snapshot.attributes(ino).size
         )
 
-    def _is_as_in_snapshot(self, ino: Ino) -> bool:
+    def is_as_in_snapshot(self, ino: Ino) -> bool:
         """Whether it is a file, and as in the snapshot, which the other nodes have, too."""
         if not 1 <= ino <= self._snapshot.entries or self._residency.is_changed(ino):
             return False
@@ -166,6 +166,11 @@ class Sharing:
     def is_kept_elsewhere(self, ino: Ino) -> bool:
         """Whether a small file that the datapath has fetched has another owner."""
         return not (self._answers.is_asked(ino) or self._peers.owns(ino))
+
+    def given(self) -> Iterator[Ino]:
+        """The files that came from other nodes, at least in part, unless this node knows that they
+        have changed."""
+        return filter(self._files.is_as_in_snapshot, self._peers.given())
 
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         tasks: dict[str, Callable[[], Awaitable[None]]] = {

@@ -110,6 +110,11 @@ class Ranges:
             return False
         return self._snapshot.attributes(ino).identity == identity
 
+    def known(self) -> list[Ino]:
+        """The large files that were opened here or requested from here."""
+        with self._lock:
+            return list(self._files)
+
     def blocks(self, ino: Ino) -> bytearray:
         """One byte for each block of a shared file, 1 if this node keeps it. Blocks whose owners do
         not answer are added later."""

@@ -180,6 +180,14 @@ class Peers:
             return part
         return np.where(is_small, sizes * self._is_own[inos], part).astype(np.uint64)
 
+    def given(self) -> Iterator[Ino]:
+        """The files that came from other nodes, at least in part. It may change meanwhile."""
+        for start in range(0, len(self._digests), _AT_ONCE):
+            for offset in np.flatnonzero(self._digests[start : start + _AT_ONCE]).tolist():
+                yield Ino(start + offset)
+        if self.ranges is not None:
+            yield from self.ranges.known()
+
     def is_shared(self, ino: Ino, size: int) -> bool:
         """Whether a file has an owner: it is in the snapshot, and small."""
         return 1 <= ino <= self._snapshot.entries and 0 < size <= self._largest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import stat
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -187,6 +188,24 @@ def test_files_that_were_changed_at_the_source_are_no_failures_of_their_owner(
         made.read_all(changed, (1,))
         assert made.peers(1)["failures"] == {}
         assert made.state_of(1, 2) == "answers"
+
+
+@pytest.mark.promise(27, 28)
+def test_each_node_compares_the_files_that_others_have_given_it_with_the_source(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree(CONTENT)
+    with lab(tmp_path, tmp_path / "source", 2) as made:
+        for number in (1, 2):
+            made.mount(number, "snapshot.freshness=ttl:1s")
+            made.commands[-1].allows_log("changed at the source since the snapshot")
+        made.read_all(CONTENT)
+        made.reports()
+        name = next(name for name, owner in owners(made).items() if owner == 2)
+        (made.source / name).chmod(0o640)
+        # Not opened there: it would be by chance whether its owner has a copy again.
+        shown = made.nodes[1].path / name
+        wait_until(lambda: stat.S_IMODE(shown.stat().st_mode) == 0o640, "it has the new mode")
 
 
 @pytest.mark.promise(272, 275)
