@@ -305,12 +305,14 @@ class PeerClient:
         may listen at one of its addresses only, and other programs, and other mounts of the job,
         may have some of the ports. Raises PeerFailed, OSError."""
         failure = PeerFailed("unreachable")
+        until_s = time.monotonic() + self._hello_limit_s
         for address in itertools.product(self._addresses(), tuple(self._ports)):
             try:
                 connection = self._proven(address)
             except (PeerFailed, OSError) as error:
-                if _takes_long(error):
-                    # A program that does not answer must not hide the member behind it again.
+                if _takes_long(error) or time.monotonic() > until_s:
+                    # A program that does not answer, or late, must not hide the member behind it
+                    # again.
                     _put_last(address[0], self._slow)
                     _put_last(address[1], self._ports)
                     raise
@@ -320,6 +322,10 @@ class PeerClient:
             self._address = address
             return connection
         raise failure
+
+    @property
+    def _hello_limit_s(self) -> float:
+        return max(self.breaker.limit_s, _HELLO_S)
 
     def _addresses(self) -> list[str]:
         """The addresses of the member, those last that took long. Raises OSError, also if the DNS
@@ -335,7 +341,7 @@ class PeerClient:
     def _proven(self, address: tuple[str, int]) -> Connection:
         """A new connection to this address, at which the member has proved that it is one. Raises
         PeerFailed, OSError."""
-        limit_s = max(self.breaker.limit_s, _HELLO_S)
+        limit_s = self._hello_limit_s
         connection = self._encrypted(_connect(address), limit_s)
         is_proven = False
         try:

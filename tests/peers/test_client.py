@@ -300,6 +300,28 @@ def test_a_silent_program_at_an_earlier_port_hides_the_member_only_once(
     client.close()
 
 
+@pytest.mark.promise(341)
+def test_strangers_that_answer_late_at_all_ports_cost_little_more_than_one_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, asked = 0.0, list[int]()
+
+    def answers_late(self: PeerClient, address: tuple[str, int]) -> None:
+        nonlocal now_s
+        now_s += 0.7
+        asked.append(address[1])
+        raise PeerFailed("wrong-secret")
+
+    monkeypatch.setattr(PeerClient, "_proven", answers_late)
+    monkeypatch.setattr(clients, "time", SimpleNamespace(monotonic=lambda: now_s))
+    client = client_of(*range(1, 9), limit_s=1.0)
+    for others in ([1, 2], [1, 3]):
+        with pytest.raises(PeerFailed):
+            client.get("c/01/1", 5)
+        assert asked == others
+        asked.clear()
+
+
 def test_a_member_with_too_many_hellos_is_slow(member: Callable[..., Member]) -> None:
     client = client_of(member(hello=say(head(0, status="429 Too Many Requests"))).port)
     with pytest.raises(PeerFailed) as failed:
