@@ -65,6 +65,7 @@ def hold_state(settings: MountSettings, state: Path) -> Iterator[None]:
         with _no_space(state):
             require_private(state)
             another = "give this mount another directory with --state DIR"
+            another += ", or, where nodes share it, each node one with MONARCH_STATE_ROOT"
             lock = Lock(directory, what, os.fspath(settings.mountpoint), instead=another)
         try:
             # A note of a newer version is refused before anything is changed.

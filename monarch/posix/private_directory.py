@@ -140,7 +140,8 @@ class Lock:
                 f"{what} is in use by {holder}",
                 hint="unmount that mount first" + (f", or {instead}" if instead else ""),
             ) from None
-        note = json.dumps({"pid": os.getpid(), "mountpoint": owner}).encode()
+        node = os.uname().nodename
+        note = json.dumps({"pid": os.getpid(), "mountpoint": owner, "node": node}).encode()
         try:
             # Over all of an earlier note, in its block: a full disk has no other.
             os.pwrite(self._fd, note.ljust(os.fstat(self._fd).st_size), 0)
@@ -163,6 +164,9 @@ class Lock:
 def _holder(note: bytes) -> str:
     try:
         raw = json.loads(note)
-        return f"pid {raw['pid']} ({raw['mountpoint']})"
+        # Of a directory on a file system that nodes share.
+        is_elsewhere = "node" in raw and raw["node"] != os.uname().nodename
+        where = f" on node {raw['node']}" if is_elsewhere else ""
+        return f"pid {raw['pid']}{where} ({raw['mountpoint']})"
     except (ValueError, KeyError, TypeError):
         return "another daemon"

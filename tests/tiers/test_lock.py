@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +84,18 @@ def test_a_lock_is_held_although_the_disk_has_no_room_for_its_note(
             patched.setattr(os, name, refuse)
         lock = Lock(directory, "the place", "/mnt/first")
     with pytest.raises(LockedError, match=f"in use by {holder}"):
+        Lock(directory, "the place", "/mnt/second")
+    lock.release()
+
+
+def test_the_holder_on_another_node_is_named_with_its_node(
+    directory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "uname", lambda: SimpleNamespace(nodename="n7"))
+        lock = Lock(directory, "the place", "/mnt/first")
+    # As on a file system that both nodes have mounted.
+    with pytest.raises(LockedError, match=r"in use by pid \d+ on node n7 \(/mnt/first\)"):
         Lock(directory, "the place", "/mnt/second")
     lock.release()
 
