@@ -13,14 +13,17 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Barrier
+from typing import Generic, TypeVar
 
 from scripts.benchmark.rows import BenchError
+
+T = TypeVar("T")
 
 BUFFER_BYTES = 1 << 20
 RANDOM_READS = 20_000
@@ -55,6 +58,24 @@ class Reading:
 Counts = tuple[int, int]
 
 
+class Shared(Generic[T]):
+    """The items of an order, of which each reader takes the next one when it has read its last one,
+    as the workers of a DataLoader do with batches. Forked readers share the place in it."""
+
+    def __init__(self, order: Sequence[T]) -> None:
+        self._order = order
+        self._taken = multiprocessing.get_context("fork").Value("q", 0)
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            with self._taken.get_lock():
+                place = self._taken.value
+                self._taken.value += 1
+            if place >= len(self._order):
+                return
+            yield self._order[place]
+
+
 def _end(seconds: float | None) -> float:
     return math.inf if seconds is None else time.perf_counter() + seconds
 
@@ -84,7 +105,7 @@ def read_lists(lists: Sequence[Sequence[str]]) -> Reading:
 
 
 def read_share(
-    paths: Sequence[str],
+    paths: Iterable[str],
     seconds: float | None = None,
     *,
     again: bool = False,
@@ -158,17 +179,18 @@ def _read_randomly(path: Path, block: int, seconds: float, seed: int) -> Counts:
     return count, count * block
 
 
-def read_pieces(path: str, places: Sequence[int]) -> Counts:
+def read_pieces(path: str, places: Iterable[int]) -> Counts:
     """The pieces of 1 MiB that begin at these places of a file, in this process."""
     buffers = [bytearray(BUFFER_BYTES)]
-    size = 0
+    count = size = 0
     fd = os.open(path, os.O_RDONLY)
     try:
         for place in places:
             size += os.preadv(fd, buffers, place)
+            count += 1
     finally:
         os.close(fd)
-    return len(places), size
+    return count, size
 
 
 def scan_mapped(path: Path, *, seconds: float) -> Reading:
