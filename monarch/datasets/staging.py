@@ -220,14 +220,21 @@ class StagingArea:
         self._notice_fork()
         self._link.open(self._terms, Ask.JOIN, position)
         workers.start()
-        self._link.send(Ask.AWAIT if self._worker_count else Ask.WANT, position)
-        while True:
-            if not self._link.wait(workers.channels):
-                workers.handle()
-                workers.start()
-                self._note_work(workers)
-            elif (received := self._link.receive()) is not None:
-                return received
+        try:
+            self._link.send(Ask.AWAIT if self._worker_count else Ask.WANT, position)
+            while True:
+                if not self._link.wait(workers.channels):
+                    workers.handle()
+                    workers.start()
+                    self._note_work(workers)
+                elif (received := self._link.receive()) is not None:
+                    return received
+        except (Lost, Unusable):
+            raise
+        except BaseException:
+            # The reply that comes later would be taken for that to the next wish.
+            self._link.disconnect()
+            raise
 
     def _prepare(self, number: int, position: int, task: Task) -> int:
         """A descriptor of a batch, while the job waits for the one at ``position``."""

@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -175,6 +176,34 @@ def test_an_error_in_a_worker_is_raised_in_the_job_with_its_trace(directory: Pat
             next(iter(made.epoch(0, COUNT, fail)))
         assert "in fail" in str(caught.value.__cause__)
         assert [bytes(each) for each in made.epoch(0, 10, lambda b: b"%d" % b)][9] == b"9"
+
+
+@pytest.mark.promise(255)
+def test_a_reply_that_comes_after_an_error_is_not_taken_for_the_next_batch(
+    directory: Path, tmp_path: Path
+) -> None:
+    asks, goes = tmp_path / "asks", tmp_path / "goes"
+
+    def produce(number: int) -> dict[str, Any]:
+        if number == 1:
+            wait_until(goes.exists, "the error was raised")
+        if number == 2 and not goes.exists():
+            wait_until(asks.exists, "the job asks for batch 1")
+            raise ZeroDivisionError
+        return {"b": np.array(number)}
+
+    with area(directory, workers=2) as made:
+        epoch = made.epoch(0, COUNT, produce)
+        assert number_of(next(epoch)) == 0
+        asks.touch()
+        with pytest.raises(ZeroDivisionError):
+            next(epoch)
+        goes.touch()
+        connection = made._link._connection
+        if connection is not None:
+            wait_until(lambda: bool(select.select([connection], [], [], 0)[0]), "the reply comes")
+        again = made.epoch(0, COUNT, produce)
+        assert [number_of(batch) for batch in again] == list(range(COUNT))
 
 
 def test_an_error_that_cannot_be_sent_is_raised_as_text(directory: Path) -> None:
