@@ -69,19 +69,19 @@ def lost(
         raise UsageError("--recover needs --to, and --to needs --recover")
     record = mount_of(mountpoint)
     params: dict[str, Any] = {"acknowledge": acknowledge}
-    report = ask(record, "lost", params, answer=LostReport)
+    report = _ask_lost(record, params)
     if recover is not None and to is not None:
         kept = _kept_of(report, record, recover)[-1]
         count = _recover(kept, to)
         if not as_json:
             say(f"{format_bytes(count)} of {_kept_name(kept)} are in {escape_text(os.fspath(to))}")
-    discarded = report.kept if discard_all else []
+    if discard_all:
+        params["discard_all"] = True
     if discard is not None:
-        discarded = _kept_of(report, record, discard)
-    if discarded:
-        params["discard"] = [kept.number for kept in discarded]
+        params["discard"] = [kept.number for kept in _kept_of(report, record, discard)]
+    if discard_all or discard is not None:
         # No timeout: the removal of large files may take long.
-        report = ask(record, "lost", params, answer=LostReport, timeout=None)
+        report = _ask_lost(record, params, timeout=None)
     if as_json or recover is None:
         hidden = "not shown, waits to be written to the source: "
         lines = [
@@ -91,6 +91,28 @@ def lost(
         ]
         show(report, as_json, *(lines or ["nothing is lost"]))
     return _WRONG if report.files and not report.acknowledged else 0
+
+
+def _ask_lost(
+    record: MountRecord, params: dict[str, Any], timeout: float | None = SILENCE_S
+) -> LostReport:
+    """The answer of the daemon, which comes in parts."""
+    parts: list[LostReport] = []
+    last = ask(
+        record,
+        "lost",
+        params,
+        answer=LostReport,
+        timeout=timeout,
+        on_progress=lambda raw: parts.append(LostReport.from_dict(raw)),
+    )
+    parts.append(last)
+    return LostReport(
+        files=[name for part in parts for name in part.files],
+        acknowledged=last.acknowledged,
+        kept=[kept for part in parts for kept in part.kept],
+        hidden=[name for part in parts for name in part.hidden],
+    )
 
 
 def _kept_line(kept: KeptReport) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
@@ -24,6 +24,8 @@ from monarch.writeback.drain import Drain
 from monarch.writeback.op import is_within
 from monarch.writeback.progress import Progress
 from monarch.writeback.setup import WriteBack
+
+T = TypeVar("T")
 
 # The size of one part of a long answer, and files handled before other tasks run.
 _PART_BYTES = 128 * 1024
@@ -60,23 +62,17 @@ class WrittenVerbs:
 
     async def _written(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Sends every written file at and beneath ``path``, in parts; the answer is the last."""
-        write_back, below = self.write_back, self._name(params.get("path", ""))
-        part: list[reports.WrittenFile] = []
-        room = _PART_BYTES
-        for count, (node, path) in enumerate(self._nodes(below)):
+        files = self._written_files(self._name(params.get("path", "")))
+        return reports.WrittenFiles(await _last_part(files, reports.WrittenFiles, send)).to_dict()
+
+    def _written_files(self, below: bytes) -> Iterator[reports.WrittenFile]:
+        write_back = self.write_back
+        for node, path in self._nodes(below):
             assert write_back is not None
             durable = write_back.front.drained.durable(node).decode()
             write_back.front.files.status(node)
             moves = write_back.drain.queue.pending.has_directory_of(path)
-            file = reports.WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns, moves)
-            part.append(file)
-            room -= len(json.dumps(asdict(file)))
-            if room <= 0:
-                await send(reports.WrittenFiles(part).to_dict())
-                part, room = [], _PART_BYTES
-            elif count % _STRIDE == 0:
-                await trio.sleep(0)
-        return reports.WrittenFiles(part).to_dict()
+            yield reports.WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns, moves)
 
     async def _drain(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Waits until all data written so far, or that at and beneath ``paths``, is at the source,
@@ -167,16 +163,21 @@ class WrittenVerbs:
         return _Waited(progress, 0, [*seqs, *chain.from_iterable(map(progress.waiting_at, below))])
 
     async def _lost(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
-        """The files whose bytes are lost; ``acknowledge`` ends the alarm. ``discard`` has the
-        numbers of kept files that are removed."""
+        """Sends the files whose bytes are lost, in parts; the answer is the last. ``acknowledge``
+        ends the alarm. ``discard`` has the numbers of kept files to remove before, ``discard_all``
+        means all."""
         kept: list[reports.KeptReport] = []
         hidden: list[str] = []
         if (write_back := self.write_back) is not None:
             self.loss_alarm.report(write_back.drain.backlog().lost)
-            await write_back.discard(_numbers(params.get("discard", [])))
-            kept = [_kept(each) for each in write_back.place.doubtful.list()[:_NAMED]]
-            hidden = [os.fsdecode(path) for path in write_back.hidden()[:_NAMED]]
-        names = [os.fsdecode(name) for name in self.loss_alarm.names[:_NAMED]]
+            doubtful, numbers = write_back.place.doubtful, _numbers(params.get("discard", []))
+            if params.get("discard_all") is True:
+                numbers = [each.number for each in doubtful.list()]
+            await write_back.discard(numbers)
+            kept = await _last_part(map(_kept, doubtful.list()), _kept_part, send)
+            hidden = await _last_part(map(os.fsdecode, write_back.hidden()), _hidden_part, send)
+        lost = map(os.fsdecode, self.loss_alarm.names)
+        names = await _last_part(lost, lambda part: reports.LostReport(part, False), send)
         acknowledged = params.get("acknowledge") is True
         if acknowledged:
             self.loss_alarm.acknowledge()
@@ -325,6 +326,32 @@ async def _report_progress(drain: Drain, send: Send) -> None:
         progress = reports.DrainProgress(files, begun.files, size, begun.bytes, now.trouble or "")
         await send(progress.to_dict())
         await trio.sleep(_LOOK_S)
+
+
+async def _last_part(
+    rows: Iterable[T], report: Callable[[list[T]], reports.Report], send: Send
+) -> list[T]:
+    """Sends rows in reports of a limited size, all but the last ones, which are returned. Other
+    tasks run meanwhile."""
+    part: list[T] = []
+    room = _PART_BYTES
+    for count, row in enumerate(rows):
+        part.append(row)
+        room -= len(json.dumps(report([row]).to_dict()))
+        if room <= 0:
+            await send(report(part).to_dict())
+            part, room = [], _PART_BYTES
+        elif count % _STRIDE == 0:
+            await trio.sleep(0)
+    return part
+
+
+def _kept_part(kept: list[reports.KeptReport]) -> reports.LostReport:
+    return reports.LostReport([], False, kept)
+
+
+def _hidden_part(hidden: list[str]) -> reports.LostReport:
+    return reports.LostReport([], False, hidden=hidden)
 
 
 @contextmanager

@@ -478,6 +478,32 @@ def test_a_file_that_a_power_cut_may_have_damaged_can_be_recovered_or_given_up(
     assert not list((directory / "doubtful").iterdir())
 
 
+@pytest.mark.modes("relay")
+@pytest.mark.promise(137)
+def test_each_of_thousands_of_damaged_files_is_listed_and_can_be_recovered_or_given_up(
+    absorb: Absorb, source: Path, tmp_path: Path
+) -> None:
+    mount = absorb(source)
+    (mount.mounted.path / "ckpt/a").write_bytes(b"a")
+    mount.mounted.umount()
+    (directory,) = mount.mounted.tiers["fast"].glob("monarch/absorbed-*")
+    kept = directory / "doubtful"
+    kept.mkdir(mode=0o700)
+    names = [f"ckpt/{'long' * 50}-{number}" for number in range(5000)]
+    for number, name in enumerate(names, 1000):
+        (kept / f"{number}.bytes").write_bytes(b"%d" % number)
+        note = {"path": name, "size": 9, "written_ns": 1, "found_ns": number}
+        (kept / f"{number}.json").write_text(json.dumps(note))
+    mount = absorb(source)
+    assert [each["path"] for each in mount.ckpt("lost")["kept"]] == names
+    to = tmp_path / "recovered"
+    mount.run("ckpt", "lost", mount.mounted.path, "--recover", names[-1], "--to", to)
+    assert to.read_bytes() == b"5999"
+    assert mount.ckpt("lost", "--discard", names[-2])["kept"][-2:][0]["path"] == names[-3]
+    assert mount.ckpt("lost", "--discard-all")["kept"] == []
+    assert not list(kept.iterdir())
+
+
 def test_umount_of_a_dead_mount_says_what_waits_for_the_next(
     refusing: tuple[WritableMount, SlowSource], absorb: Absorb
 ) -> None:
