@@ -172,6 +172,21 @@ def test_a_file_of_the_source_that_fits_nowhere_cannot_be_written(
         assert [path.name for path in source.glob(".monarch-*")] == [LEASES]
 
 
+@pytest.mark.promise(71)
+def test_a_program_can_reserve_more_room_than_the_tier_has(
+    small_tier: CuttableDisk, monarch: MonarchCommand, tree: Tree
+) -> None:
+    mounted = monarch.mount(tree({"a": 10}), tiers={"fast": "12MiB"}, options=OPTIONS)
+    monarch.allows_log("goes to the source directly: the tier is full")
+    with (mounted.path / "large").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 24 * _MB)
+        file.write(b"begin")
+    expected = b"begin".ljust(24 * _MB, b"\0")
+    assert (mounted.path / "large").read_bytes() == expected
+    mounted.umount()
+    assert (mounted.source / "large").read_bytes() == expected
+
+
 @pytest.mark.promise(70)
 def test_copies_of_the_source_give_way_to_what_is_written(
     small_tier: CuttableDisk, monarch: MonarchCommand, tree: Tree

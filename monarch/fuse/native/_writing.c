@@ -89,6 +89,18 @@ void do_write(struct thread *thread, struct in_header *request, size_t size) {
     pass_on(thread, request);
 }
 
+/* Reserves room for a file, or changes its holes; returns 0 or an errno. EOPNOTSUPP, with the size
+ * unchanged, if the disk has no room: the caller writes instead, for which Python finds room. */
+static int allocate(int fd, int mode, off_t offset, off_t length) {
+    int error = 0;
+    /* If the room does not suffice, ext4 extends the file as far as it does. */
+    if (mode == 0 && fallocate(fd, FALLOC_FL_KEEP_SIZE, offset, length))
+        error = errno;
+    if (!error && fallocate(fd, mode, offset, length))
+        error = errno;
+    return error == ENOSPC || error == EDQUOT || error == ENOSYS ? EOPNOTSUPP : error;
+}
+
 /* pyfuse3 does not support the next two requests. ENOSYS is never answered: the kernel would not
  * send the request again for any file. */
 void do_fallocate(struct thread *thread, const struct in_header *request, size_t size) {
@@ -105,12 +117,12 @@ void do_fallocate(struct thread *thread, const struct in_header *request, size_t
         off_t offset = (off_t)in->offset, length = (off_t)in->length;
         opens_changing(&dp->opens, entry, request->nodeid, in->offset);
         do
-            error = fallocate(file->fd, (int)in->mode, offset, length) ? errno : 0;
+            error = allocate(file->fd, (int)in->mode, offset, length);
         while (error == EINTR && !LOAD(dp->stopping));
         opens_wrote(&dp->opens, entry, request->nodeid, in->offset, 0);
         opens_unuse(file);
     }
-    refuse(thread, request, error == ENOSYS ? EOPNOTSUPP : error);
+    refuse(thread, request, error);
 }
 
 /* The next data or hole of a file. A file of the snapshot is assumed to have no holes. */
