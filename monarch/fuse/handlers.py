@@ -20,7 +20,7 @@ from monarch.posix.credentials import Credentials
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
 from monarch.transfer.source_calls import Caller
-from monarch.types import Attributes, Ino
+from monarch.types import Attributes, Ino, kept_ns
 from monarch.vfs.filesystem import FileSystem
 from monarch.writeback.front import WriteFront
 from monarch.writeback.others import LOOK_S
@@ -203,6 +203,10 @@ class Handlers:
     async def setattr(self, ino: Ino, by: Credentials, **wanted: int | None) -> Attributes:
         if wanted.get("size") is not None:
             await self._filesystem.require_unread(ino)
+        for name in ("atime_ns", "mtime_ns"):
+            if (time_ns := wanted.get(name)) is not None:
+                # A later time could not be shown.
+                wanted[name] = kept_ns(time_ns)
         return await self.writing.attributes.change(ino, by=by, **wanted)
 
     async def release(self, ino: Ino) -> None:

@@ -112,6 +112,30 @@ def test_a_written_file_says_where_its_bytes_are(absorbing: Mounted) -> None:
         drained(absorbing, *names)
 
 
+@pytest.mark.promise(122)
+def test_a_time_after_2262_that_a_program_sets_is_kept_as_that_moment(
+    absorbing: Mounted, monarch: MonarchCommand
+) -> None:
+    at, last_ns = absorbing.path, (1 << 63) - 1
+    (at / "made").mkdir()
+    (at / "made/file").write_bytes(b"file")
+    (at / "link").symlink_to("made")
+    names = ["made", "made/file", "link", "a.bin", "d"]
+
+    def shown() -> dict[str, int]:
+        return {name: os.lstat(at / name).st_mtime_ns for name in names}
+
+    for name in names:
+        os.utime(at / name, ns=(last_ns + 1, last_ns + 10**18), follow_symlinks=False)
+    # The times of some file systems end earlier.
+    assert max(shown().values()) == shown()["made"] == shown()["link"] == last_ns
+    absorbing.kill()
+    monarch.mount(absorbing.source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    assert max(shown().values()) <= last_ns
+    (at / "made/more").touch()
+    assert names_in(at / "made") == ["file", "more"]
+
+
 @pytest.mark.promise(61)
 def test_only_what_the_patterns_name_can_be_changed(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"data/a": 10, "ckpt/old": 10})
