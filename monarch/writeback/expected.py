@@ -17,7 +17,7 @@ from os import stat_result
 
 from monarch.posix.credentials import Credentials
 from monarch.text import errno_words
-from monarch.types import ANY_SIZE, Identity
+from monarch.types import ANY_SIZE, Identity, kept_ns
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def _is_version(found: stat_result, known: Identity) -> bool:
         # Each entry that is made in a directory changes its time.
         return True
     if stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode):
-        return (found.st_size, found.st_mtime_ns) == (known.size, known.mtime_ns)
+        return (found.st_size, kept_ns(found.st_mtime_ns)) == (known.size, known.mtime_ns)
     # Each process that writes to a fifo changes its time.
     return found.st_size == known.size
 

@@ -19,7 +19,7 @@ from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import closing_fd, rename_new, status_at
 from monarch.text import MiB
 from monarch.tiers.source import identity_of
-from monarch.types import Identity
+from monarch.types import Identity, kept_ns
 from monarch.writeback.expected import Expected, SourceLog, is_time
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, SPECIAL_BITS, SourceAttributes, path_of
@@ -183,7 +183,7 @@ class Publishing:
                 fd, name = directories.of(op.paths[0], None)
                 with closing_fd(os.open(name, ITSELF, dir_fd=fd)) as it:
                     found = os.fstat(it)
-                    there = (found.st_ino, found.st_size, found.st_mtime_ns)
+                    there = (found.st_ino, found.st_size, kept_ns(found.st_mtime_ns))
                     is_ours = expected.is_staged(found) and base <= found.st_size <= op.size
                     if (
                         known is None
@@ -247,7 +247,7 @@ class Publishing:
             changed = mode & ~(SPECIAL_BITS & ~(op.mode or 0)) | due_bits(found, op, expected)
             if changed != mode and not op.same and stat.S_ISREG(found.st_mode):
                 os.chmod(path_of(fd), changed)
-            if not op.same and op.mtime_ns not in (None, found.st_mtime_ns):
+            if not op.same and op.mtime_ns not in (None, kept_ns(found.st_mtime_ns)):
                 # The bytes were drained before an earlier change of the times was made.
                 require_writable(at, name, op)
                 self._attributes.set(fd, Op(kind="attr", path=op.path, mtime_ns=op.mtime_ns))
@@ -336,4 +336,5 @@ def _version_of(status: os.stat_result | None) -> tuple[int, int] | None:
 
 def _is_copy(found: os.stat_result, known: Identity | None) -> bool:
     """Whether it may be a copy in the place of a hard link, at a source without hard links."""
-    return known is not None and (found.st_size, found.st_mtime_ns) == (known.size, known.mtime_ns)
+    now = found.st_size, kept_ns(found.st_mtime_ns)
+    return known is not None and now == (known.size, known.mtime_ns)

@@ -214,3 +214,24 @@ async def test_a_closed_file_whose_times_are_set_during_each_copy_reaches_the_so
         assert session.front.drained.durable(node) == b"source"
         assert (rig.source / "alive").read_bytes() == b"bytes"
         assert (rig.source / "alive").stat().st_mtime_ns == SET_NS + count
+
+
+@pytest.mark.promise(122)
+async def test_a_file_that_is_dated_beyond_2262_is_changed_without_a_conflict(rig: Rig) -> None:
+    for name in ("written", "moved", "removed", "closed"):
+        (rig.source / name).write_bytes(b"old")
+        os.utime(rig.source / name, ns=(0, 10_413_792_000_000_000_001))
+    async with rig.mount() as session:
+        await session.write(b"written", b"new")
+        await session.rename(b"moved", b"to")
+        session.unlink(b"removed")
+        await session.chmod(b"closed", 0o400)
+        await session.utime(b"closed", SET_NS)
+        await session.drained()
+        assert session.write_back.drain.writer.log.conflict_count == 0
+    assert {path.name: path.read_bytes() for path in rig.source.iterdir() if path.is_file()} == {
+        "written": b"new",
+        "to": b"old",
+        "closed": b"old",
+    }
+    assert (rig.source / "closed").stat().st_mtime_ns == SET_NS
