@@ -176,7 +176,7 @@ class Hints:
             or sum(each.uid == by.uid for each in self._access) >= _MOST_ACCESS
         ):
             raise Refused(errno.ENOSPC)
-        key = self._announcements.begin(announcer, begin.order)
+        key = self._announcements.begin(announcer, begin.order, begin.entries)
         access = access or ReadAccess(self._snapshot, by)
         self._access[by] = access
         self._watched[key] = _Watched(access, descriptor, path)

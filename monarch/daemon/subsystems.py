@@ -182,6 +182,7 @@ def open_tiers(parts: Parts) -> Tiers:
         # A fixed share is as good for an order that is the same in each epoch.
         uses = KnownUses(foresight, with_learned=settings.placement.policy == "lru")
         policy = belady = Belady(policy, uses, lambda ino: snapshot.attributes(ino).size)
+        foresight.announced.awaits_entries = True
     controller = Controller(residency, ledger, policy, rules if settings.rules else None)
     admission = Admission(
         foresight,

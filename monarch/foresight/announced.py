@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from monarch.errors import Refused
-from monarch.foresight.messages import Piece
+from monarch.foresight.messages import FIRST_ENTRIES, Piece
 from monarch.foresight.positions import Positions
 from monarch.telemetry.foresight_report import AnnouncedReport
 from monarch.text import MiB
@@ -89,12 +89,16 @@ class _Order:
     opened. ``out`` has those that ``give`` has given out and that were not opened.
 
     ``base`` is the time of the first entry, as a number of opens. ``positions`` is None without
-    ``Limits.has_positions``. ``number`` is that of the order, of all so far.
+    ``Limits.has_positions``. ``number`` is that of the order, of all so far. ``awaited``: none is
+    given out before there are so many entries, or a reader begins; 0 from then on.
     """
 
-    def __init__(self, announcer: Announcer, base: int, limits: Limits, number: int = 0) -> None:
+    def __init__(
+        self, announcer: Announcer, base: int, limits: Limits, number: int = 0, awaited: int = 0
+    ) -> None:
         self.base = base
         self.number = number
+        self.awaited = awaited
         # Where the order waits in ``_Turns``: the length of ``out``, and ``number``.
         self.place: tuple[int, int] | None = None
         self.positions = Positions() if limits.has_positions else None
@@ -130,6 +134,8 @@ class _Order:
         if self.positions is not None:
             self.positions.extend(self.end, inos)
         self.items += inos
+        if self.end >= self.awaited:
+            self.awaited = 0
         self.advance(window)
 
     def open(self, ino: Ino, window: int) -> None:
@@ -139,7 +145,7 @@ class _Order:
         self.seen.add(position)
         self.out.discard(position)
         self.opened += 1
-        self.unmatched = 0
+        self.awaited = self.unmatched = 0
         if position == self.cursor or len(self.seen) > window // 2:
             self.advance(window)
 
@@ -175,7 +181,7 @@ class _Order:
             self._pass(self.items[self.cursor - self.first], end)
         if self.cursor < position:
             self.cursor = self.indexed = position
-        self.unmatched = 0
+        self.awaited = self.unmatched = 0
         self.advance(window)
 
     def give(self, most: int, lead: int) -> Iterator[Ino]:
@@ -202,8 +208,8 @@ class _Order:
 
     @property
     def has_more(self) -> bool:
-        """Whether the window has entries that were not given out."""
-        return bool(self.due) or max(self.given, self.cursor) < self.indexed
+        """Whether the window has entries that may be given out and were not."""
+        return not self.awaited and (bool(self.due) or max(self.given, self.cursor) < self.indexed)
 
     @property
     def now(self) -> int:
@@ -330,6 +336,9 @@ class Announcements:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits if limits is not None else Limits()
+        # Whether placement decides by the next uses of files: then no file is given out before the
+        # daemon has the first entries of its order.
+        self.awaits_entries = False
         self._orders: dict[OrderKey, _Order] = {}
         self._turns = _Turns()
         self._begun = 0
@@ -349,8 +358,8 @@ class Announcements:
 
     # -- messages --------------------------------------------------------------------------------
 
-    def begin(self, announcer: Announcer, number: int) -> OrderKey:
-        """Begins an order; it replaces one of the same key."""
+    def begin(self, announcer: Announcer, number: int, entries: int = 0) -> OrderKey:
+        """Begins an order of ``entries``, 0: unknown; it replaces one of the same key."""
         key = _key(announcer, number)
         if key in self._orders:
             self._require(announcer, number)
@@ -361,7 +370,9 @@ class Announcements:
         ):
             raise Refused(errno.ENOSPC)
         self._begun += 1
-        self._orders[key] = order = _Order(announcer, self.now, self._limits, self._begun)
+        awaited = min(entries, FIRST_ENTRIES) if self.awaits_entries else 0
+        order = _Order(announcer, self.now, self._limits, self._begun, awaited)
+        self._orders[key] = order
         self._busy.append(order)
         return key
 

@@ -47,6 +47,9 @@ UNKNOWN_UNIT, SAMPLES, SHARDS = 0, 1, 2
 
 # No order has more entries.
 MOST_ENTRIES: Final = 1 << 40
+# The entries that are sent at the begin of an order, if it has so many: a message takes some
+# milliseconds.
+FIRST_ENTRIES: Final = 1 << 16
 _MOST_U32 = 0xFFFFFFFF
 
 # asm/ioctl.h: on these machines the size has 13 bits and the direction "write" is 4.

@@ -15,10 +15,11 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeAlias
 
 from monarch.foresight.messages import (
+    FIRST_ENTRIES,
     MOST_BYTES,
     SAMPLES,
     Begin,
@@ -33,8 +34,7 @@ from monarch.foresight.messages import (
 AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 _PIECE = entries_of_a_piece(4)
-# The entries that are sent at the begin, and with each progress: a message takes some milliseconds.
-_FIRST_ENTRIES = 1 << 16
+# The pieces that are sent with each progress.
 _MORE_PIECES = 4
 # Progress is sent after so many entries, or after this time in seconds.
 _STEP_ENTRIES = 4096
@@ -236,7 +236,7 @@ class Announcement:
 
     def _first_pieces(self) -> int:
         """The pieces that are still to be sent at the begin."""
-        return -(-(_FIRST_ENTRIES - self._sent) // _PIECE)
+        return -(-(FIRST_ENTRIES - self._sent) // _PIECE)
 
     def _extend(self, pieces: int) -> None:
         """Sends the next entries, as far as the mount has room."""
@@ -280,12 +280,13 @@ def announce(paths: Iterable[AnyPath], *, unit: int = SAMPLES) -> Announcement |
     result is closed or not used any more. Never raises OSError.
     """
     inodes, files = Inodes(), iter(paths)
-    first = inodes.of_first(islice(files, _FIRST_FILES))
-    entries = len(paths) if isinstance(paths, Sized) else 0
+    known = list(islice(files, FIRST_ENTRIES))
+    entries = len(paths) if isinstance(paths, Sized) else len(known)
+    first = inodes.of_first(known[:_FIRST_FILES])
     begun = announce_inodes(inodes, first, unit=unit, entries=entries)
     if begun is None and any(first):
         return None
-    rest = inodes.of_all(files)
+    rest = inodes.of_all(chain(known[_FIRST_FILES:], files))
     if begun is None:
         return announce_inodes(inodes, first + rest, unit=unit)
     begun.append(rest)

@@ -26,6 +26,7 @@ from monarch.foresight.announced import (
 )
 from monarch.foresight.foresight import Foresight
 from monarch.foresight.messages import (
+    FIRST_ENTRIES,
     SAMPLES,
     Begin,
     End,
@@ -111,6 +112,33 @@ def test_the_next_files_are_given_out_once_in_their_order_up_to_the_lead() -> No
     assert open_all(on, (3, 9, 4, 8)) == 4
     assert on.next(9, 4) == [2]
     assert on.next(9, 4) == []
+
+
+@pytest.mark.promise(188)
+def test_nothing_is_given_out_before_the_first_entries_are_known_or_a_reader_begins() -> None:
+    """Which copies are worth their room depends on the next uses of all files."""
+    on = Announcements()
+    on.awaits_entries = True
+    on.begin(ONE, 1, entries=6)
+    extend(on, [7, 3, 9])
+    assert on.next(9, 9) == []
+    extend(on, [3, 4, 7], position=3)
+    assert on.next(9, 9) == [7, 3, 9, 4]
+    # A process that sends no more, and another one that gives only its progress.
+    for number in (2, 3):
+        on.begin(ONE, number, entries=1 << 40)
+        extend(on, [number * 10, number * 10 + 1], number=number)
+    assert on.next(9, 9) == []
+    assert on.opened(Ino(20))
+    assert on.next(9, 9) == [21]
+    on.progress(ONE, 3, 1)
+    assert on.next(9, 9) == [31]
+    # Of a long order only so many are sent at once.
+    on.begin(ONE, 4, entries=1 << 40)
+    extend(on, range(100, 100 + FIRST_ENTRIES - 1), number=4)
+    assert on.next(9, 9) == []
+    extend(on, [50], number=4, position=FIRST_ENTRIES - 1)
+    assert on.next(2, 9) == [100, 101]
 
 
 def test_a_file_that_was_opened_before_its_turn_is_not_given_out() -> None:

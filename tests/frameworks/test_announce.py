@@ -41,6 +41,9 @@ def test_a_list_of_files_is_sent_in_its_order(
     assert order.is_ended
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(order.begin.descriptor)
+    # The mount knows how many to expect, also of an iterator.
+    assert announce(iter(wanted)) is not None
+    assert fake_mount.orders[1].begin.entries == 18
 
 
 @pytest.fixture
@@ -218,7 +221,7 @@ def test_entries_without_room_in_the_mount_are_sent_later(
     fake_mount: FakeMount, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
 ) -> None:
     monkeypatch.setattr(module, "_PIECE", 10)
-    monkeypatch.setattr(module, "_FIRST_ENTRIES", 50)
+    monkeypatch.setattr(module, "FIRST_ENTRIES", 50)
     monkeypatch.setattr(module, "_STEP_ENTRIES", 5)
     room = 30
 

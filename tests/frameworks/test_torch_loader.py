@@ -14,9 +14,13 @@ import numpy as np
 import pytest
 
 from monarch.order import ChunkwiseSampler, ResumableSampler
-from tests.conftest import MonarchCommand
+from monarch.types import Ino
+from tests.conftest import MonarchCommand, Tree, contents
+from tests.equipment.inotify import OpenCounter
 from tests.frameworks.announcing import FakeMount, fake_mount
 from tests.mount.command import needs_fuse
+from tests.mount.observe import list_late, read_through, settled
+from tests.placement.simulate import belady_hits
 
 torch = pytest.importorskip("torch")
 adapter = pytest.importorskip("monarch.frameworks.torch")
@@ -456,3 +460,62 @@ def test_over_a_mount_each_epoch_is_announced_and_the_bytes_are_those_of_the_sou
     del announcing
     gc.collect()
     assert (announced()["orders"], announced()["ended"]) == (0, 1)
+
+
+class Epochs:
+    """Three epochs of a sampler as one, so that the order of all is known."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return 3 * len(self._sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(3):
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(number)
+            yield from self._sampler
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "random": lambda: data.RandomSampler(range(COUNT), generator=generator()),
+    "weighted": lambda: data.WeightedRandomSampler(
+        [1.0 + number % 9 for number in range(COUNT)], COUNT, generator=generator()
+    ),
+    "partial": lambda: data.SubsetRandomSampler(range(0, COUNT, 2), generator()),
+    "distributed": lambda: data.DistributedSampler(range(COUNT), num_replicas=2, rank=1),
+}
+
+
+@needs_fuse
+@pytest.mark.promise(188)
+@pytest.mark.modes("relay")
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_hits_of_a_loader_are_those_of_belady(
+    monarch: MonarchCommand,
+    tree: Tree,
+    source: Path,
+    sampler: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tier holds half of the files that are read, and each copy is written before the next
+    open. The mount knows the first files of the order before the others."""
+    tree({f"{number:03}": contents(str(number), 500) for number in range(COUNT)})
+    order = list(Epochs(SAMPLERS[sampler]()))
+    capacity = len(set(order)) // 2
+    best = sum(belady_hits([Ino(index) for index in order], capacity))
+    mounted = monarch.mount(source, tiers={"fast": str(capacity * 500)})
+
+    class Bytes(Images):
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            read_through(Path(self.samples[index][0]))
+            settled(mounted)
+            return index, 0.0
+
+    loader = data.DataLoader(Bytes(mounted.path), batch_size=8, sampler=Epochs(SAMPLERS[sampler]()))
+    list_late(mounted, monkeypatch)
+    with OpenCounter(source) as counter:
+        announcing = adapter.announce(loader)
+        assert [index for batch, _ in announcing for index in batch.tolist()] == order
+        assert counter.count() == len(order) - best

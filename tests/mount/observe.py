@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from monarch.control.client import call
+from monarch.frameworks.announce import Inodes
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import own_directory
 from tests.conftest import Mounted, below, contents, trouble
@@ -40,6 +41,21 @@ def settled(mounted: Mounted, *, timeout_s: float = PATIENCE_S) -> dict[str, Any
 
     wait_until(quiet, "no copy is under way", timeout_s=timeout_s)
     return report
+
+
+def list_late(mounted: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library lists no directory before the mount has handled the first files of an order."""
+    listed = Inodes._listed
+
+    def wait(inodes: Inodes, directory: bytes) -> dict[bytes, int]:
+        wait_until(
+            lambda: account(mounted)["foresight"]["announced"]["entries"] == 16,
+            "the mount has the first files",
+        )
+        settled(mounted)
+        return listed(inodes, directory)
+
+    monkeypatch.setattr(Inodes, "_listed", wait)
 
 
 def ended(pid: int) -> bool:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from monarch.frameworks.announce import Announcement, announce
+from monarch.frameworks.announce import announce
 from monarch.text import MiB
 from monarch.types import Ino
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.waiting import wait_until
-from tests.mount.observe import account, epoch, resident, settled
+from tests.mount.observe import account, epoch, list_late, resident, settled
 from tests.placement.simulate import belady_hits
 
 _ANNOUNCER = (
@@ -350,10 +350,14 @@ def drawn(sampler: str, names: list[str], epochs: int) -> list[list[str]]:
     ["RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler", "DistributedSampler"],
 )
 def test_the_hits_of_each_sampler_are_those_of_belady(
-    monarch: MonarchCommand, tree: Tree, source: Path, sampler: str
+    monarch: MonarchCommand,
+    tree: Tree,
+    source: Path,
+    sampler: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The tier holds half of the files. The mount knows all epochs before the first open, and each
-    copy is written before the next one."""
+    """The tier holds half of the files, and each copy is written before the next open. The mount
+    knows the first files of the order before the others."""
     content = images("train", 60)
     tree(content)
     order = [name for names in drawn(sampler, list(content), 4) for name in names]
@@ -361,10 +365,10 @@ def test_the_hits_of_each_sampler_are_those_of_belady(
     mounted = monarch.mount(source, tiers={"fast": str(capacity * 500)})
     inos = {name: Ino((mounted.path / name).stat().st_ino) for name in content}
     best = sum(belady_hits([inos[name] for name in order], capacity))
+    list_late(mounted, monkeypatch)
     with OpenCounter(source) as counter:
-        # In one message: ``announce`` sends the first 16 files alone.
-        announced = Announcement(mounted.path, [inos[name] for name in order])
-        assert announced.is_sent
+        announced = announce(mounted.path / name for name in order)
+        assert announced is not None
         for name in order:
             epoch(mounted, content, [name])
             settled(mounted)
