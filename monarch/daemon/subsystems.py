@@ -409,6 +409,7 @@ def build_fetch_ahead(
         transfer.source_load,
         is_open=read.bindings.is_open,
         _chunks=transfer.chunks,
+        has_pages=read.kernel.may_be_half_read,
     )
     if transfer.chunks is not None:
         read.promotions.chunks = transfer.chunks

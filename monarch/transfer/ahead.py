@@ -115,10 +115,15 @@ class Files(Names, Protocol):
     def is_rewritten(self, ino: Ino) -> bool: ...
 
 
+def _never(ino: Ino) -> bool:
+    return False
+
+
 @dataclass(eq=False, repr=False)
 class FetchAhead:
     """Belongs to the event loop. ``run`` is its task. ``is_open`` returns whether a process has a
-    file open or is opening it. The chunks are those of a pack, None if the source is none."""
+    file open or is opening it, ``has_pages`` whether the kernel has its pages and asks for no open.
+    The chunks are those of a pack, None if the source is none."""
 
     _foreseen: ForeseenAndPinned
     _names: Files
@@ -128,6 +133,7 @@ class FetchAhead:
     _load: SourceLoad
     is_open: Callable[[Ino], bool]
     _chunks: ChunkReads | None = None
+    has_pages: Callable[[Ino], bool] = _never
 
     def __post_init__(self) -> None:
         if self._chunks is not None:
@@ -420,7 +426,7 @@ class FetchAhead:
         # A pinned file, or one that is filled in, may not be read soon.
         is_expected = foreseen.is_announced(ino) or foreseen.is_recognised(ino)
         is_excluded = not self._window.most or self._controller.is_excluded(ino)
-        return is_expected and not is_excluded
+        return is_expected and not is_excluded and not self.has_pages(ino)
 
     def _begin_hold(self, attributes: Attributes, nursery: trio.Nursery) -> None:
         """Begins the fetch of a file into the window, or lets the file wait for it."""

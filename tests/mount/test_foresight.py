@@ -282,7 +282,9 @@ def test_files_that_no_tier_admits_are_read_from_the_window(
         figures: dict[str, int] = settled(mounted)["foresight"]["window"]
         return figures
 
-    for seed in range(2):
+    # Otherwise the second epoch is of another mount, since the kernel has the pages of the first.
+    epochs = 1 if monarch.mode == "no_open" else 2
+    for seed in range(epochs):
         order = shuffled(content, seed)
         with OpenCounter(source) as counter:
             announced = announce(mounted.path / name for name in order)
@@ -295,6 +297,9 @@ def test_files_that_no_tier_admits_are_read_from_the_window(
             announced.close()
         assert 100 < kept <= 200
         assert (window()["files"], window()["dropped_files"]) == (0, 0)
+    if epochs == 1:
+        mounted.umount()
+        mounted = monarch.mount(source, tiers={"fast": str(400 * 500 // 2)})
     process = subprocess.Popen(
         [sys.executable, "-c", _ANNOUNCER, *(str(mounted.path / name) for name in order)]
     )
@@ -305,6 +310,34 @@ def test_files_that_no_tier_admits_are_read_from_the_window(
         process.wait()
     wait_until(lambda: window()["files"] == 0, "the window is left")
     assert window()["dropped_files"] == 400 - kept
+
+
+@pytest.mark.promise(187)
+@pytest.mark.modes("no_open")
+def test_a_file_whose_pages_the_kernel_has_is_not_fetched_again(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    """No reader would get it from the window. The tier has room for half of the files."""
+    content = images("train", 200)
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": str(200 * 500 // 2)})
+    with OpenCounter(source) as counter:
+        for seed in range(3):
+            order = shuffled(content, seed)
+            announced = announce(mounted.path / name for name in order)
+            assert announced is not None
+            wait_until(
+                lambda: account(mounted)["foresight"]["announced"]["entries"] == 200,
+                "the mount has the order",
+            )
+            settled(mounted)
+            assert all((mounted.path / name).read_bytes() == content[name] for name in order)
+            announced.close()
+            wait_until(
+                lambda: settled(mounted)["foresight"]["window"]["files"] == 0, "the window is left"
+            )
+            assert counter.count() == 200, seed
+    assert settled(mounted)["foresight"]["window"]["dropped_files"] == 0
 
 
 @pytest.mark.promise(188)
