@@ -338,7 +338,8 @@ def _is_read_with_few_descriptors(dataset: Dataset, names: list[str]) -> bool:
     """In a process of its own."""
     contents = [name.encode() for name in names]
     taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 5
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with suppress(OSError):
         while True:
             taken.append(os.dup(0))
