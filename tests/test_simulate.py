@@ -381,12 +381,13 @@ def test_a_trace_with_impossible_values_is_refused_in_one_line(
         (["--nodes", "20000"], "from 1 to 16,384"),
         (["--lose", "1"], "NODES@EPOCH"),
         (["--lose", "0@1"], "NODES@EPOCH"),
+        (["--ahead", "99999999999999999999"], "not in the range"),
     ],
 )
 def test_an_option_with_a_mistake_is_refused(
     run: Run, snapshot: Path, option: list[str], complaint: str
 ) -> None:
-    kind = "nodes" if option[0] in ("--nodes", "--lose") else "policies"
+    kind = "nodes" if option[0] in ("--nodes", "--lose", "--ahead") else "policies"
     capacity = [] if option[0] == "--capacity" else ["--capacity", "3%"]
     with pytest.raises((click.BadParameter, UsageError)) as raised:
         run(kind, snapshot, *capacity, *option)

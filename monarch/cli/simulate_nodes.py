@@ -177,7 +177,7 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
 )
 @click.option(
     "--ahead",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, _MOST_FILES),
     default=512,
     show_default=True,
     metavar="N",
