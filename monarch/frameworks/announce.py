@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import suppress
 from itertools import chain, islice
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from monarch.foresight.messages import (
     FIRST_ENTRIES,
@@ -49,8 +49,7 @@ _TRIES, _RETRY_S = 5, 0.01
 _UNKNOWN = 0
 # The files whose numbers are compared at the begin of an order: at least so many, if there are.
 _COMPARED = 16
-# The first files of an order, which are announced before any directory is listed: the mount begins
-# to read meanwhile.
+# The first files of an order are announced before any directory is listed.
 _FIRST_FILES = 16
 
 
@@ -79,8 +78,7 @@ class Inodes:
         return found.st_ino if found.st_dev == self.device else _UNKNOWN
 
     def of_first(self, paths: Iterable[AnyPath]) -> array[int]:
-        """As ``of_all``, by a stat of each file: for a few files, of which no directory is to be
-        listed."""
+        """As ``of_all``, by a stat of each file: for a few files. No directory is listed."""
         inos = array("Q")
         for path in paths:
             directory, _ = _split(os.fsencode(path))
@@ -233,6 +231,10 @@ class Announcement:
         # The constructor may have failed.
         if getattr(self, "_fd", -1) >= 0:
             self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy announces nothing: the descriptor belongs to this object, which closes it."""
+        return {**vars(self), "_fd": -1}
 
     def _first_pieces(self) -> int:
         """The pieces that are still to be sent at the begin."""

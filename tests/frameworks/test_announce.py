@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
+import pickle
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -152,6 +154,12 @@ def test_a_process_without_a_free_descriptor_sends_the_rest_later(
     assert announcement.is_sent and fake_mount.orders[0].progress == [6]
 
 
+def pickled(announcement: Announcement) -> Announcement:
+    """As another process gets it."""
+    other: Announcement = pickle.loads(pickle.dumps(announcement))
+    return other
+
+
 def test_an_order_ends_when_it_is_not_used_any_more(
     fake_mount: FakeMount, files: list[Path]
 ) -> None:
@@ -159,6 +167,24 @@ def test_an_order_ends_when_it_is_not_used_any_more(
     assert announcement is not None and not fake_mount.orders[0].is_ended
     del announcement
     assert fake_mount.orders[0].is_ended
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickled], ids=lambda f: f.__name__)
+def test_a_copy_of_an_announcement_neither_announces_nor_ends_it(
+    fake_mount: FakeMount, files: list[Path], duplicate: Callable[[Announcement], Announcement]
+) -> None:
+    """As when a program copies its loader. Else each of them would close the descriptor, and the
+    last one perhaps that of another file."""
+    announcement = announce(files)
+    assert announcement is not None
+    [order] = fake_mount.orders
+    other = duplicate(announcement)
+    assert not other.is_sent
+    other.progress(20)
+    other.close()
+    del other
+    os.fstat(order.begin.descriptor)
+    assert announcement.is_sent and not order.is_ended and order.progress == []
 
 
 def test_a_forked_process_cannot_change_an_order(fake_mount: FakeMount, files: list[Path]) -> None:
