@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 _LEAST_AHEAD, _MOST_AHEAD = 64, 1024
 # The share of a window that must have been foreseen for the distance to grow.
 _FORESEEN = 0.75
+# The share of the files that the readers pass that they must read, about: a job may read, in the
+# order of the names, a random choice of the files. It is counted over some 16 windows.
+_READ_SHARE = 0.75
+_FADING = 15 / 16
+# The most files that count as passed from one window to the next, in windows.
+_MOST_PASSED = 6
 # The share of a window that must be in the order of the last epoch for it to be compared.
 _KNOWN = 0.75
 
@@ -229,6 +235,10 @@ class Stream:
         # out, and up to where they were.
         self._front = self._given = -1
         self.distance = _LEAST_AHEAD
+        # The files of that order that the readers have passed, and those that they have read
+        # meanwhile; and the files of this epoch at the last test.
+        self._passed = self._read = 0.0
+        self._read_before = 0
         # Whether ``fill`` may return files, and how many.
         self.is_filling = False
         self._fill_credit = 0
@@ -252,9 +262,9 @@ class Stream:
 
     @property
     def reach(self) -> int:
-        """How many files ahead of the readers are given out; 0 without a known order, and at the
-        end of an epoch."""
-        if self.pattern not in _LOCAL or self._front < 0:
+        """How many files ahead of the readers are given out; 0 without a known order, if the
+        readers leave out many of its files, and at the end of an epoch."""
+        if self.pattern not in _LOCAL or self._front < 0 or self._is_sparse:
             return 0
         last = self._last if self.pattern == "same order" else None
         entries = self._n if last is None else len(last.positions)
@@ -263,6 +273,12 @@ class Stream:
         files = self.subtree.count if last is None else min(entries, self.subtree.count)
         unread = files - self._seen.count
         return max(0, min(self.distance, left, unread))
+
+    @property
+    def _is_sparse(self) -> bool:
+        """Whether the readers leave out many files of the order. A window is two windows more or
+        less far than the one before, by chance, if there are many readers."""
+        return _READ_SHARE * self._passed > self._read + 2 * self._window_size
 
     @property
     def is_scan(self) -> bool:
@@ -394,6 +410,7 @@ class Stream:
         self._seen.clear()
         for position in self._run:
             self._seen.add(position)
+        self._read_before = self._seen.count
         self._run.clear()
         if self.pattern in _LOCAL:
             self._front = self._given = -1
@@ -409,11 +426,23 @@ class Stream:
             if found is not None and before is not None and found.middle <= before.middle:
                 # The same files again, or another epoch: it does not advance.
                 vote = "unknown"
+            elif found is not None and before is not None:
+                self._advanced(vote, found.middle - before.middle)
             if found is not None and self.pattern == vote:
                 self._follow(found)
         if vote == self._vote and vote != self.pattern:
             self._recognised(vote, found)
         self._vote, self._voted = vote, found
+        self._read_before = self._seen.count
+
+    def _advanced(self, pattern: Pattern, places: int) -> None:
+        """Records that the readers have advanced by so many places since the last test."""
+        # Not all of these places have a file that can be read.
+        share = 1.0 if pattern == "same order" else self.subtree.count / (self._n * self.step)
+        # Readers that continue at another place once leave out no files there.
+        files = min(places * share, _MOST_PASSED * self._window_size)
+        self._passed = _FADING * self._passed + files
+        self._read = _FADING * self._read + self._seen.count - self._read_before
 
     def _count_inner_repeats(self) -> None:
         opens, repeats = self._tested
@@ -521,7 +550,7 @@ class Stream:
         """The next files of the order that was recognised, up to ``distance`` ahead of the
         readers. Each is given out once an epoch."""
         given: list[Ino] = []
-        if self._front < 0:
+        if self._front < 0 or self._is_sparse:
             return given
         if self.pattern == "same order" and self._last is not None:
             order = self._last.positions

@@ -98,6 +98,30 @@ def test_a_job_that_reads_a_tenth_at_random_wastes_little() -> None:
         assert report.fetched_bytes == len(job.given) * SIZE
 
 
+@pytest.mark.promise(181)
+@pytest.mark.parametrize(("readers", "files_of_class"), [(1, 40), (4, 200)])
+def test_a_job_that_reads_a_random_tenth_in_the_order_of_the_names_wastes_little(
+    readers: int, files_of_class: int
+) -> None:
+    """Such as the list of a subset, which is sorted."""
+    for seed in range(10):
+        job, rng = Job(rate=1000, tree=Tree((100, files_of_class))), random.Random(seed)
+        files = job.files(TRAIN)
+        order = workers(sorted(rng.sample(files, len(files) // 10)), readers, 32, rng)
+        job.open(order)
+        assert len(set(job.given) - set(order)) <= 0.15 * len(order)
+
+
+def test_a_job_that_leaves_out_few_files_is_foreseen_also_after_others() -> None:
+    job, rng = Job(rate=64, tree=Tree((100, 100))), random.Random(1)
+    files = job.files(TRAIN)
+    job.open(sorted(rng.sample(files[:2000], 200)))
+    (stream,) = job.foresight.report(counts_opens=True).streams
+    assert (stream.pattern, stream.ahead) == ("sequential", 0)
+    order = workers(sorted(rng.sample(files[2000:], 7200)), 4, 32, rng)
+    assert job.open(order) >= 0.7 * len(order)
+
+
 def test_a_fill_ends_with_its_readers_and_stays_in_their_subtree() -> None:
     job = Job(rate=0)
     order = shuffled(job.files(TRAIN), 2)
