@@ -37,7 +37,12 @@ from monarch.writeback.others import Others
 from monarch.writeback.refusals import Refusals
 from monarch.writeback.replay import replay
 from monarch.writeback.source_writer import SourceWriter
-from monarch.writeback.store import WriteStore, know_snapshot, snapshot_known
+from monarch.writeback.store import (
+    WriteStore,
+    forget_snapshot,
+    know_snapshot,
+    snapshot_known,
+)
 from monarch.writeback.tier_objects import FULL
 from monarch.writeback.write_gate import WriteReserve
 
@@ -318,6 +323,20 @@ def _replay(place: WriteStore, front: WriteFront, drain: Drain, progress: Progre
     place.journal.taken_up()
 
 
+def _make_room_for(call: Callable[[], None], *frees: Callable[[], None]) -> None:
+    """Makes a call on a full disk, with further tries after each of ``frees``. Raises OSError."""
+    for free in frees:
+        try:
+            call()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            free()
+        else:
+            return
+    call()
+
+
 def _release(front: WriteFront, damaged: Collection[int]) -> None:
     """Has files read from the source that it has whole, and whose objects lack bytes."""
     for number in damaged:
@@ -336,15 +355,13 @@ def _rewritten(place: WriteStore, found: Replay, drain: Drain, snapshot_id: str)
             # A crash before the last step leaves a journal that belongs to no earlier snapshot.
             know_snapshot(place.directory, "")
             file = place.journal.file
-            rewrites = partial(place.journal.compact, ops, position=file.position, known=known)
-            try:
-                rewrites()
-            except OSError as error:
-                if error.errno not in FULL:
-                    raise
+            _make_room_for(
+                partial(place.journal.compact, ops, position=file.position, known=known),
                 # The new journal has room of its own when it has replaced this one.
-                file.free_ahead()
-                rewrites()
+                file.free_ahead,
+                # A disk that takes no more files takes one in the place of another.
+                partial(forget_snapshot, place.directory),
+            )
         know_snapshot(place.directory, snapshot_id)
     except OSError as error:
         raise TierError(

@@ -186,3 +186,8 @@ def know_snapshot(directory: Path, snapshot_id: str) -> None:
             if os.pwrite(fd, content, 0) < len(content):
                 raise
             os.fsync(fd)
+
+
+def forget_snapshot(directory: Path) -> None:
+    """As ``know_snapshot`` of none; gives the place of a file back to the disk. Raises OSError."""
+    (directory / _SNAPSHOT).unlink(missing_ok=True)

@@ -187,6 +187,32 @@ def test_a_program_can_reserve_more_room_than_the_tier_has(
     assert (mounted.source / "large").read_bytes() == expected
 
 
+@pytest.mark.promise(138)
+@pytest.mark.modes("relay")
+def test_a_tier_that_takes_no_more_files_can_be_mounted(
+    small_tier: CuttableDisk, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.allows_log("the tier is full|is full: what it has in reserve|No space left on device")
+    source = tree({"a": 10})
+    mounted = monarch.mount(source, tiers={"fast": "12MiB"}, options=OPTIONS)
+    put(mounted.path / "first", b"first")
+    drained(mounted, "first")
+    mounted.umount()
+    others = small_tier.path / "others"
+    others.mkdir()
+    with suppress(OSError):
+        for number in range(1 << 20):
+            (others / f"{number}").touch()
+    assert os.statvfs(small_tier.path).f_favail == 0
+    for turn in range(2):
+        # The names of the source were changed by the drain: the journal is rewritten.
+        mounted = monarch.mount(source, tiers={"fast": "12MiB"}, options=OPTIONS)
+        put(mounted.path / f"{turn}", b"second")
+        assert (mounted.path / "first").read_bytes() == b"first"
+        mounted.umount()
+        assert (source / f"{turn}").read_bytes() == b"second"
+
+
 @pytest.mark.promise(70)
 def test_copies_of_the_source_give_way_to_what_is_written(
     small_tier: CuttableDisk, monarch: MonarchCommand, tree: Tree
