@@ -107,7 +107,7 @@ def is_caddy(program: Path) -> bool:
 def find_engine(given: Path | None) -> Path:
     """The program of the engine. Raises UsageError if there is none."""
     if given is not None:
-        if os.access(given, os.X_OK):
+        if given.is_file() and os.access(given, os.X_OK):
             return given
         raise UsageError(f"peers.engine {os.fspath(given)!r} cannot be executed")
     # pip puts Caddy beside the Python of this environment.

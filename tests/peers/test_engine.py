@@ -615,3 +615,7 @@ def test_the_daemon_works_on_while_its_engine_ends(
 def test_an_engine_that_is_missing_or_cannot_be_executed_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be executed"):
         find_engine(tmp_path / "nginx")
+    # A directory may be entered, which is the same right.
+    (tmp_path / "nginx").mkdir()
+    with pytest.raises(UsageError, match="cannot be executed"):
+        find_engine(tmp_path / "nginx")
