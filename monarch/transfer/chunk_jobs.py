@@ -21,8 +21,8 @@ from monarch.types import Ino
 # The most bytes of a piece. A reader that reads a file alone waits behind the pieces that are being
 # read, in the queue of the source.
 PIECE_BYTES = 512 * KiB
-# The most bytes between two files of a piece, which are read too, as long as they are fewer than
-# those of the files.
+# The most bytes between two files of a piece, which are read too: in all no more than those of its
+# files.
 _GAP_BYTES = 64 * KiB
 # The most bytes of a chunk whose readers wait for it: to read it takes about as long as a call.
 _NEAR_BYTES = 256 * KiB
@@ -108,12 +108,12 @@ class Pieces:
     def _next_members(self, job: Job) -> list[Member]:
         """The files of the next piece: those that are still to be read."""
         members: list[Member] = []
-        size = gaps = 0
+        size = gaps = kept = 0
         while job.left:
             member = job.left[0]
             gap = member.offset - members[-1].end if members else 0
-            is_next = gap <= _GAP_BYTES and gaps + gap <= size
-            if members and (not is_next or size + gaps + gap + member.size > PIECE_BYTES):
+            is_far = gap > _GAP_BYTES or size + gaps + gap + member.size > PIECE_BYTES
+            if members and is_far:
                 break
             job.left.popleft()
             job.left_bytes -= member.size
@@ -121,7 +121,13 @@ class Pieces:
                 members.append(member)
                 size += member.size
                 gaps += gap
-        return members
+                if gaps <= size:
+                    kept = len(members)
+        # With more bytes in gaps than in files: these are for later pieces.
+        for member in reversed(members[kept:]):
+            job.left.appendleft(member)
+            job.left_bytes += member.size
+        return members[:kept]
 
     def _is_needed(self, job: Job, member: Member) -> bool:
         if not self._chunks.is_missing(member.ino):

@@ -39,7 +39,7 @@ from monarch.types import Ino
 log = logging.getLogger(__name__)
 
 # The fewest pieces that are read at the same time, for sources with few calls and with more, and
-# their most as a share of the source's calls.
+# the most, short ones too, as a share of the source's calls.
 _LEAST_DEPTH = 2, 3
 _DEPTH_SHARE = 1 / 4
 # Chunks for the window that are read ahead of their readers at the same time, and chunks that a
@@ -91,8 +91,9 @@ class ChunkReads:
         self._foreseen: dict[int, Job] = {}
         fewest, least = _LEAST_DEPTH
         most = max(fewest, int(self._reader.limits.source_concurrency * _DEPTH_SHARE))
-        self._depth = Depth(min(least, most), most)
-        self._running = 0
+        self._depth, self._most = Depth(min(least, most), most), most
+        # The pieces that are being read, and the bytes of their files.
+        self._running = self._reading_bytes = 0
         self._looked_s = -math.inf
         self._woken = trio.Event()
         # Until when a chunk with a failure is read file by file.
@@ -128,7 +129,7 @@ class ChunkReads:
                     self._give_up(piece)
             for jobs in (self._jobs, self._opened, self._foreseen, self._waiting):
                 jobs.clear()
-            self._running = 0
+            self._running = self._reading_bytes = 0
 
     def leave_to_readers(self, is_open: Callable[[Ino], bool]) -> None:
         """From now on files for which ``is_open`` returns True are left to their readers."""
@@ -299,11 +300,11 @@ class ChunkReads:
 
     def _begin_pieces(self) -> bool:
         """Begins to read pieces, as many as may be read now. Returns whether one waits for room."""
-        while self._nursery is not None and self._running < self._depth.limit:
+        while self._nursery is not None:
             job = next(iter(self._opened.values()), None) or next(
                 iter(self._foreseen.values()), None
             )
-            if job is None:
+            if job is None or not self._may_begin(job):
                 return False
             if not (job.ready or self._has_room_now(job)):
                 return True
@@ -315,8 +316,19 @@ class ChunkReads:
                 continue
             job.pieces += 1
             self._running += 1
+            self._reading_bytes += piece.nbytes
             self._nursery.start_soon(self._read, job, piece)
         return False
+
+    def _may_begin(self, job: Job) -> bool:
+        """Whether one more piece may be read beside the others. Where many files were read alone,
+        pieces are short: then there are more, with no more bytes before those of a reader. Chunks
+        for the window keep their order."""
+        if self._running < self._depth.limit:
+            return True
+        most_bytes = (self._depth.limit - 1) * PIECE_BYTES
+        is_short = self._running < self._most and self._reading_bytes <= most_bytes
+        return is_short and job.plan.is_copied
 
     def _has_room_now(self, job: Job) -> bool:
         """Whether there is memory for one more piece. That for the window was promised."""
@@ -370,6 +382,7 @@ class ChunkReads:
             run, kept = await self._reader.fetch_together(inos, fetch)
         finally:
             self._running -= 1
+            self._reading_bytes -= piece.nbytes
         if None in run.contents:
             self._fail(job)
         self._depth.ended(piece.nbytes, trio.current_time())

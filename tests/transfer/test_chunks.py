@@ -234,6 +234,8 @@ async def test_a_warm_reads_whole_chunks(rigs: Rigs, clock: MockClock) -> None:
 async def test_announced_files_that_come_with_chunks_are_asked_for_together(
     rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Three pieces at a time, although they are short: the others are asked for meanwhile.
+    monkeypatch.setattr(chunks, "_DEPTH_SHARE", 3 / 128)
     rig = rigs(model=Latency(1.0))
     asked: list[int] = []
     next_files = rig.foresight.next
@@ -298,7 +300,8 @@ def large_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two files in a piece, two pieces at a time."""
-    monkeypatch.setattr(chunk_jobs, "PIECE_BYTES", 2 * LARGE_SIZE)
+    for module in (chunk_jobs, chunks):
+        monkeypatch.setattr(module, "PIECE_BYTES", 2 * LARGE_SIZE)
     monkeypatch.setattr(chunks, "_LEAST_DEPTH", (2, 2))
 
 
@@ -326,6 +329,53 @@ async def test_a_file_of_a_later_piece_is_read_alone_and_not_again(
     assert rig.source.nbytes == LARGE_CHUNK
     assert rig.source.reads == {0: 6}
     assert rig.threads.most_running == 3
+
+
+@pytest.mark.parametrize(
+    ("alone", "pieces"),
+    [
+        # The bytes of 2 files in the gap, between those of 8.
+        ({1, 2}, 1),
+        # No more bytes in the gaps of a piece than in its files: two and two files.
+        ({1, 2, 4, 5, 7, 8}, 2),
+    ],
+)
+async def test_a_piece_continues_behind_files_that_were_read_alone(
+    large_pack: Path,
+    rigs: Rigs,
+    clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    alone: set[int],
+    pieces: int,
+) -> None:
+    monkeypatch.setattr(chunk_jobs, "_GAP_BYTES", 2 * LARGE_SIZE)
+    rig = rigs(large_pack, model=Latency(5.0))
+    chunk = rig.by_chunk()[0]
+    assert rig.chunks is not None
+    rig.chunks.leave_to_readers({chunk[place] for place in alone}.__contains__)
+    rest = [ino for place, ino in enumerate(chunk) if place not in alone]
+    async with rig.running():
+        rig.chunks.open(chunk[0])
+        await until(lambda: all(map(rig.residency.tier_of, rest)))
+    assert rig.source.reads == {0: pieces}
+    assert rig.source.nbytes <= 2 * len(rest) * LARGE_SIZE
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(("alone", "at_once"), [(set[int](), 2), ({1, 2, 4, 5, 7, 8}, 3)])
+async def test_of_short_pieces_more_are_read_at_a_time(
+    large_pack: Path, rigs: Rigs, clock: MockClock, alone: set[int], at_once: int
+) -> None:
+    rig = rigs(large_pack, model=Latency(5.0))
+    chunk = rig.by_chunk()[0]
+    assert rig.chunks is not None
+    rig.chunks.leave_to_readers({chunk[place] for place in alone}.__contains__)
+    rest = [ino for place, ino in enumerate(chunk) if place not in alone]
+    async with rig.running():
+        rig.chunks.open(chunk[0])
+        await until(lambda: all(map(rig.residency.tier_of, rest)))
+    # Two pieces of two files each, or three of one file.
+    assert rig.threads.most_running == at_once
 
 
 async def test_the_next_piece_is_read_while_files_are_handed_over(
