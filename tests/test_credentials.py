@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from monarch.posix.credentials import ROOT, Credentials, acting_as, credentials_of
+from monarch.posix import credentials
+from monarch.posix.credentials import (
+    NOBODY,
+    ROOT,
+    Credentials,
+    acting_as,
+    credentials_of,
+    keep_quotas,
+    least_of,
+)
 from tests.conftest import let_others_in
 
 pytestmark = pytest.mark.finding("D1")
@@ -87,9 +96,57 @@ def test_an_error_inside_puts_it_back() -> None:
 
 
 def test_acting_as_root_or_as_no_particular_user_changes_nothing() -> None:
-    for credentials in (None, ROOT):
-        with acting_as(credentials):
+    for user in (None, ROOT):
+        with acting_as(user):
             assert int(status()["CapEff"], 16) != 0
+
+
+@pytest.mark.promise(351)
+def test_the_daemon_may_exceed_a_quota_only_while_it_acts_as_root(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: dict[str, bool] = {}
+    right = credentials._CAP_SYS_RESOURCE
+    if not int(status()["CapPrm"], 16) & right:
+        # This machine does not have it: another one, CAP_SYS_BOOT, shows the same.
+        right = 1 << 22
+        monkeypatch.setattr(credentials, "_CAP_SYS_RESOURCE", right)
+
+    def may_exceed() -> bool:
+        return bool(int(status()["CapEff"], 16) & right)
+
+    def note(name: str) -> None:
+        found[name] = may_exceed()
+
+    def serve() -> None:
+        keep_quotas()
+        note("itself")
+        for name, user in (("no user", None), ("alice", ALICE), ("root", ROOT)):
+            with acting_as(user):
+                note(name)
+            note(f"after {name}")
+        with pytest.raises(KeyError), acting_as(ROOT):
+            raise KeyError
+        note("after a failure")
+        later = threading.Thread(target=note, args=["a later thread"])
+        later.start()
+        later.join()
+
+    # The rights of a thread end with it.
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    assert len(found) == 9
+    assert [name for name, may in found.items() if may] == ["root"]
+    assert may_exceed()
+
+
+def test_bytes_of_several_users_are_written_with_the_rights_of_a_user_other_than_root() -> None:
+    assert least_of((ROOT, ALICE, NOBODY)) == ALICE
+    assert least_of((None, NOBODY)) == NOBODY
+    assert least_of((ROOT, None)) == ROOT
+    assert least_of((None, ROOT)) is None
+    assert least_of(()) is None
 
 
 def test_the_groups_of_a_process_are_those_that_it_has_now() -> None:

@@ -33,6 +33,7 @@ from monarch.packs.directory import is_pack, require_complete
 from monarch.peers.membership import membership
 from monarch.peers.source import PeerSource
 from monarch.posix import signals
+from monarch.posix.credentials import keep_quotas
 from monarch.posix.mounts import is_dead
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry import log as log_setup
@@ -120,6 +121,7 @@ def run(
     """
     _allow_descriptors()
     _be_spared()
+    keep_quotas()
     _give_memory_back()
     state = state_directory(settings)
     with hold_state(settings, state), ExitStack() as cleanup:

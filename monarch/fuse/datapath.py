@@ -256,19 +256,20 @@ class Datapath:
         """Sends reads of a bound inode that end behind ``offset`` to Python; 0 ends this."""
         self._native.watch(ino, offset)
 
-    def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool) -> bool:
+    def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool, writer: int = 0) -> bool:
         """Serves reads and writes of an inode, which is being opened or is open, from a duplicate
         of ``fd``. Readers that were opened without Python see the file, too.
 
-        It stays bound until ``release_written``; binding it again changes nothing. Reads count for
-        ``tier``. A write that the disk refuses (ENOSPC, EDQUOT, EIO and similar) comes to Python.
-        With ``create`` the inode is the one that the current call creates. A process that opens the
-        file for writing only may get ``direct_io`` with its handle.
+        It stays bound until ``release_written``; binding it again changes the ``writer`` only. That
+        is the user with whose rights it is written; 0: with those of the process that writes. Reads
+        count for ``tier``. A write that the disk refuses (ENOSPC, EDQUOT, EIO and similar) comes to
+        Python. With ``create`` the inode is the one that the current call creates. A process that
+        opens the file for writing only may get ``direct_io`` with its handle.
 
         Returns False if all must come to Python now: no descriptor is free, or the kernel reads the
         former copy by passthrough. Raises ValueError for an inode above 2**40 or an unknown tier.
         """
-        return bool(self._native.bind_written(ino, fd, tier, create))
+        return bool(self._native.bind_written(ino, fd, tier, create, writer))
 
     def set_objects(self, directory: int, *, tier: int) -> None:
         """Sets the directory of the objects of written files. Before ``start``. Raises OSError."""

@@ -1,5 +1,9 @@
 """Lets one thread of a root daemon act on files as another user for the duration of one call.
 
+What is written for a user has the limits of that user: the daemon itself may not exceed quotas
+(``keep_quotas``), and the bytes of a user are written with that user's identity (``least_of``),
+since a file system lets its administrator use the blocks that it keeps.
+
 The kernel keeps the file system identity (user, group, supplementary groups, capabilities) for
 each thread. libc's ``setgroups`` would change the groups of all threads, so the system call is made
 directly. A daemon that is not root has only one identity and keeps it.
@@ -13,8 +17,8 @@ import logging
 import os
 import platform
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -28,6 +32,8 @@ _SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "s39
 # Version 3 of linux/capability.h: two words each of effective, permitted, inheritable.
 _CAPABILITIES_3 = 0x20080522
 _CAPABILITY_WORDS = "=6I"
+# The right to exceed quotas, and to use the blocks that ext4 keeps (linux/capability.h).
+_CAP_SYS_RESOURCE = 1 << 24
 # The argument with which setfsuid and setfsgid return the id and change nothing.
 _NO_ID = ctypes.c_uint32(-1)
 # Bytes of /proc/PID/status that are searched for groups: enough for 65,536 of them.
@@ -48,6 +54,8 @@ class Credentials:
 
 
 ROOT = Credentials(0, 0)
+# A user who is not known, except that it is not root.
+NOBODY = Credentials(65534, 65534)
 # Bits of a user number that fit beside an inode number.
 USER_BITS = (1 << 24) - 1
 
@@ -92,16 +100,38 @@ def is_another_user(credentials: Credentials | None) -> TypeGuard[Credentials]:
     return credentials is not None and not credentials.is_root and can_act_as_others()
 
 
+def least_of(writers: Iterable[Credentials | None]) -> Credentials | None:
+    """The one of several writers of a file with whose rights its bytes are written: the first who
+    is not root, else the first; None for the daemon's own rights."""
+    own: list[Credentials | None] = []
+    for writer in writers:
+        if is_another_user(writer):
+            return writer
+        own.append(writer)
+    return own[0] if own else None
+
+
+def keep_quotas() -> None:
+    """Ends the right of this thread, and of those that it starts, to exceed quotas and to use
+    blocks that a file system keeps. ``acting_as`` gives it back for what root does."""
+    if can_act_as_others():
+        words = list(struct.unpack(_CAPABILITY_WORDS, _capabilities()))
+        words[0] &= ~_CAP_SYS_RESOURCE
+        _set_capabilities(struct.pack(_CAPABILITY_WORDS, *words))
+
+
 @contextmanager
 def acting_as(credentials: Credentials | None) -> Iterator[None]:
-    """Let this thread act on files with the rights of ``credentials``, without capabilities.
+    """Let this thread act on files with the rights of ``credentials``: those of a user without
+    capabilities, those of root with the right that ``keep_quotas`` has ended.
 
-    It changes nothing for None, for root, or if the daemon is not root. It must be nested in no
-    identity but root's, and its body must not wait for another thread. Raises OSError if the kernel
-    refuses the identity; then the thread keeps its own.
+    It changes nothing for None, or if the daemon is not root. It must be nested in no identity but
+    root's, and its body must not wait for another thread. Raises OSError if the kernel refuses the
+    identity; then the thread keeps its own.
     """
     if not is_another_user(credentials):
-        yield
+        with _exceeding_quotas() if credentials and can_act_as_others() else nullcontext():
+            yield
         return
     groups, gid = os.getgroups(), _LIBC.setfsgid(_NO_ID) & 0xFFFFFFFF
     capabilities = _capabilities()
@@ -121,11 +151,24 @@ def acting_as(credentials: Credentials | None) -> Iterator[None]:
             os.abort()
 
 
+@contextmanager
+def _exceeding_quotas() -> Iterator[None]:
+    capabilities = _capabilities()
+    words = list(struct.unpack(_CAPABILITY_WORDS, capabilities))
+    # A container may not permit it.
+    words[0] |= words[1] & _CAP_SYS_RESOURCE
+    _set_capabilities(struct.pack(_CAPABILITY_WORDS, *words))
+    try:
+        yield
+    finally:
+        _set_capabilities(capabilities)
+
+
 def _take(credentials: Credentials) -> None:
     _set_id(_LIBC.setfsgid, credentials.gid)
     _set_id(_LIBC.setfsuid, credentials.uid)
-    # The identity removes the capabilities about files, but not the one to exceed a quota, nor
-    # others that a file system may check.
+    # The identity removes the capabilities about files, but not others that a file system may
+    # check.
     _set_capabilities(_without_effective(_capabilities()))
 
 

@@ -18,7 +18,7 @@ from monarch.errors import Refused, SourceChanged
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.posix import acl
-from monarch.posix.credentials import Credentials
+from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import copy_data
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
@@ -101,13 +101,13 @@ class CopyUp:
         source_ino = 0
         try:
             try:
-                xattrs = await self._copy(ino, fd, empty=empty)
+                xattrs = await self._copy(ino, fd, empty=empty, by=by)
             except _NoRoomError:
                 if staged >= 0:
                     raise
                 path_now = partial(self._names.visible_path, ino)
                 staged = await self._source.stage(path_now, number, by=(by,), is_new=False)
-                xattrs = await self._copy(ino, staged, empty=empty)
+                xattrs = await self._copy(ino, staged, empty=empty, by=by)
             if staged >= 0:
                 source_ino = await self._files.sync_staged(ino, staged)
             elif not empty:
@@ -189,13 +189,13 @@ class CopyUp:
         number, fd = await self._files.stage(path_now, by=by, is_new=False)
         return number, fd, fd
 
-    async def _copy(self, ino: Ino, fd: int, *, empty: bool) -> dict[bytes, bytes]:
+    async def _copy(self, ino: Ino, fd: int, *, empty: bool, by: Credentials) -> dict[bytes, bytes]:
         calls, names, attempts = self._source.calls, self._names, 0
         while True:
             attempts += 1
             identity = (names.at_source(ino) or names.attributes(ino)).identity
             try:
-                return await calls.at(ino, _copy_file, calls.source, identity, fd, empty)
+                return await calls.at(ino, _copy_file, calls.source, identity, fd, empty, by)
             except SourceChanged:
                 if attempts == _ATTEMPTS:
                     raise
@@ -221,9 +221,10 @@ class _NoRoomError(Exception):
 
 
 def _copy_file(
-    path: bytes, source: Source, identity: Identity, fd: int, empty: bool
+    path: bytes, source: Source, identity: Identity, fd: int, empty: bool, by: Credentials
 ) -> dict[bytes, bytes]:
-    """Copy a whole file of the source into ``fd``; its attributes in the namespace "user".
+    """Copy a whole file of the source into ``fd``, which is written with the rights of ``by``; its
+    attributes in the namespace "user".
 
     With ``empty`` the bytes are not copied. Raises OSError, and SourceChanged if it is not that
     version, or no longer.
@@ -236,7 +237,8 @@ def _copy_file(
         offset = 0
         try:
             if not empty:
-                offset = copy_data(file.fd, fd, identity.size)
+                with acting_as(by):
+                    offset = copy_data(file.fd, fd, identity.size)
         except OSError as error:
             if error.errno in FULL:
                 raise _NoRoomError from error

@@ -21,7 +21,7 @@ from typing_extensions import TypeVarTuple, Unpack
 from monarch.errors import Refused
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
-from monarch.posix.credentials import Credentials
+from monarch.posix.credentials import Credentials, least_of
 from monarch.tiers.source import SourceFile
 from monarch.transfer.source_calls import SourceCalls
 from monarch.types import Ino
@@ -46,7 +46,7 @@ class FastWrites(Protocol):
     """
 
     def bind(self, ino: Ino, fd: int, *, tier: int, size: int) -> bool: ...
-    def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool) -> bool: ...
+    def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool, writer: int) -> bool: ...
     def know_set_id(self, ino: Ino, *, has_set_id: bool) -> None: ...
     def written(self, ino: Ino) -> int: ...
     def lowest(self, ino: Ino, *, forget: bool) -> int: ...
@@ -241,6 +241,11 @@ class OpenFile:
     def is_write_through(self) -> bool:
         return self.place.is_write_through
 
+    @property
+    def writer(self) -> Credentials | None:
+        """The user with whose rights its bytes are written; None for the daemon's own."""
+        return least_of(self.writers)
+
     def count(self) -> int:
         """How often its bytes were changed since it was opened."""
         return self.changes + self._fast.written(self.ino)
@@ -332,4 +337,7 @@ class OpenTable:
 
     def bind(self, file: OpenFile, *, created: bool = False) -> None:
         """Have the datapath serve one more open of a file whose bytes were written."""
-        self.fast.bind_written(file.ino, file.place.fd, tier=self.tier, create=created)
+        writer = 0 if file.writer is None else file.writer.uid
+        self.fast.bind_written(
+            file.ino, file.place.fd, tier=self.tier, create=created, writer=writer
+        )

@@ -22,7 +22,7 @@ from monarch.errors import Refused, SourceError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.placement.residency import SOURCE
-from monarch.posix.credentials import ROOT, Credentials
+from monarch.posix.credentials import NOBODY, ROOT, Credentials, acting_as, least_of
 from monarch.posix.files import closing_fd, copy_data
 from monarch.tiers.source import SourceFile
 from monarch.types import WRITTEN_INO, Ino, file_now_ns
@@ -208,8 +208,9 @@ class WrittenFiles:
         # writes. A process of a user may have inherited a descriptor that root has opened.
         if removes_set_id or not self._opens.has_datapath:
             await self._remove_set_id(file.node)
+        by = least_of((file.writer, NOBODY if removes_set_id else None))
         async with self._changing(file, offset):
-            written = await self._with_room(file, len(content), _write_all, content, offset)
+            written = await self._with_room(file, by, len(content), _write_all, content, offset)
             if file.is_write_through:
                 file.node.grow(offset + written, file_now_ns())
             return written
@@ -222,7 +223,7 @@ class WrittenFiles:
                 await self._remove_set_id(node)
             file = self._opens.files[node.ino]
             async with self._changing(file, size):
-                await self._with_room(file, 0, os.ftruncate, size)
+                await self._with_room(file, file.writer, 0, os.ftruncate, size)
                 if size == 0:
                     self._objects.on_disk.forget_failure(file.object)
                 if file.is_write_through:
@@ -282,22 +283,28 @@ class WrittenFiles:
     async def _with_room(
         self,
         file: OpenFile,
+        by: Credentials | None,
         size: int,
         function: Callable[[int, Unpack[Args]], T],
         *args: Unpack[Args],
     ) -> T:
-        """``function(fd, *args)`` where its bytes are. It needs room for ``size`` bytes: if the
-        tier has none, room is made, or the file continues at the source."""
+        """``function(fd, *args)`` where its bytes are, with the rights of ``by``. It needs room for
+        ``size`` bytes: if the tier has none, room is made, or the file continues at the source."""
+
+        def change(fd: int) -> T:
+            with acting_as(by):
+                return function(fd, *args)
+
         try:
-            return await file.place.run(function, *args)
+            return await file.place.run(change)
         except Refused as error:
             if error.errno not in FULL or file.is_write_through:
                 raise
         if await self._space.make(size):
             with suppress(Refused):
-                return await file.place.run(function, *args)
+                return await file.place.run(change)
         await self._make_write_through(file)
-        return await file.place.run(function, *args)
+        return await file.place.run(change)
 
     async def _make_write_through(self, file: OpenFile) -> None:
         """Continue in a staged file at the source, with what was written so far.
@@ -312,7 +319,9 @@ class WrittenFiles:
         number, is_new = file.object, not node.source_ino
         fd = await self._source.stage(path_now, number, by=by, is_new=is_new)
         try:
-            size = await self._source.calls.call(file.ino, _copy_all, file.place.fd, fd)
+            size = await self._source.calls.call(
+                file.ino, _copy_all, file.place.fd, fd, file.writer
+            )
             source_ino = await self.sync_staged(file.ino, fd)
         except BaseException as error:
             # The source is full, too. The next try must not lose its staged file to this one.
@@ -491,6 +500,8 @@ def _set_times_of(objects: Objects, number: int, atime_ns: int, mtime_ns: int) -
         set_times(fd, atime_ns, mtime_ns)
 
 
-def _copy_all(object_fd: int, part_fd: int) -> int:
-    """Bring all bytes of an object into the staged file; how many. Raises OSError."""
-    return copy_data(object_fd, part_fd, os.fstat(object_fd).st_size)
+def _copy_all(object_fd: int, part_fd: int, by: Credentials | None) -> int:
+    """Bring all bytes of an object into the staged file, with the rights of ``by``; how many.
+    Raises OSError."""
+    with acting_as(by):
+        return copy_data(object_fd, part_fd, os.fstat(object_fd).st_size)

@@ -30,6 +30,7 @@ from monarch.writeback.source_directories import (
     Temporaries,
     creator,
     is_owner,
+    writer,
 )
 
 # Others have changed the entry at the source that the staged file was to replace. The drain stages
@@ -253,7 +254,7 @@ class StagedContents:
             op = replace(op, uid=None, gid=None, mode=(op.mode or 0) & ~SPECIAL_BITS)
         # Only root can have set these bits on the mount.
         trusted = {n: v for n, v in op.xattrs.items() if n.startswith(b"trusted.")}
-        with acting_as(place.by):
+        with acting_as(place.by or _root(op)):
             others = {n: v for n, v in op.xattrs.items() if n not in trusted}
             self._attributes.set(fd, replace(op, xattrs=others))
         if trusted:
@@ -283,9 +284,16 @@ class StagedContents:
                     if each.startswith(("user.", "trusted.", acl.ACCESS.decode())):
                         xattrs[os.fsencode(each)] = os.getxattr(path_of(it), each)
             like = replace(op, mode=mode, uid=there.st_uid, gid=there.st_gid, xattrs=xattrs)
-            self._attributes.set(fd, like)
+            with acting_as(_root(op)):
+                self._attributes.set(fd, like)
         finally:
             os.close(it)
+
+
+def _root(op: Op) -> Credentials | None:
+    """Root, if root alone has written a content: the owner may get it over a quota."""
+    by = writer(op)
+    return by if by is not None and by.is_root else None
 
 
 def kind_of_place(

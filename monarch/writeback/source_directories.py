@@ -14,6 +14,7 @@ from monarch.posix.credentials import (
     acting_as,
     can_act_as_others,
     is_another_user,
+    least_of,
 )
 from monarch.posix.files import NO_LINKS, closing_fd, copy_data, status_at
 from monarch.posix.openat2 import open_beneath
@@ -220,6 +221,11 @@ def creator(op: Op) -> Credentials | None:
     if op.by is not None or op.uid is None or not can_act_as_others():
         return op.by
     return Credentials(op.uid, op.uid if op.gid is None else op.gid)
+
+
+def writer(op: Op) -> Credentials | None:
+    """The user with whose rights the bytes of a content are written; None for the daemon's own."""
+    return least_of((creator(op), *op.also))
 
 
 def _directory_at(root: int, path: bytes) -> int:

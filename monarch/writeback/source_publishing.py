@@ -38,6 +38,7 @@ from monarch.writeback.source_directories import (
     Temporaries,
     creator,
     is_owner,
+    writer,
 )
 
 # Bytes that are compared at a time.
@@ -172,7 +173,7 @@ class Publishing:
         self, op: Op, expected: Expected, base: int
     ) -> tuple[int, Credentials | None] | None:
         """A descriptor of the source's file, to write after its first ``base`` bytes, and the user
-        with whose rights it was opened.
+        with whose rights it is written.
 
         None if the file is not the known version, or its users may not write it in place. Bytes
         after ``base`` may be those of an earlier mount that was killed. Raises OSError.
@@ -198,7 +199,7 @@ class Publishing:
                     require_writable(fd, name, op)
                     for user in (creator(op), None):
                         with suppress(PermissionError), acting_as(user):
-                            return os.open(path_of(it), _TO_GROW), user
+                            return os.open(path_of(it), _TO_GROW), writer(op)
                     return None
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return None

@@ -35,7 +35,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class Staging:
     """Stages object ``number``. ``open_part`` opens the staged file, empty, to read and write. It
     returns the descriptor, and the user with whose rights the bytes are written, None for the
-    daemon: root may exceed a quota, the user may not.
+    daemon's own.
 
     The order of calls: ``open``; ``begin``; ``turn`` until it returns 0; ``finish``, or
     ``apply_attributes`` and ``sync``; then optionally ``verify`` until it returns 0. Each raises

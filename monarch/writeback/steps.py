@@ -17,6 +17,7 @@ from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op
 from monarch.writeback.queue_entry import Entry
 from monarch.writeback.source_contents import Place, has_ended_rights, is_given_away
+from monarch.writeback.source_directories import writer
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter, Step
 
@@ -272,8 +273,7 @@ class Steps:
         expected = self._state.expected(entry.seq, op)
 
         def opened() -> tuple[int, Credentials | None]:
-            fd = staged.open_place(op, place, expected, make=make)
-            return fd, place.by
+            return staged.open_place(op, place, expected, make=make), writer(op)
 
         return opened
 

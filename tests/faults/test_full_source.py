@@ -14,6 +14,7 @@ from tests.conftest import (
     OPENS_ARE_REPORTED,
     MonarchCommand,
     Mounted,
+    Tree,
     contents,
     let_others_in,
 )
@@ -38,16 +39,33 @@ with open(sys.argv[1], "wb") as file:
     print("written", file=sys.stderr, flush=True)
     os.fsync(file.fileno())
 """
+# Becomes a user, and fills the file "alice" in one of three ways.
+_WRITING = """
+import mmap, os, sys
+user, how, size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+os.setgroups([])
+os.setgid(user)
+os.setuid(user)
+with open("alice", "w+b", buffering=0) as file:
+    if how == "write":
+        for _ in range(size >> 16):
+            file.write(bytes(1 << 16))
+    elif how == "allocate":
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        os.ftruncate(file.fileno(), size)
+        with mmap.mmap(file.fileno(), size) as stored:
+            stored[:] = b"s" * size
+            stored.flush()
+"""
 
 
 @pytest.fixture
-def small(monarch: MonarchCommand, source: Path) -> Iterator[Path]:
+def source_disk(monarch: MonarchCommand, source: Path) -> Iterator[Path]:
     """A source of 24 MiB with four old files of 5 MiB, two of them in a directory. All users may
-    write there. Its mounts say that it is full, and nothing is set aside."""
+    write there."""
     if reason := disks.unavailable():
         pytest.skip(reason)
-    monarch.expects_log("the source is full: only removals are drained")
-    monarch.allows_log("written data is not at the source yet")
     with Disk(monarch.directory / "disk of the source", size=24 * _MB).mounted(source):
         for name in ("a", "b", "d/a", "d/b"):
             (source / name).parent.mkdir(exist_ok=True)
@@ -57,6 +75,25 @@ def small(monarch: MonarchCommand, source: Path) -> Iterator[Path]:
         let_others_in(monarch.directory)
         yield source
         monarch.close()
+
+
+@pytest.fixture
+def small_tier(monarch: MonarchCommand) -> Iterator[Path]:
+    """The directory of the tier "fast", a disk of 16 MiB. Name it before what mounts."""
+    if reason := disks.unavailable():
+        pytest.skip(reason)
+    path = monarch.directory / "tiers" / "fast"
+    with Disk(monarch.directory / "disk of the tier", size=16 * _MB).mounted(path):
+        yield path
+        monarch.close()
+
+
+@pytest.fixture
+def small(source_disk: Path, monarch: MonarchCommand) -> Path:
+    """The same. Its mounts say that it is full, and nothing is set aside."""
+    monarch.expects_log("the source is full: only removals are drained")
+    monarch.allows_log("written data is not at the source yet")
+    return source_disk
 
 
 def until_full(mounted: Mounted) -> None:
@@ -71,6 +108,37 @@ def drain(mounted: Mounted) -> None:
     mounted.cli("ckpt", "wait", str(mounted.path), "--timeout", "100s")
     assert mounted.status()["health"]["problems"] == []
     assert "set aside" not in mounted.log_text and "refuses" not in mounted.log_text
+
+
+def keep_all_but(disk: Path, left: int) -> int:
+    """Keeps all free room of a disk for root but ``left`` bytes; returns the number of blocks."""
+    now = os.statvfs(disk)
+    # ext4 keeps less than half of a disk.
+    most = now.f_blocks // 2 - 1
+    others = now.f_bfree - left // now.f_bsize - most
+    if others > 0:
+        (disk / "file of others").write_bytes(bytes(others * now.f_bsize))
+        os.sync()
+    kept = os.statvfs(disk).f_bfree - left // now.f_bsize
+    keep_for_root(disk, kept)
+    return kept
+
+
+def mounted_for_all(monarch: MonarchCommand, tree: Tree) -> Mounted:
+    source = tree({"a": 10})
+    source.chmod(0o777)
+    let_others_in(monarch.directory)
+    return monarch.mount(source, tiers={"fast": "12MiB"}, options=_OPTIONS)
+
+
+def alice_writes(mounted: Mounted, how: str, size: int) -> str:
+    """Runs ``_WRITING``; returns its errors."""
+    return subprocess.run(
+        [sys.executable, "-c", _WRITING, str(ALICE), how, str(size)],
+        cwd=mounted.path,
+        stderr=subprocess.PIPE,
+        text=True,
+    ).stderr
 
 
 def keep_for_root(disk: Path, blocks: int) -> None:
@@ -123,6 +191,117 @@ def test_a_user_gets_no_room_that_the_source_keeps_for_root(
     drain(mounted)
     mounted.umount()
     assert (small / "alice").read_bytes() == bytes(100_000)
+
+
+@pytest.mark.promise(351)
+@pytest.mark.modes("relay")
+def test_a_user_who_writes_another_user_s_file_gets_no_room_that_is_kept_for_root(
+    small: Path, monarch: MonarchCommand
+) -> None:
+    """The staged file belongs to the daemon until it has all bytes."""
+    shared = small / "shared"
+    shared.write_bytes(b"old")
+    os.chown(shared, MALLORY, MALLORY)
+    shared.chmod(0o666)
+    keep_all_but(small, 0)
+    mounted = monarch.mount(small, tiers=_TIERS, options=_OPTIONS)
+    acts(ALICE, mounted.path, "head -c 100000 /dev/zero > shared")
+    until_full(mounted)
+    assert shared.read_bytes() == b"old"
+    keep_for_root(small, 0)
+    drain(mounted)
+    mounted.umount()
+    assert shared.read_bytes() == bytes(100_000)
+    assert shared.stat().st_uid == MALLORY
+
+
+@pytest.mark.promise(351)
+@pytest.mark.modes("relay")
+def test_root_gets_the_room_that_is_kept_for_root(
+    source_disk: Path, monarch: MonarchCommand
+) -> None:
+    os.chown(source_disk / "a", ALICE, ALICE)
+    keep_all_but(source_disk, 0)
+    mounted = monarch.mount(source_disk, tiers=_TIERS, options=_OPTIONS)
+    (mounted.path / "root").write_bytes(bytes(100_000))
+    with (mounted.path / "a").open("ab") as file:
+        file.write(bytes(100_000))
+    drain(mounted)
+    mounted.umount()
+    assert (source_disk / "root").read_bytes() == bytes(100_000)
+    assert (source_disk / "a").read_bytes() == contents("a", 5 * _MB) + bytes(100_000)
+    assert (source_disk / "a").stat().st_uid == ALICE
+
+
+@pytest.mark.promise(351)
+@pytest.mark.parametrize("how", ["write", "store", "allocate"])
+def test_a_user_gets_no_room_that_the_tier_keeps_for_root(
+    small_tier: Path, monarch: MonarchCommand, tree: Tree, how: str
+) -> None:
+    """What does not fit goes to the source, as with a full tier."""
+    monarch.allows_log("goes to the source directly: the tier is full")
+    kept = keep_all_but(small_tier, 4 * _MB)
+    mounted = mounted_for_all(monarch, tree)
+    said = alice_writes(mounted, how, 8 * _MB)
+    assert os.statvfs(small_tier).f_bfree >= kept
+    if how != "allocate":
+        assert said == "" and (mounted.path / "alice").stat().st_size == 8 * _MB
+    drain(mounted)
+    mounted.umount()
+
+
+@pytest.mark.promise(351)
+@pytest.mark.modes("relay")
+def test_a_user_who_writes_to_a_file_that_root_has_opened_gets_no_room_that_is_kept_for_root(
+    small_tier: Path, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("goes to the source directly: the tier is full")
+    kept = keep_all_but(small_tier, 4 * _MB)
+    mounted = mounted_for_all(monarch, tree)
+    with (mounted.path / "log").open("wb") as file:
+        command = ["head", "-c", str(8 * _MB), "/dev/zero"]
+        subprocess.run(command, stdout=file, user=ALICE, check=True)
+        assert os.statvfs(small_tier).f_bfree >= kept
+    drain(mounted)
+    mounted.umount()
+
+
+@pytest.mark.promise(351)
+@pytest.mark.modes("relay", "python")
+def test_root_gets_the_room_that_the_tier_keeps_for_root(
+    small_tier: Path, monarch: MonarchCommand, tree: Tree
+) -> None:
+    keep_all_but(small_tier, 2 * _MB)
+    mounted = mounted_for_all(monarch, tree)
+    (mounted.path / "root").write_bytes(contents("root", 6 * _MB))
+    assert "goes to the source directly" not in mounted.log_text
+    drain(mounted)
+    mounted.umount()
+
+
+@pytest.mark.promise(71, 351)
+@pytest.mark.modes("relay", "python")
+def test_a_user_whose_bytes_go_to_the_source_directly_gets_no_room_that_is_kept_for_root(
+    source_disk: Path, small_tier: Path, monarch: MonarchCommand
+) -> None:
+    monarch.allows_log("the tier is full|the source is full|No space left on device")
+    (source_disk / "old").write_bytes(contents("old", 300_000))
+    (source_disk / "old").chmod(0o666)
+    mounted = monarch.mount(source_disk, tiers={"fast": "12MiB"}, options=_OPTIONS)
+    filler = disks.fill(small_tier)
+    kept = keep_all_but(source_disk, 0)
+    # A new file, and the copy of a file that is to be changed.
+    assert "No space left on device" in alice_writes(mounted, "write", _MB)
+    assert "No space left on device" in acts(ALICE, mounted.path, "echo more >> old")
+    # A directory entry at most.
+    assert os.statvfs(source_disk).f_bfree >= kept - 1
+    acts(ALICE, mounted.path, "rm -f alice")
+    with (mounted.path / "old").open("ab") as file:
+        file.write(b"more")
+    filler.unlink()
+    mounted.cli("ckpt", "wait", str(mounted.path), "--timeout", "100s")
+    mounted.umount()
+    assert (source_disk / "old").read_bytes() == contents("old", 300_000) + b"more"
 
 
 @pytest.mark.fault("S19")

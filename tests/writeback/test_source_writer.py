@@ -474,6 +474,19 @@ def test_a_file_is_grown_in_the_version_that_is_known_and_no_other(rig: Rig) -> 
     assert rig.publishing.open_to_grow(content(b"missing"), expected, 3) is None
 
 
+@pytest.mark.promise(351)
+def test_a_file_that_its_user_may_only_read_is_grown_with_the_rights_of_that_user(rig: Rig) -> None:
+    """The owner could allow the write, so the daemon opens the file."""
+    (rig.root / "a").write_bytes(b"byt")
+    os.chown(rig.root / "a", 1001, 1001)
+    (rig.root / "a").chmod(0o444)
+    alice = Credentials(1001, 1001)
+    op = replace(content(b"a"), by=alice)
+    opened = rig.publishing.open_to_grow(op, Expected(known=rig.identity("a"), is_file=True), 3)
+    assert opened is not None and opened[1] == alice
+    os.close(opened[0])
+
+
 @pytest.mark.promise(88)
 def test_a_program_is_not_opened_to_be_grown(rig: Rig) -> None:
     (rig.root / "p").write_bytes(b"byt")

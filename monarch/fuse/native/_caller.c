@@ -126,6 +126,13 @@ bool caller_begin(const struct caller *caller, struct own_rights *own) {
     return false;
 }
 
+bool writer_begin(uid_t user) { return user != 0 && geteuid() == 0 && set_user(user); }
+
+void writer_end(void) {
+    if (!set_user(0))
+        abort();
+}
+
 void caller_end(struct own_rights *own) {
     bool back = set_user(own->uid);
     back = set_group(own->gid) && back;

@@ -41,4 +41,10 @@ void caller_free(struct caller *caller);
 bool caller_begin(const struct caller *caller, struct own_rights *own);
 void caller_end(struct own_rights *own);
 
+/* Lets this thread of root write to open files as ``user`` until writer_end, so that a file system
+ * gives it no blocks that it keeps for root. False for root, if the process is not root, and if the
+ * kernel refuses: then the thread keeps its own identity. */
+bool writer_begin(uid_t user);
+void writer_end(void);
+
 #endif

@@ -389,7 +389,7 @@ bool opens_end_reading(struct opens *opens, uint64_t ino, bool now, struct open_
 }
 
 struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier,
-                                      bool create) {
+                                      bool create, uint32_t writer) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
     struct content *content = NULL;
     struct written *file = written_new(opens, stripe, fd, tier), *spare = file;
@@ -403,6 +403,8 @@ struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd,
         entry = NULL;
     else if (create && (entry = take(opens, stripe, ino, &fresh)))
         entry->creating++;
+    if (entry)
+        __atomic_store_n(&entry->writer, writer, __ATOMIC_RELEASE);
     if (entry && !entry->held) {
         spare = entry->written;
         content = entry->content;

@@ -70,6 +70,7 @@ struct open_inode {
     uint32_t asking;   /* those of them with an open for writing that Python has not answered yet */
     struct written *written;
     struct written *leaving; /* unbound, but still used */
+    uint32_t writer;         /* the user with whose rights it is written, or root; atomic */
     struct waiters waiters;  /* requests that wait until it is settled; under _waiting.c's lock */
     uint64_t changes;        /* changes since Python bound it */
     uint64_t lowest;         /* lowest offset changed since Python's last query; UINT64_MAX: none */
@@ -174,9 +175,10 @@ bool opens_answered(struct opens *opens, struct open_inode *entry, bool writes);
 bool opens_drop(struct opens *opens, uint64_t ino, bool by_python, struct open_remains *to_close);
 /* Binds an open inode to a file that is written, until opens_release_written. With ``create`` the
  * inode need not be open yet and gets one more user, for opens_created. NULL on failure. Otherwise
- * ``fd`` belongs to the entry, or is closed if the inode was bound before. */
+ * ``fd`` belongs to the entry, or is closed if the inode was bound before. It is written with the
+ * rights of ``writer`` from now on; 0: with those of the process that writes. */
 struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier,
-                                      bool create);
+                                      bool create, uint32_t writer);
 /* Ends the binding of a written inode, after Python's last query of its changes. Creations that
  * Python has not answered yet fail. Existing readers continue. */
 void opens_release_written(struct opens *opens, uint64_t ino, struct open_remains *to_close);

@@ -143,13 +143,14 @@ PyObject *datapath_bind_written(Datapath *self, PyObject *args) {
     struct datapath *dp = self->dp;
     unsigned long long ino;
     int fd, tier, create;
-    if (!PyArg_ParseTuple(args, "KiO&p", &ino, &fd, to_place, &tier, &create))
+    unsigned int writer;
+    if (!PyArg_ParseTuple(args, "KiO&pI", &ino, &fd, to_place, &tier, &create, &writer))
         return NULL;
     if (ino < 1 || ino > INO_MASK)
         return value_error("no such inode");
     int own = dp->started ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
     struct open_inode *bound =
-        own >= 0 ? opens_bind_written(&dp->opens, ino, own, (uint8_t)tier, create) : NULL;
+        own >= 0 ? opens_bind_written(&dp->opens, ino, own, (uint8_t)tier, create, writer) : NULL;
     if (bound)
         wake_waiters(dp, bound);
     else if (own >= 0)

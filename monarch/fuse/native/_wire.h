@@ -136,6 +136,8 @@ struct write_in {
 /* A bit of ``write_flags``: the caller may not keep the set-ID bits of the file. The kernel sets it
  * only for writes that bypass the page cache; before others it sends a SETATTR. */
 enum { WRITE_KILL_SUIDGID = 1 << 2 };
+/* Another one: the kernel writes pages that a process has stored to; it does not say which one. */
+enum { WRITE_CACHE = 1 << 0 };
 
 struct write_out {
     uint32_t size, padding;

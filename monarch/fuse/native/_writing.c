@@ -1,4 +1,5 @@
 /* Requests that write, cut, sync or seek in a file. */
+#include "_caller.h"
 #include "_requests.h"
 
 #include <errno.h>
@@ -18,18 +19,27 @@ static struct open_inode *use_written(struct datapath *dp, uint64_t fh, uint64_t
 /* Errors that only the caller can have caused; all others are handled by Python. */
 static bool is_callers(int error) { return error == EFBIG || error == EINVAL || error == EPERM; }
 
-/* Writes all bytes; returns 0 or an errno. */
-static int write_all(int fd, const uint8_t *data, size_t size, uint64_t offset) {
+/* The user with whose rights a file is written; 0 also if the user is not known. */
+static uid_t writer_of(struct open_inode *entry, const struct in_header *request, bool is_known) {
+    uint32_t writer = LOAD(entry->writer);
+    return writer || !is_known ? writer : request->uid;
+}
+
+/* Writes all bytes with the rights of ``user``; returns 0 or an errno. */
+static int write_all(int fd, uid_t user, const uint8_t *data, size_t size, uint64_t offset) {
     size_t done = 0;
-    while (done < size) {
+    int error = 0;
+    bool is_user = writer_begin(user);
+    while (done < size && !error) {
         ssize_t n = pwrite(fd, data + done, size - done, (off_t)(offset + done));
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n <= 0)
-            return n < 0 ? errno : EIO;
-        done += (size_t)n;
+        if (n > 0)
+            done += (size_t)n;
+        else if (n == 0 || errno != EINTR)
+            error = n < 0 ? errno : EIO;
     }
-    return 0;
+    if (is_user)
+        writer_end();
+    return error;
 }
 
 /* Whether a write must be durable before its answer: RWF_DSYNC through a handle for which the
@@ -65,7 +75,8 @@ void do_write(struct thread *thread, struct in_header *request, size_t size) {
     }
     if (file) {
         opens_changing(&dp->opens, entry, request->nodeid, in->offset);
-        int error = write_all(file->fd, (const uint8_t *)(in + 1), in->size, in->offset);
+        uid_t user = writer_of(entry, request, !(in->write_flags & WRITE_CACHE));
+        int error = write_all(file->fd, user, (const uint8_t *)(in + 1), in->size, in->offset);
         /* Counted before the answer is sent, also if only a part was written. */
         uint64_t run =
             opens_wrote(&dp->opens, entry, request->nodeid, in->offset, error ? 0 : in->size);
@@ -116,9 +127,12 @@ void do_fallocate(struct thread *thread, const struct in_header *request, size_t
     if (file) {
         off_t offset = (off_t)in->offset, length = (off_t)in->length;
         opens_changing(&dp->opens, entry, request->nodeid, in->offset);
+        bool is_user = writer_begin(writer_of(entry, request, true));
         do
             error = allocate(file->fd, (int)in->mode, offset, length);
         while (error == EINTR && !LOAD(dp->stopping));
+        if (is_user)
+            writer_end();
         opens_wrote(&dp->opens, entry, request->nodeid, in->offset, 0);
         opens_unuse(file);
     }
