@@ -74,8 +74,7 @@ class JournalFile:
         self._scarce = share_of(disk, _SCARCE_SHARE, _SCARCE_BYTES)
         self._reserve_bytes = reserve_bytes(disk)
         self._reserve = Reserve(path.parent)
-        self.written = 1
-        self.synced = 0
+        self.written, self.synced = 1, 0
         # One sync at a time; threads that come meanwhile share the next.
         self._turn = threading.Condition()
         self._syncing = False
@@ -153,11 +152,12 @@ class JournalFile:
             self._put(lines)
 
     def _put(self, lines: bytes) -> None:
-        written = os.pwrite(self.fd, lines, self.position)
-        if written < len(lines):
-            # The disk is full: a part of a record is removed before the next one.
+        if os.fstat(self.fd).st_size > self.position:
             os.ftruncate(self.fd, self.position)
+        if os.pwrite(self.fd, lines, self.position) < len(lines):
+            # The disk is full: a part of a record is removed before the next one, maybe a shorter.
             self._room = 0
+            os.ftruncate(self.fd, self.position)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path))
 
     def has_room(self, count: int) -> bool:

@@ -276,6 +276,26 @@ def test_a_full_disk_takes_what_there_is_room_for_and_no_half_record(small_disk:
     assert last == kept + 2
 
 
+def test_a_part_of_records_that_could_not_be_removed_is_no_damage(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, _ = opened(directory)
+    journal.append(EVERYTHING[0])
+    write = os.pwrite
+
+    def cut(fd: int, size: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda fd, lines, at: write(fd, lines[:-1], at))
+        patched.setattr(os, "ftruncate", cut)
+        with pytest.raises(OSError, match="Input/output"):
+            journal.file.append({"lost": [*range(1000)]}, {"lost": [1]}, {"lost": [2]})
+    journal.append(EVERYTHING[2])
+    journal.close()
+    assert [op for _, op in read(directory).ops] == [EVERYTHING[0], EVERYTHING[2]]
+
+
 def test_callers_that_sync_at_once_share_the_wait(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
