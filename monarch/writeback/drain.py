@@ -41,7 +41,7 @@ from monarch.writeback.history import Numbered
 from monarch.writeback.journal import Journal, Known, Replay
 from monarch.writeback.mover import TURN_BYTES, Courtesy, Mover
 from monarch.writeback.object_table import ObjectTable
-from monarch.writeback.objects import Objects, TierCallError
+from monarch.writeback.objects import Objects, TierCallError, of_tier
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Marks, Progress
 from monarch.writeback.queue_entry import Backlog, Entry
@@ -439,7 +439,8 @@ class Drain:
                 # Its bytes are not here.
                 return
             content = with_rights_to_read(replace(content, by=op.by))
-            seq = self._journal.append(content, is_due=True)
+            with of_tier():
+                seq = self._journal.append(content, is_due=True)
             self.put(seq, content)
             self._contents.states.record(number, seq, synced=False)
         # A caller that waits for the change waits for the content.

@@ -14,7 +14,9 @@ import trio.testing
 from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.telemetry.health import Problem
 from monarch.writeback import undrained
+from monarch.writeback.journal import Journal
 from monarch.writeback.objects import Objects, object_path
+from monarch.writeback.op import Op
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.undrained import UndrainedNotes
 from tests.writeback.remounts import Rig, Session
@@ -132,6 +134,33 @@ async def test_an_error_of_the_tiers_disk_is_no_refusal_of_the_source(
         await session.drained()
         await session.end()
     assert (rig.source / "f").read_bytes() == NEW
+
+
+@pytest.mark.fault("T2")
+async def test_a_content_that_cannot_be_recorded_anew_is_no_fault_of_the_source(
+    rig: Rig, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Journal.append
+
+    def failing(journal: Journal, op: Op, *, is_due: bool = False) -> int:
+        if op.kind == "content":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return append(journal, op, is_due=is_due)
+
+    async with rig.mount() as session:
+        await session.write(b"f", NEW)
+        await session.drained()
+        # Others remove the file before its rename is drained.
+        (rig.source / "f").unlink()
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "append", failing)
+            await session.rename(b"f", b"g")
+            await trio.sleep(LONG_S)
+            [problem] = problems(session)
+            assert problem.kind == "drain-refused" and "the disk of the tier" in problem.what
+        await session.drained()
+        await session.end()
+    assert (rig.source / "g").read_bytes() == NEW
 
 
 async def test_a_refused_change_is_reported_with_its_directory_and_what_to_do(
