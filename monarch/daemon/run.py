@@ -10,7 +10,7 @@ import logging
 import os
 import resource
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 import trio
@@ -148,9 +148,8 @@ def run(
             cleanup.callback(source.close)
             require_known(settings.tiers, state)
             _require_written(settings, state)
-            with signals.interruptible():
-                if settings.absorbs:
-                    lease.prepare(source)
+            leases = lease.prepared(source) if settings.absorbs else nullcontext()
+            with signals.interruptible(), leases:
                 snapshot, just_built, put_off = snapshot_for(
                     settings, state, source, refreshed, progress
                 )

@@ -30,13 +30,13 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
 
 from monarch.errors import LockedError
-from monarch.posix.files import closing_fd
+from monarch.posix.files import closing_fd, status_at
 from monarch.posix.openat2 import open_beneath
 from monarch.text import KiB, MiB, errno_words
 from monarch.tiers.source import Source
@@ -165,11 +165,24 @@ def _upwards(pattern: str) -> Iterator[bytes]:
         path = path.rpartition(b"/")[0]
 
 
-def prepare(source: Source) -> None:
-    """Makes the directory of the leases. Call this before the names of the source are read: making
-    it later would change the root. Errors are ignored; ``Lease.acquire`` reports them."""
+@contextmanager
+def prepared(source: Source) -> Iterator[None]:
+    """Makes the directory of the leases; if the mount is refused meanwhile, it is removed again.
+
+    Read the names of the source in this context: making the directory later would change the root.
+    Errors are ignored; ``Lease.acquire`` reports them.
+    """
+    is_new = False
     with suppress(OSError):
-        os.close(source.at_root(_open_leases, b"", True))
+        is_new = source.at_root(_make_leases)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            # Another mount may have put a lease there.
+            with suppress(OSError):
+                source.at_root(_remove_leases)
+        raise
 
 
 class Lease:
@@ -411,6 +424,17 @@ def _open_leases(root: int, path: bytes, make: bool) -> int:
             os.mkdir(DIRECTORY, 0o700, dir_fd=above)
             _open_to_the_same(above)
         return os.open(DIRECTORY, _FLAGS_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+
+
+def _make_leases(root: int) -> bool:
+    """Makes the directory of the leases in the root; returns whether there was none."""
+    is_new = status_at(root, DIRECTORY) is None
+    os.close(_open_leases(root, b"", True))
+    return is_new
+
+
+def _remove_leases(root: int) -> None:
+    os.rmdir(DIRECTORY, dir_fd=root)
 
 
 def _open_to_the_same(above: int) -> None:

@@ -309,6 +309,24 @@ def test_a_source_that_is_not_there_yet_costs_neither_the_snapshot_nor_the_copie
     nothing_is_asked_or_copied_again(monarch.mount(source, tiers=TIERS), source, content)
 
 
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
+def test_a_refused_mount_leaves_nothing_at_a_source_that_is_not_mounted(
+    monarch: MonarchCommand, tree: Tree, source: Path, tmp_path: Path
+) -> None:
+    tree(files(1))
+    mounted = monarch.mount(source, tiers=TIERS, options=["write=absorb"])
+    mounted.umount()
+    source.rename(tmp_path / "elsewhere")
+    source.mkdir()
+    arguments = ["mount", str(source), str(mounted.path), "--state", str(mounted.state)]
+    for name, size in TIERS.items():
+        arguments += ["--tier", f"{mounted.tiers[name]}:{size}"]
+    refused = monarch(*arguments, "-o", "write=absorb", check=False)
+    monarch.expects_log("is empty, but its snapshot has")
+    assert refused.returncode == 4
+    assert os.listdir(source) == []
+
+
 def test_a_source_that_was_emptied_is_mounted_on_demand(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
