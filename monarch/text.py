@@ -68,6 +68,13 @@ def counted(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
 
 
+def counted_changes(changes: int, files: int, nbytes: int) -> str:
+    """Changes that wait: ``2 files, 5 MiB``, or ``1 change of names`` without files."""
+    if files:
+        return f"{counted(files, 'file', 'files')}, {format_bytes(nbytes)}"
+    return counted(changes, "change of names", "changes of names")
+
+
 def plain_name(path: Path) -> str:
     """The last component as a plain word, safe in shells, labels and file names."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).strip("-._")[:40] or "root"

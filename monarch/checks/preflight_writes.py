@@ -18,7 +18,7 @@ from monarch.errors import TierError, Unanswered
 from monarch.fuse.datapath_mode import Abilities
 from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
-from monarch.text import counted, escape_text, format_bytes
+from monarch.text import counted, counted_changes, escape_text, format_bytes
 from monarch.tiers.ownership import PRIVATE
 from monarch.writeback.earlier import inspect, lost_changes
 from monarch.writeback.store import PREFIX, directory_of
@@ -159,8 +159,9 @@ def _check_undrained(
         yield Check(name, "fail", what, advice)
     if not found.operations or (own and served):
         return
-    what = f"{counted(len(found.waiting), 'file', 'files')}, {format_bytes(found.bytes)}"
-    are = "is" if len(found.waiting) == 1 else "are"
+    count = len(found.waiting) or found.operations
+    what = counted_changes(found.operations, len(found.waiting), found.bytes)
+    are = "is" if count == 1 else "are"
     if own:
         detail = f"{what}, written earlier, {are} not at the source yet"
         yield Check(name, "warn", detail, "mount it: draining continues automatically")

@@ -23,7 +23,7 @@ from monarch.control.ending import STEPS, step_of
 from monarch.control.registry import MountRecord, Registry, alive, process_stat, real_path
 from monarch.fuse import mountpoint as mountpoints
 from monarch.telemetry import figures
-from monarch.text import counted, escape_text, format_bytes
+from monarch.text import counted, counted_changes, escape_text
 
 if TYPE_CHECKING:
     from monarch.telemetry.report import DrainReport
@@ -209,9 +209,7 @@ def _undrained(record: MountRecord | None) -> Inspection | None:
 
 def _undrained_words(found: Inspection, directory: str) -> str:
     count = len(found.waiting) or found.operations
-    what = counted(count, "change of names", "changes of names")
-    if found.waiting:
-        what = f"{counted(count, 'file', 'files')}, {format_bytes(found.bytes)}"
+    what = counted_changes(found.operations, len(found.waiting), found.bytes)
     return (
         f"{what}, not at the source yet, {'stays' if count == 1 else 'stay'} in"
         f" {escape_text(directory)}: mount again to continue draining"

@@ -14,7 +14,7 @@ from monarch.config.settings import MountSettings
 from monarch.posix.private_directory import read_private, replace_private
 from monarch.telemetry.health import Problem, Spell
 from monarch.telemetry.report import WritingReport
-from monarch.text import counted, format_bytes
+from monarch.text import counted, counted_changes
 from monarch.writeback.drain import Drain
 from monarch.writeback.front import WriteFront
 from monarch.writeback.lease import Lease
@@ -304,7 +304,7 @@ class WriteStatus:
                 f" discard them with `monarch ckpt discard {self._mountpoint} PATH`",
             )
         if backlog.trouble and not backlog.only_aside:
-            kept = f"{counted(backlog.files, 'file', 'files')}, {format_bytes(backlog.bytes)}"
+            kept = counted_changes(backlog.ops, backlog.files, backlog.bytes)
             queue = write_back.drain.queue
             waiting_for = [each.path for each in queue.refusals() if not each.is_aside]
             what, remedy = self._why_it_waits(

@@ -22,7 +22,7 @@ from monarch.control.state_directory import (
     undrained_file,
 )
 from monarch.errors import TierError
-from monarch.text import counted, format_bytes
+from monarch.text import counted, counted_changes, format_bytes
 from monarch.tiers.ownership import PRIVATE
 from monarch.types import WRITTEN_INO, Identity, Ino, Progress
 from monarch.writeback.history import Numbered, followed, names_of
@@ -362,7 +362,7 @@ def require_former_tiers_drained(settings: MountSettings, state: Path) -> Undrai
             continue
         found = inspect(directory)
         if found.operations:
-            words = f"{counted(len(found.waiting), 'file', 'files')}, {format_bytes(found.bytes)},"
+            words = counted_changes(found.operations, len(found.waiting), found.bytes) + ","
             away = os.fspath(directory)
             if noted is not None and noted.directory == away:
                 away += f" and {os.fspath(undrained_file(state))}"

@@ -19,7 +19,7 @@ from monarch.namespace.namespace import Namespace
 from monarch.placement.ledger import Ledger
 from monarch.posix.files import closing_fd
 from monarch.posix.thread_pool import ThreadPool
-from monarch.text import counted, format_bytes
+from monarch.text import counted, counted_changes
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
 from monarch.types import KernelCaches, Progress, file_now_ns
@@ -168,10 +168,9 @@ class WriteBack:
         self._patience.deadline = trio.current_time() + self.settings.end_timeout
         if (backlog := self.drain.backlog()).ops and not self._is_abandoned:
             log.info(
-                "written data is not at the source yet: %s, %s; the end waits for the source for up"
-                " to %g s%s; `monarch umount --abandon` ends the wait, and the next mount drains",
-                counted(backlog.files, "file", "files") if backlog.files else "changes of names",
-                format_bytes(backlog.bytes),
+                "written data is not at the source yet: %s; the end waits for the source for up to"
+                " %g s%s; `monarch umount --abandon` ends the wait, and the next mount drains",
+                counted_changes(backlog.ops, backlog.files, backlog.bytes),
                 self.settings.end_timeout,
                 f" ({backlog.trouble})" if backlog.trouble else "",
             )
@@ -185,9 +184,8 @@ class WriteBack:
             backlog = self.drain.backlog()
             log.log(
                 logging.INFO if self._is_abandoned else logging.WARNING,
-                "not drained at the end: %s with %s; kept in tier %s, and the next mount continues",
-                counted(backlog.files, "file", "files"),
-                format_bytes(backlog.bytes),
+                "not drained at the end: %s; kept in tier %s, and the next mount continues",
+                counted_changes(backlog.ops, backlog.files, backlog.bytes),
                 self.place.tier.name,
             )
         if refused := self.front.object_table.refused():
