@@ -38,6 +38,8 @@ _BESIDE = b".monarch-conflict-"
 _LONG = 200
 # What others may do: to a directory the first four.
 ACTS = ("rename", "rename", "remove", "file", "link", "add", "rewrite")
+# What they may do to a file in its place, which changes no time of its directory.
+IN_PLACE = ("mode", "owner", "time", "grow", "cut")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Shown:
     """An entry of a tree. ``content`` of a file, ``target`` of a link; ``safety`` as
     ``user.monarch.durable`` tells it, empty at the source; ``object`` has its bytes in the tier,
     ``ino`` is its number there; ``source_ino`` that of a directory at the source, if known.
-    ``more``: owner, time and links, if they and the extended attributes are compared as well."""
+    ``more``: owner, time and links, if they and the extended attributes are compared as well.
+    ``status``: ``attributes_of`` a file on a mount."""
 
     kind: str
     mode: int
@@ -57,6 +60,7 @@ class Shown:
     ino: int = 0
     source_ino: int = 0
     more: tuple[Any, ...] = ()
+    status: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def bare(self) -> tuple[Any, ...]:
@@ -192,8 +196,8 @@ class Others:
         self._count = 0
 
     def act(self, kind: str = "") -> None:
-        """One of ``ACTS``, by default any."""
-        getattr(self, "_" + (kind or self._chance.choice(ACTS)))()
+        """One of ``ACTS`` or ``IN_PLACE``, by default any."""
+        getattr(self, "_" + (kind or self._chance.choice((*ACTS, *ACTS, *IN_PLACE))))()
 
     def _new(self) -> Path:
         self._count += 1
@@ -237,6 +241,34 @@ class Others:
             if path.is_file() or not path.exists():
                 path.write_bytes(b"others' version")
 
+    def _written(self) -> Path | None:
+        paths = [self._source / os.fsdecode(name) for name in self._files]
+        found = [path for path in paths if path.is_file() and not path.is_symlink()]
+        return self._chance.choice(found) if found else None
+
+    def _mode(self) -> None:
+        if path := self._written():
+            path.chmod(self._chance.choice([0o604, 0o660, 0o711]))
+
+    def _owner(self) -> None:
+        # Root alone may give a file away.
+        with suppress(PermissionError):
+            if path := self._written():
+                os.chown(path, 1234, 1234)
+
+    def _time(self) -> None:
+        if path := self._written():
+            os.utime(path, ns=(0, self._chance.randrange(10**18)))
+
+    def _grow(self) -> None:
+        if path := self._written():
+            with path.open("ab") as file:
+                file.write(b" others' end")
+
+    def _cut(self) -> None:
+        if path := self._written():
+            os.truncate(path, path.stat().st_size // 2)
+
 
 def _is_folder(path: Path) -> bool:
     return stat.S_ISDIR(path.lstat().st_mode)
@@ -268,7 +300,8 @@ class HistoryChecker:
     ``theirs``: paths that others have touched at the source, with all beneath; ``gone``: contents
     that others have taken from it. ``left``: the paths, with these contents, from which others have
     taken files that nothing waited for. ``taken``: objects whose staged files others have taken
-    away, with all the bytes that there were.
+    away, with all the bytes that there were. ``modes``: those that others have given to files: a
+    written file has the mode that it was given at the source.
     """
 
     source: Path
@@ -278,6 +311,7 @@ class HistoryChecker:
     gone: set[bytes] = field(default_factory=set)
     left: set[tuple[bytes, bytes]] = field(default_factory=set)
     taken: set[int] = field(default_factory=set)
+    modes: set[int] = field(default_factory=set)
     before: Ending = field(init=False)
 
     def __post_init__(self) -> None:
@@ -339,6 +373,8 @@ class HistoryChecker:
         self.theirs |= {
             path for path in then.keys() | now.keys() if then.get(path) != now.get(path)
         }
+        given = [now[path][1] for path in then.keys() & now.keys() if then[path][1] != now[path][1]]
+        self.modes |= set(map(stat.S_IMODE, given))
         self.taken |= {
             int(found[1]) for found in map(_WRITE_THROUGH.search, then.keys() - now.keys()) if found
         }
@@ -391,6 +427,7 @@ class HistoryChecker:
                 continue
             if path in linked and was is not None and it is not None:
                 was, it = was.without_links, it.without_links
+            was = self._with_mode_of_others(was, it)
             message = f"{path!r} is {it} after {before.way} and {kind}, and was {was}"
             assert (it and it.bare) == (was and was.bare), message
 
@@ -413,7 +450,13 @@ class HistoryChecker:
             _require_same(path, there, now, "at the source and here")
             # What a reader would wait for, a rename that is to come, is not read here.
             if (was := self.before.tree.get(path)) is None or was.content != b"ENOENT":
-                _require_same(path, now, self.before.tree, "behind the drain and before it")
+                was = self._with_mode_of_others(was, now.get(path))
+                _require_same(path, now, {path: was} if was else {}, "behind the drain and before")
+
+    def _with_mode_of_others(self, was: Shown | None, now: Shown | None) -> Shown | None:
+        if was is None or now is None or now.kind != "file" or now.mode not in self.modes:
+            return was
+        return replace(was, mode=now.mode)
 
     def check_nothing_left(self, trouble: str | None) -> None:
         """What the last mount left is reported, and nothing is lost."""
@@ -451,14 +494,15 @@ def _contents(tree: Tree) -> set[bytes]:
     return {it.content for it in tree.values() if it.kind == "file"}
 
 
-def _marks(source: Path) -> dict[bytes, tuple[int, int, int]]:
+def _marks(source: Path) -> dict[bytes, tuple[int, ...]]:
     """What of the source tells that others have been at it: of a directory not what is in it."""
-    found = {}
+    found: dict[bytes, tuple[int, ...]] = {}
     top = os.fsencode(source)
     for above, folders, files in os.walk(top):
         for name in [*folders, *files]:
             path = os.path.join(above, name)
             it = os.lstat(path)
             time_ns = 0 if stat.S_ISDIR(it.st_mode) else it.st_mtime_ns
-            found[os.path.relpath(path, top)] = (it.st_ino, it.st_mode, time_ns)
+            owner = (it.st_uid, it.st_gid)
+            found[os.path.relpath(path, top)] = (it.st_ino, it.st_mode, time_ns, *owner)
     return found

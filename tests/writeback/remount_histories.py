@@ -8,9 +8,12 @@ source, or be named: ``MountHistory`` compares the mount and the source with the
 from __future__ import annotations
 
 import errno
+import os
 import random
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,31 @@ import pytest
 import trio
 
 from monarch.errors import Refused, SourceError
+from monarch.namespace import scan
 from monarch.namespace.build import build
 from monarch.posix import failpoints
-from tests.equipment.remounts import KINDS, Ending, HistoryChecker, Others, Shown, Tree
+from monarch.types import kept_ns
+from tests.equipment.remounts import (
+    IN_PLACE,
+    KINDS,
+    Ending,
+    HistoryChecker,
+    Others,
+    Shown,
+    Tree,
+)
 from tests.writeback.remounts import Rig, Session
 from tests.writeback.rig import Killed, Model, is_killed
 
 FILES = [b"a", b"b", b"c", b"d/a", b"d/b", b"e/a", b"e/f/a", b"e/f/b", b"h/i/b", b"\xff\n"]
 FOLDERS = [b"d", b"e", b"e/f", b"g", b"h", b"h/i"]
 
+# A mount in between had another state directory.
+_KINDS = (*KINDS, "earlier state")
+# How many of the remounts have a mount with another snapshot before them.
+_BETWEEN = 0.25
+# Of the clock by which Linux gives files their times, CLOCK_REALTIME_COARSE.
+_TICK_S = time.clock_getres(5)
 # How long the source is given at the end of a history for refused changes, in seconds.
 _PATIENCE_S = 1800
 
@@ -49,7 +68,7 @@ class RandomChanges:
             + ["rename"] * 3
             + ["rename_folder"] * 3
             + ["unlink", "unlink", "come_and_go", "mkdir", "mkdir", "rmdir", "symlink", "mkfifo"]
-            + ["link", "chmod", "utime", "setxattr", "pause"]
+            + ["link", "append", "append", "chmod", "chmod", "utime", "setxattr", "pause"]
         )
         # What a mount refuses is no matter here.
         with suppress(Refused, SourceError), trio.move_on_after(30):
@@ -114,6 +133,14 @@ class RandomChanges:
         for path in [*self._open][:1]:
             session.files.release(self._open.pop(path))
 
+    async def _append(self, session: Session) -> None:
+        ino = await session.open(self._any(session, "file"))
+        try:
+            end = session.names.attributes(ino).size
+            await session.files.write(ino, end, b" and " + self._bytes())
+        finally:
+            session.files.release(ino)
+
     async def _rename(self, session: Session) -> None:
         to = self._chance.choice([self._any(session, "file", "link"), self._free(session)])
         await self._rename_to(session, self._any(session, "file", "link", "fifo"), to)
@@ -172,18 +199,90 @@ def prepared(root: Path, monkeypatch: pytest.MonkeyPatch, *, disk: Path | None =
     return rig
 
 
+class Agreed:
+    """The files that a mount has shown just as the source has them. Each mount that follows shows
+    them like that until they are changed here or there, whichever snapshot it has.
+
+    This concerns also the files that others have changed in their place, which ``HistoryChecker``
+    excepts.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self._source = source
+        # What the source has of each, with what tells that it was changed there.
+        self._files: dict[bytes, tuple[tuple[int, ...], tuple[int, int]]] = {}
+
+    def check_shown(self, now: Tree, kind: str, way: str) -> None:
+        """A mount of this kind, behind one that has ended in this way, has begun with ``now``."""
+        there = {path: self._at_source(path) for path in now.keys() | self._files.keys()}
+        # What the machine's stop takes may be as old as that.
+        known = {} if (kind, way) == ("boot", "kill") else self._files
+        for path, it in known.items():
+            if there[path] == it:
+                shown = now[path].status if path in now else None
+                message = f"{path!r} is {shown} after {way} and {kind}, and the source has had {it}"
+                assert shown == it[0], f"{message} since an earlier mount has shown that"
+        self._files = {path: it for path, it in there.items() if it is not None}
+        self.ended(now)
+
+    def ended(self, tree: Tree) -> None:
+        """A mount has ended with ``tree``."""
+        self._files = {
+            path: it
+            for path, it in self._files.items()
+            if path in tree and tree[path].status == it[0] and tree[path].safety in ("", "source")
+        }
+
+    def _at_source(self, path: bytes) -> tuple[tuple[int, ...], tuple[int, int]] | None:
+        try:
+            it = os.lstat(os.path.join(os.fsencode(self._source), path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        status = (it.st_mode, it.st_uid, it.st_gid, it.st_size, kept_ns(it.st_mtime_ns))
+        return status, (it.st_ino, it.st_ctime_ns)
+
+
 class MountHistory:
-    """One history of mounts, and the checker of it."""
+    """One history of mounts, and the checkers of it."""
 
     def __init__(self, rig: Rig, chance: random.Random) -> None:
         self.rig = rig
         self.chance = chance
+        # A directory is believed as soon as the source's clock has ticked since its last change.
+        # The two seconds of a mount are longer than a history, so it would always read everything.
+        rig.monkeypatch.setattr(scan, "_RACY_NS", int(_TICK_S * 10**9))
         self.checker = HistoryChecker(rig.source, rig.left)
+        self.agreed = Agreed(rig.source)
         self.random_changes = RandomChanges(chance, self.checker.moved)
         self._others = Others(chance, rig.source, FILES)
 
     def others_act(self, kind: str) -> None:
         self.checker.others_act(self._others.act, kind)
+
+    def _begun(self, session: Session, kind: str) -> Tree:
+        """A mount shows what it must; what that is."""
+        shown = session.shown()
+        self.checker.check_shown(shown, kind)
+        self.agreed.check_shown(shown, kind, self.checker.before.way)
+        return shown
+
+    def _ended(self, ending: Ending) -> None:
+        self.checker.ended(ending)
+        self.agreed.ended(ending.tree)
+
+    async def mounted_between(self, *, others: bool) -> None:
+        """A mount with another snapshot than those before it and behind it. With ``others`` it is
+        the first to show a change that they have made to a file in its place."""
+        kind, states = self.chance.choice(["given", "lost state"]), self.rig.states
+        if others:
+            act = partial(self._others.act, self.chance.choice(IN_PLACE))
+            self.checker.others_act(act, kind)
+        async with self.rig.mount(**how(kind, self.rig)) as session:
+            self._begun(session, kind)
+            await session.end(abandoned=True)
+            shown = session.shown()
+        self._ended(Ending(shown, "abandon"))
+        self.rig.states = states
 
     async def lived(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """One session of random steps, ended somehow."""
@@ -218,7 +317,7 @@ class MountHistory:
                 patched.setattr(failpoints, "failpoint", reached)
             try:
                 async with self.rig.mount(works=works, **more) as session:
-                    self.checker.check_shown(session.shown(), kind)
+                    self._begun(session, kind)
                     sessions.append(session)
                     try:
                         for _ in range(steps):
@@ -238,23 +337,22 @@ class MountHistory:
                 if not is_killed(error):
                     raise
         self.random_changes.all_closed()
-        self.checker.ended(ending)
+        self._ended(ending)
 
     async def ended(self, kind: str) -> None:
         """A last mount drains all that the source accepts, and reports the rest."""
         async with self.rig.mount(**how(kind, self.rig)) as session:
-            self.checker.check_shown(session.shown(), kind)
-            self.checker.before = Ending(session.shown(), "clean")
+            self.checker.before = Ending(self._begun(session, kind), "clean")
             with trio.move_on_after(_PATIENCE_S):
                 await session.drained()
             now, trouble = session.shown(), session.write_back.drain.backlog().trouble
             self.checker.check_drained(now, trouble)
             await session.end(abandoned=trouble is not None)
-        self.checker.ended(Ending(now, "clean"))
+        self._ended(Ending(now, "clean"))
         self.checker.check_nothing_left(trouble)
         async with self.rig.mount(refreshed=True) as session:
             assert bool(self.rig.put_off) == (trouble is not None)
-            self.checker.check_shown(session.shown(), "refresh")
+            self._begun(session, "refresh")
 
 
 def how(kind: str, rig: Rig) -> dict[str, Any]:
@@ -266,6 +364,9 @@ def how(kind: str, rig: Rig) -> dict[str, Any]:
             return {"refreshed": True}
         case "never":
             return {"freshness": "never"}
+        case "new":
+            # Of a directory with other times the names are renewed.
+            os.utime(rig.source)
         case "given":
             rig.given += 1
             given = rig.root / f"given-{rig.given}.snapshot"
@@ -273,6 +374,8 @@ def how(kind: str, rig: Rig) -> dict[str, Any]:
             return {"snapshot": {"file": given, "jobs": 1}}
         case "lost state":
             rig.lose_state()
+        case "earlier state":
+            rig.states = max(0, rig.states - 1)
         case "read-only":
             return {"write": False}
         case "elsewhere":
@@ -288,18 +391,22 @@ async def history(
     number: int,
     *,
     disk: Path | None,
-    kinds: tuple[str, ...] = KINDS,
+    kinds: tuple[str, ...] = _KINDS,
 ) -> None:
     """``disk``: a small one for the tier; without it none is ever full."""
     chance = random.Random(number)
     mount_history = MountHistory(prepared(root, monkeypatch, disk=disk), chance)
     others = chance.random() < 0.5
     kind = "same"
+    # The first snapshot believes the directories.
+    time.sleep(2 * _TICK_S)
     for _ in range(chance.randrange(2, 6)):
         await mount_history.lived(kind, monkeypatch)
         kind = chance.choice(kinds)
         if others and chance.random() < 0.5:
             mount_history.others_act(kind)
+        if chance.random() < _BETWEEN:
+            await mount_history.mounted_between(others=others)
     await mount_history.ended(kind)
 
 
@@ -315,7 +422,7 @@ async def remounts_of(
     mount_history.checker.ended(Ending(_as_shown(model), "kill"))
     others = chance.random() < 0.5
     # What the machine's stop takes is judged by what the mount before it has shown.
-    kinds = ["same" if number % 2 else "lost state", *chance.sample(sorted(set(KINDS)), count - 1)]
+    kinds = ["same" if number % 2 else "lost state", *chance.sample(sorted(set(_KINDS)), count - 1)]
     try:
         for kind in kinds:
             await mount_history.lived(kind, monkeypatch)

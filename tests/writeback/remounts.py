@@ -104,7 +104,8 @@ class Rig:
         (self.root / "boot").write_text(f"boot-{self.boots}\n")
 
     def lose_state(self) -> None:
-        self.states += 1
+        while (self.root / f"state-{self.states}").exists():
+            self.states += 1
 
     def fill(self, is_full: bool) -> None:
         """Have others fill the disk of the tier, or make room again."""
@@ -440,7 +441,17 @@ class Session:
         xattrs: Mapping[bytes, bytes] = node.xattrs if node is not None else {}
         safety = self.front.drained.durable(node).decode() if node is not None else ""
         number = node.object if node is not None else 0
-        return Shown(kind, mode, content, b"", tuple(sorted(xattrs.items())), safety, number, ino)
+        known = (attributes.mode, attributes.uid, attributes.gid)
+        return Shown(
+            kind,
+            mode,
+            content,
+            xattrs=tuple(sorted(xattrs.items())),
+            safety=safety,
+            object=number,
+            ino=ino,
+            status=(*known, attributes.size, attributes.mtime_ns),
+        )
 
     def _content(self, path: bytes, ino: Ino) -> bytes:
         node = self.names.node(ino)
