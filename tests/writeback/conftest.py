@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -91,3 +92,31 @@ def model(source: Path, tmp_path: Path) -> Model:
     (source / "c").hardlink_to(source / "b")
     (tmp_path / "tier").mkdir()
     return Model(source, tmp_path / "tier")
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory in memory, with a small disk ``small`` in it that a tier can fill.
+
+    Where that may not be mounted it is a directory like any other, and no tier is ever full.
+    """
+    root = tmp_path_factory.mktemp("memory")
+    mounted = []
+    try:
+        for path, size in ((root, "512m"), (root / "small", "8m")):
+            if os.geteuid() != 0:
+                break
+            path.mkdir(exist_ok=True)
+            how = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", path]
+            if subprocess.run(how, check=False).returncode != 0:
+                break
+            mounted.append(path)
+        yield root
+    finally:
+        for path in reversed(mounted):
+            subprocess.run(["umount", "-l", path], check=True)
+
+
+def small_disk(memory: Path, number: int) -> Path | None:
+    """A directory for the tier of a history on the small disk, if there is one."""
+    return memory / "small" / str(number) if (memory / "small").is_mount() else None

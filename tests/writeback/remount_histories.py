@@ -411,12 +411,17 @@ async def history(
 
 
 async def remounts_of(
-    model: Model, monkeypatch: pytest.MonkeyPatch, number: int, *, count: int = 4
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    *,
+    disk: Path | None,
+    count: int = 4,
 ) -> None:
     """Mounts what a killed model has left ``count`` times, each time in another way, with changes
     by processes and by others; at last brings all to the source."""
     chance = random.Random(number)
-    rig = Rig(model.source.parent, monkeypatch)
+    rig = Rig(model.source.parent, monkeypatch, disk)
     (rig.root / "boot").write_text(f"{model.boot}\n")
     mount_history = MountHistory(rig, chance)
     mount_history.checker.ended(Ending(_as_shown(model), "kill"))

@@ -15,6 +15,7 @@ import trio.testing
 
 from monarch.posix import failpoints
 from monarch.writeback.journal import Replay
+from tests.writeback.conftest import small_disk
 from tests.writeback.remount_histories import remounts_of
 from tests.writeback.rig import Killed, Model, applied, described, draining, is_killed
 
@@ -166,14 +167,16 @@ class RandomChanges:
             self._model.setxattr(path, b"user.n%d" % self._random.randrange(2), value)
 
 
-def prepared(tmp_path: Path) -> Model:
+def prepared(tmp_path: Path, disk: Path | None) -> Model:
+    """``disk``: for the tier, which can be full then."""
     source = tmp_path / "source"
     (source / "d").mkdir(parents=True)
     for name in ("a", "b", "d/a"):
         (source / name).write_bytes(b"old " + name.encode())
     (source / "c").hardlink_to(source / "b")
-    (tmp_path / "tier").mkdir()
-    return Model(source, tmp_path / "tier")
+    tier = (disk or tmp_path) / "tier"
+    tier.mkdir(parents=True)
+    return Model(source, tier)
 
 
 async def session(
@@ -221,13 +224,15 @@ async def session(
 @pytest.mark.parametrize("seed", range(10))
 async def test_a_history_killed_anywhere_ends_with_the_source_as_the_mount_was(
     tmp_path: Path,
+    memory: Path,
     monkeypatch: pytest.MonkeyPatch,
     clock: trio.testing.MockClock,
     pytestconfig: pytest.Config,
     seed: int,
 ) -> None:
     for number in seeds(seed, pytestconfig):
-        model = prepared(tmp_path / str(number))
+        disk = small_disk(memory, number)
+        model = prepared(tmp_path / str(number), disk)
         random_changes, chance = RandomChanges(model, number), random.Random(number)
         live = partial(session, model, random_changes, monkeypatch=monkeypatch, look=model.look)
         for _ in range(8):
@@ -241,21 +246,24 @@ async def test_a_history_killed_anywhere_ends_with_the_source_as_the_mount_was(
         await live(model.kill(), steps=12, turn=chance.randrange(1, 40))
         model.kill()
         model.journal.close()
-        await remounts_of(model, monkeypatch, number)
-        shutil.rmtree(tmp_path / str(number))
+        await remounts_of(model, monkeypatch, number, disk=disk)
+        for left in filter(None, (tmp_path / str(number), disk)):
+            shutil.rmtree(left)
 
 
 @pytest.mark.promise(116)
 @pytest.mark.parametrize("seed", range(5))
 async def test_a_history_of_mounts_with_new_snapshots_ends_with_the_source_as_the_mount_was(
     tmp_path: Path,
+    memory: Path,
     monkeypatch: pytest.MonkeyPatch,
     clock: trio.testing.MockClock,
     pytestconfig: pytest.Config,
     seed: int,
 ) -> None:
     for number in seeds(seed, pytestconfig):
-        model = prepared(tmp_path / str(number))
+        disk = small_disk(memory, number)
+        model = prepared(tmp_path / str(number), disk)
         random_changes, chance = RandomChanges(model, number), random.Random(number)
         live = partial(session, model, random_changes, monkeypatch=monkeypatch, look=model.look)
         for _ in range(8):
@@ -267,20 +275,23 @@ async def test_a_history_of_mounts_with_new_snapshots_ends_with_the_source_as_th
         await live(model.kill(), steps=12, turn=chance.randrange(1, 40))
         model.kill()
         model.journal.close()
-        await remounts_of(model, monkeypatch, number)
-        shutil.rmtree(tmp_path / str(number))
+        await remounts_of(model, monkeypatch, number, disk=disk)
+        for left in filter(None, (tmp_path / str(number), disk)):
+            shutil.rmtree(left)
 
 
 @pytest.mark.parametrize("seed", range(10))
 async def test_power_cuts_lose_nothing_that_was_synced_and_the_drain_continues(
     tmp_path: Path,
+    memory: Path,
     monkeypatch: pytest.MonkeyPatch,
     clock: trio.testing.MockClock,
     pytestconfig: pytest.Config,
     seed: int,
 ) -> None:
     for number in seeds(seed, pytestconfig):
-        model = prepared(tmp_path / str(number))
+        disk = small_disk(memory, number)
+        model = prepared(tmp_path / str(number), disk)
         random_changes, chance = RandomChanges(model, number), random.Random(number)
         live = partial(session, model, random_changes, monkeypatch=monkeypatch, look=lambda: None)
         replay = model.kill()
@@ -296,8 +307,9 @@ async def test_power_cuts_lose_nothing_that_was_synced_and_the_drain_continues(
         await live(model.kill(), steps=12, turn=chance.randrange(1, 40))
         model.kill()
         model.journal.close()
-        await remounts_of(model, monkeypatch, number)
-        shutil.rmtree(tmp_path / str(number))
+        await remounts_of(model, monkeypatch, number, disk=disk)
+        for left in filter(None, (tmp_path / str(number), disk)):
+            shutil.rmtree(left)
 
 
 def seeds(seed: int, pytestconfig: pytest.Config) -> Iterator[int]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,35 +26,13 @@ from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_writer import SourceWriter
 from tests.equipment.remounts import tree_of
+from tests.writeback.conftest import small_disk
 from tests.writeback.remount_histories import history, how, prepared
 from tests.writeback.remounts import Session
 
 # The tests that share the histories. A history whose changes the source refuses for good waits
 # 1,800 virtual seconds, which take 18 real ones: few of them may meet in one test.
 _PARTS = 100
-
-
-@pytest.fixture(scope="module")
-def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory in memory, with a small disk ``small`` in it that a tier can fill.
-
-    Where that may not be mounted it is a directory like any other, and no tier is ever full.
-    """
-    root = tmp_path_factory.mktemp("memory")
-    mounted = []
-    try:
-        for path, size in ((root, "512m"), (root / "small", "8m")):
-            if os.geteuid() != 0:
-                break
-            path.mkdir(exist_ok=True)
-            how = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", path]
-            if subprocess.run(how, check=False).returncode != 0:
-                break
-            mounted.append(path)
-        yield root
-    finally:
-        for path in reversed(mounted):
-            subprocess.run(["umount", "-l", path], check=True)
 
 
 @pytest.mark.finding("W1", "W2", "S1", "S2")
@@ -70,7 +47,7 @@ async def test_a_history_with_remounts_of_every_kind_is_shown_and_drained_whole(
 ) -> None:
     for number in numbers(part, pytestconfig):
         root = memory / str(number)
-        disk = memory / "small" / str(number) if (memory / "small").is_mount() else None
+        disk = small_disk(memory, number)
         try:
             await history(root, monkeypatch, number, disk=disk)
         except BaseException as error:
