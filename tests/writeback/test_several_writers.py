@@ -202,7 +202,8 @@ async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_nam
         for random_changes in writers:
             random_changes._model.kill()
             random_changes._model.journal.close()
-        for random_changes in writers:
+        # Of most of those that always run one writer, which costs a fifth.
+        for random_changes in [chance.choice(writers)] if 10 <= number < 200 else writers:
             await mounted_again(directory, random_changes, monkeypatch, chance)
         shutil.rmtree(directory)
 
