@@ -174,7 +174,8 @@ def epoch_of(read: Read, place: Place) -> Epoch:
 
 def import_all(peers: Sequence[Peer]) -> None:
     """Imports what a process may import before it forks. TensorFlow starts threads."""
-    for module in ("torch.utils.data", *(peer.module for peer in peers)):
+    ours = "monarch.datasets.files", "monarch.frameworks.torch"
+    for module in ("torch.utils.data", *ours, *(peer.module for peer in peers)):
         if module != "tensorflow":
             importlib.import_module(module)
 
