@@ -348,7 +348,10 @@ class Readers:
         """Up to ``size`` bytes from ``offset`` on; short only at the end of the file. If it is not
         known who reads, the last process that opened the file counts. Raises SourceError."""
         started = time.perf_counter()
-        binding = self._bindings.get(ino) or await self._visit(ino)
+        binding = self._bindings.get(ino)
+        if binding is None or not (self._kernel.sends_opens or self._kernel.was_read(ino)):
+            # Without an open, or the first read of a file that is bound for another node.
+            binding = await self._visit(ino)
         if self._kernel.is_size_stale(ino):
             raise self._revalidation.changed_while_read(ino)
         if offset == 0 and not self._kernel.sends_opens:
@@ -416,7 +419,7 @@ class Readers:
                 # Its owner and mode may not be those by which the kernel has admitted the reader.
                 self._residency.mark_served(ino)
             raise
-        if not seen:
+        if not seen and not binding.outdated:
             self._residency.unmark_changed(ino)
         if self._kernel.is_size_stale(ino):
             self._leave(ino)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -18,6 +19,7 @@ from tests.equipment import hosts
 from tests.equipment.hosts import Hosts
 from tests.equipment.processes import is_running
 from tests.equipment.waiting import wait_until
+from tests.mount.observe import forget_pages
 from tests.peers.lab import Lab, lab
 
 NODES = 3
@@ -94,3 +96,43 @@ def test_a_large_file_is_read_once_by_all_nodes_and_without_one_of_them_its_part
         read_all(made, (1, 2), 3)
         # Each node that is left reads what it does not get from the other one.
         assert bytes_at_the_source(made) - before <= 2 * kept[3]
+
+
+@pytest.mark.promise(40)
+def test_without_opens_a_file_that_other_nodes_read_too_is_never_two_versions(
+    tmp_path: Path, tree: Tree
+) -> None:
+    require_fuse()
+    source = tree({"large": CONTENT})
+    # It has rested, as above.
+    time.sleep(max(0.0, (source / "large").stat().st_ctime + 2.5 - time.time()))
+    with lab(tmp_path, source, 2) as made:
+        made.mount(1, "open=none", tier="40MiB")
+        made.mount(2, tier="40MiB")
+        fd = os.open(made.nodes[1].path / "large", os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            # The first node has its blocks open for the second one.
+            read_all(made, (2,), 1)
+            assert os.pread(fd, PIECE, 0) == CONTENT[:PIECE]
+            (source / "new").write_bytes(CONTENT[::-1])
+            (source / "new").rename(source / "large")
+            for command in made.commands:
+                command.allows_log("changed at the source since the snapshot")
+
+            def is_refused() -> bool:
+                """Before that it may still have the version that it has opened."""
+                forget_pages(fd)
+                try:
+                    data = os.pread(fd, PIECE, SIZE // 2)
+                except OSError as error:
+                    if error.errno != errno.ESTALE:
+                        raise
+                    return True
+                assert data == CONTENT[SIZE // 2 : SIZE // 2 + PIECE]
+                time.sleep(1.5)  # longer than a file without a reader stays open
+                return False
+
+            wait_until(is_refused, "the change is noticed")
+        finally:
+            os.close(fd)

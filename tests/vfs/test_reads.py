@@ -111,6 +111,59 @@ async def test_without_opens_two_versions_are_not_mixed(rigs: Rigs) -> None:
     rig.filesystem.bindings.close()
 
 
+def replaced_large(rig: Rig) -> None:
+    rig.write("large", b"n" * 100_000)
+    os.chmod(rig.source_path / "large", rig.names.attributes(rig.ino("large")).mode & 0o7777)
+
+
+@pytest.mark.promise(40)
+@pytest.mark.parametrize("is_replaced_while_bound", [False, True])
+async def test_without_opens_bytes_read_while_another_node_reads_are_not_mixed(
+    rigs: Rigs, autojump_clock: trio.testing.MockClock, is_replaced_while_bound: bool
+) -> None:
+    rig = rigs(sends_opens=False)
+    ino = rig.ino("large")
+    async with trio.open_nursery() as nursery:
+        for task in rig.filesystem.tasks().values():
+            nursery.start_soon(task)
+        async with rig.filesystem.readers.bound(ino, stays=True):
+            if is_replaced_while_bound:
+                replaced_large(rig)
+                await rig.read_side.revalidation.look_again(ino)
+            assert await rig.read(ino, 0, 10) == b"l" * 10
+            assert rig.residency.is_changed(ino) == is_replaced_while_bound
+        await trio.sleep(2)
+        assert rig.read_side.bindings.open_files == 0
+        if not is_replaced_while_bound:
+            replaced_large(rig)
+        for offset in (0, 10):
+            with pytest.raises(SourceError) as failed:
+                await rig.read(ino, offset, 10)
+            assert failed.value.errno == errno.ESTALE
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.promise(40)
+async def test_without_opens_a_new_version_that_is_bound_for_another_node_can_be_read_to_its_end(
+    rigs: Rigs, autojump_clock: trio.testing.MockClock
+) -> None:
+    rig = rigs(sends_opens=False)
+    ino = rig.ino("large")
+    async with trio.open_nursery() as nursery:
+        for task in rig.filesystem.tasks().values():
+            nursery.start_soon(task)
+        # Nothing of it was read before.
+        replaced_large(rig)
+        await rig.read_side.revalidation.look_again(ino)
+        async with rig.filesystem.readers.bound(ino, stays=True):
+            assert await rig.read(ino, 0, 10) == b"n" * 10
+        await trio.sleep(2)
+        assert rig.read_side.bindings.open_files == 0
+        assert await rig.read(ino, 10, 10) == b"n" * 10
+        nursery.cancel_scope.cancel()
+    rig.filesystem.bindings.close()
+
+
 async def test_without_opens_a_file_of_another_size_is_read_once_the_kernel_knows(
     rigs: Rigs, autojump_clock: trio.testing.MockClock
 ) -> None:
