@@ -317,9 +317,13 @@ def test_control_c_ends_the_programs_that_tests_start() -> None:
     assert not int(ignored[1], 16) >> (signal.SIGINT - 1) & 1
 
 
-def test_a_run_in_the_background_under_nohup_starts_programs_that_control_c_ends() -> None:
+def test_a_run_in_the_background_under_nohup_starts_programs_that_control_c_ends(
+    tmp_path: Path,
+) -> None:
     case = f"{__file__}::test_control_c_ends_the_programs_that_tests_start"
-    run = f"{sys.executable} -m pytest -n 0 -q -p no:cacheprovider {case}"
+    # In its default directory pytest would close that of the running tests to other users.
+    options = f"-n 0 -q -p no:cacheprovider --basetemp={tmp_path / 'tests'}"
+    run = f"{sys.executable} -m pytest {options} {case}"
     # Without job control, as in a script, a command before the & has SIGINT ignored.
     done = subprocess.run(
         ["bash", "-c", f"nohup {run} & wait $!"], capture_output=True, text=True, timeout=100
