@@ -69,7 +69,7 @@ class JournalFile:
         # Whether a quota was reached when room was allocated last: ``statvfs`` does not show it.
         self._is_at_quota = False
         # Whether a record did not fit into allocated room: btrfs counts it for a quota once more.
-        self._is_unusable = False
+        self._is_unusable = self._has_part = False
         disk = os.fstatvfs(fd)
         self._scarce = share_of(disk, _SCARCE_SHARE, _SCARCE_BYTES)
         self._reserve_bytes = reserve_bytes(disk)
@@ -152,11 +152,11 @@ class JournalFile:
             self._put(lines)
 
     def _put(self, lines: bytes) -> None:
-        if os.fstat(self.fd).st_size > self.position:
+        if self._has_part:
             os.ftruncate(self.fd, self.position)
-        if os.pwrite(self.fd, lines, self.position) < len(lines):
-            # The disk is full: a part of a record is removed before the next one, maybe a shorter.
-            self._room = 0
+        self._has_part = os.pwrite(self.fd, lines, self.position) < len(lines)
+        if self._has_part:
+            self._room = 0  # The disk is full. If the part stays now, the next call removes it.
             os.ftruncate(self.fd, self.position)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path))
 
