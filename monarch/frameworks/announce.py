@@ -217,10 +217,13 @@ class Announcement:
             self._send(encode_progress(self._order, entries))
 
     def append(self, inos: Sequence[int]) -> None:
-        """Continues the order, with numbers as those of the constructor."""
+        """Continues the order, with numbers as those of the constructor. Without any this only asks
+        whether the mount still has it."""
         self._inos = array("Q", [*self._inos[self._sent - self._first :], *inos])
         self._first = self._sent
         self._extend(max(_MORE_PIECES, self._first_pieces()))
+        if not inos:
+            self._send(encode_piece(self._order, self._sent, ()))
 
     def close(self) -> None:
         """Ends the order."""
@@ -361,19 +364,16 @@ class AnnouncedFiles:
             self._inos = self._inodes.of_all(map(self._path_of, range(self._count)))
         known = self._inos
         inos, more = (array("Q", [known[index] for index in each]) for each in (indices, following))
-        if self._now is not None and self._now.is_sent and begun:
-            first, self._end = 0, len(inos)
-            self._now.append(inos[begun:] + more)
-        elif self._now is not None and self._now.is_sent and inos == self._expected:
-            first = self._end - len(inos)
-            self._now.append(more)
-        else:
+        is_continued, announcement = bool(begun) or inos == self._expected, self._now
+        first = 0 if begun else self._end - len(inos)
+        if announcement is not None and is_continued:
+            announcement.append(inos[begun:] + more if begun else more)
+        if announcement is None or not (is_continued and announcement.is_sent):
+            # Or the mount has ended the order meanwhile.
             self.close()
-            first, self._end = 0, len(inos)
-            self._now = announce_inodes(self._inodes, inos + more)
-        self._end += len(more)
-        self._expected = more
-        announcement = self._now
+            first, announcement = 0, announce_inodes(self._inodes, inos + more)
+        self._now, self._expected = announcement, more
+        self._end = first + len(inos) + len(more)
         if announcement is None:
             return None
         return lambda entries: announcement.progress(first + entries)

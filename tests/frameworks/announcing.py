@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ class Received:
     inos: list[int] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
     is_ended: bool = False
+    # The mount has ended it.
+    is_dropped: bool = False
 
 
 @dataclass
@@ -52,6 +55,8 @@ class FakeMount:
             self.orders.append(Received(said))
             return 0
         order = next(each for each in self.orders if each.begin.order == said.order)
+        if order.is_dropped:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         assert not order.is_ended
         match said:
             case Piece(_, position, inos):
@@ -63,6 +68,11 @@ class FakeMount:
             case End():
                 order.is_ended = True
         return 0
+
+    def end_all(self) -> None:
+        """Ends the orders as a mount does that knows them no more."""
+        for order in self.orders:
+            order.is_dropped = True
 
     def paths(self, order: int, directory: Path) -> list[str]:
         """The names in ``directory`` of the files of an order."""

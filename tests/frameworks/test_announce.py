@@ -416,3 +416,18 @@ def test_an_order_goes_on_with_the_samples_that_were_expected(
     assert known.announce([9], []) is not None
     assert [order.is_ended for order in fake_mount.orders] == [True, True, False]
     assert fake_mount.paths(2, tmp_path) == ["09"]
+
+
+@pytest.mark.parametrize("expected", [[], [5, 6]])
+def test_an_order_that_the_mount_has_ended_between_two_epochs_begins_anew(
+    fake_mount: FakeMount, files: list[Path], tmp_path: Path, expected: list[int]
+) -> None:
+    """As by a daemon that was started again, or while another job has read very many files."""
+    known = AnnouncedFiles(files.__getitem__, len(files))
+    assert known.announce([3, 1], [1, 2, 3]) is not None
+    fake_mount.end_all()
+    progress = known.announce([1, 2, 3], expected)
+    assert progress is not None
+    assert fake_mount.paths(1, tmp_path) == [f"{index:02}" for index in (1, 2, 3, *expected)]
+    progress(3)
+    assert len(fake_mount.orders) == 2 and not fake_mount.orders[1].is_ended
