@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -56,13 +57,16 @@ def announce(loader: Loader, paths: Paths | None = None) -> Loader:
     in_flight = (loader.prefetch_factor or 0) * loader.num_workers
     # Workers that live on keep the seed of the first epoch.
     seeds = None if loader.persistent_workers else loader.generator
+    kind: type[_Announcing]
     if loader.batch_sampler is None:
-        coming = NextEpoch(loader.sampler, seeds, most)
-        replaced = {"sampler": _Samples(loader.sampler, files, in_flight, coming, most)}
+        place, kind, sampler = "sampler", _Samples, loader.sampler
     else:
-        coming = NextEpoch(loader.batch_sampler, seeds, most)
-        batches = _Batches(loader.batch_sampler, files, in_flight, coming, most)
-        replaced = {"batch_sampler": batches}
+        place, kind, sampler = "batch_sampler", _Batches, loader.batch_sampler
+    if isinstance(sampler, _Announcing):
+        # The loader was announced before: one order is enough.
+        sampler = sampler._sampler
+    coming = NextEpoch(sampler, seeds, most)
+    replaced = {place: kind(sampler, files, in_flight, coming, most)}
     # A loader does not let these be set. An iterator that it keeps belongs to the other loader.
     vars(announcing).update({**replaced, "_iterator": None})
     return announcing
@@ -74,16 +78,28 @@ def _path_of(dataset: object, paths: Paths | None) -> Callable[[int], AnyPath]:
     if paths is not None:
         return paths.__getitem__
     if isinstance(dataset, Subset):
-        of_whole, indices = _path_of(dataset.dataset, None), dataset.indices
-        return lambda index: of_whole(indices[index])
+        return partial(_path_in_subset, _path_of(dataset.dataset, None), dataset.indices)
     for name in ("samples", "imgs"):
         samples = getattr(dataset, name, None)
         if samples is not None:
-            return lambda index: cast(AnyPath, samples[index][0])
+            return partial(_path_in, samples)
     raise TypeError(
         f"a {type(dataset).__name__} has no `samples` or `imgs` that name its files;"
         " give them as `paths`"
     )
+
+
+# Functions of the module, so that the loader can be sent to another process.
+
+
+def _path_in(samples: Sequence[Any], index: int) -> AnyPath:
+    return cast(AnyPath, samples[index][0])
+
+
+def _path_in_subset(
+    path_of: Callable[[int], AnyPath], indices: Sequence[int], index: int
+) -> AnyPath:
+    return path_of(indices[index])
 
 
 class _Announcing:
@@ -181,7 +197,8 @@ def _known(sampler: Any, items: Iterator[Any], most: int) -> tuple[Iterable[Any]
         return (), items
     try:
         count = len(sampler)
-    except (TypeError, NotImplementedError, ValueError, OverflowError):
+    except (AttributeError, TypeError, NotImplementedError, ValueError, OverflowError):
+        # It may be known only when an iteration has begun.
         return (), items
     taken = _taken(islice(items, count), most)
     return taken, chain(_each(taken), items)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -270,6 +271,43 @@ def test_an_iteration_that_is_given_up_late_leaves_the_order_of_the_next_one(
     assert fake_mount.orders[-1].is_ended
 
 
+@pytest.mark.parametrize("kind", ["sequential", "shuffled, generator", "no batches", "own batches"])
+def test_a_loader_that_is_announced_again_has_one_order(
+    fake_mount: FakeMount, images: Images, kind: str
+) -> None:
+    """As by a program that announces its loader in each epoch."""
+    seed()
+    expected = play(data.DataLoader(images, **LOADERS[kind](images)))
+    seed()
+    loader = data.DataLoader(images, **LOADERS[kind](images))
+    for _ in range(3):
+        loader = adapter.announce(loader)
+    assert play(loader) == expected
+    assert len(fake_mount.orders) == ORDERS.get(kind, 3)
+
+
+@pytest.mark.parametrize("is_subset", [False, True])
+@pytest.mark.parametrize("kind", ["shuffled, generator", "no batches", "distributed"])
+def test_an_announcing_loader_can_be_sent_to_another_process(
+    fake_mount: FakeMount, images: Images, kind: str, is_subset: bool
+) -> None:
+    """As ``torch.multiprocessing.spawn`` does. What is there then announces for itself."""
+    dataset = data.Subset(data.Subset(images, range(1, 90)), range(50)) if is_subset else images
+    loader = adapter.announce(data.DataLoader(dataset, **LOADERS[kind](dataset)))
+    seed()
+    expected = [plain(batch) for batch in loader]
+    there = pickle.loads(pickle.dumps(loader))
+    seed()
+    if kind == "shuffled, generator":
+        there.sampler.generator.manual_seed(9)
+    assert [plain(batch) for batch in there] == expected
+    del there
+    gc.collect()
+    assert [order.is_ended for order in fake_mount.orders] == [False, True]
+    del loader
+    gc.collect()
+
+
 def test_an_order_ends_before_an_epoch_that_cannot_be_announced(
     fake_mount: FakeMount, images: Images, tmp_path: Path
 ) -> None:
@@ -309,9 +347,15 @@ def unknown_length() -> int:
     raise NotImplementedError
 
 
+def later_length() -> int:
+    """As that of a sampler that makes its batches when an epoch begins."""
+    raise AttributeError
+
+
 # What a program may have as a sampler, and whether its files can be announced.
 ODD: dict[str, tuple[Make, bool]] = {
     "no length": (lambda it: {"sampler": Odd(int, unknown_length)}, False),
+    "a length that is known later": (lambda it: {"sampler": Odd(int, later_length)}, False),
     "the greatest length": (lambda it: {"sampler": Odd(int, lambda: sys.maxsize)}, True),
     "a length beyond numbers": (lambda it: {"sampler": Odd(int, lambda: 1 << 80)}, False),
     "a great length, generator": (
