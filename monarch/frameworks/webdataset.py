@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-from webdataset import cache, filters, tariterators
+from webdataset import cache, filters, shardlists, tariterators
 
 from monarch.foresight.messages import SHARDS
 from monarch.frameworks.announce import LatestAnnouncement
@@ -40,9 +40,13 @@ class Announced:
 def announce(dataset: Pipeline) -> Pipeline:
     """Makes a WebDataset, or another pipeline that opens shards, announce them; returns it.
 
-    Raises TypeError if no stage of WebDataset opens the shards: put ``Announced()`` before it.
+    Nothing is announced for a ``DirectoryShardList``, which takes each shard for this process and
+    waits for further ones. Raises TypeError if no stage of WebDataset opens the shards: put
+    ``Announced()`` before it.
     """
     stages: list[Any] = getattr(dataset, "pipeline", [])
+    if stages and isinstance(stages[0], shardlists.DirectoryShardList):
+        return dataset
     for place, stage in enumerate(stages):
         is_filter = isinstance(stage, filters.FilterFunction) and stage.f in _OPENERS
         if is_filter or isinstance(stage, cache.StreamingOpen | cache.FileCache):

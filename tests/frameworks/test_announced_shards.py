@@ -121,3 +121,17 @@ def test_shards_without_an_end_are_announced_in_parts(
     assert len(fake_mount.orders[0].inos) == 1024
     with pytest.raises(TypeError, match="no stage that opens shards"):
         adapter.announce(wds.DataPipeline(wds.SimpleShardList(["x"])))
+
+
+def test_shards_that_are_taken_from_a_directory_are_not_taken_in_advance(
+    fake_mount: FakeMount, shards: list[Path]
+) -> None:
+    """Each is renamed for the process that takes it, and the list waits for further ones."""
+    wds = pytest.importorskip("webdataset")
+    shardlists = pytest.importorskip("webdataset.shardlists")
+    adapter = pytest.importorskip("monarch.frameworks.webdataset")
+    listed = shardlists.DirectoryShardList(f"{shards[0].parent}/", pattern="*.tar", poll=None)
+    samples = iter(adapter.announce(wds.DataPipeline(listed, wds.tarfile_to_samples())))
+    next(samples)
+    assert sum(path.exists() for path in shards) == len(shards) - 1
+    assert fake_mount.orders == []
