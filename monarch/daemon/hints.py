@@ -62,11 +62,13 @@ _PAUSED_S = 60.0
 
 @dataclass(eq=False)
 class _Watched:
-    """An order whose end must be noticed. ``path`` is that of the descriptor."""
+    """An order whose end must be noticed. ``path`` is that of the descriptor, ``reports`` the
+    messages about the position of the reader."""
 
     access: ReadAccess
     descriptor: int
     path: str
+    reports: int = 0
     activity: int = -1
     since_s: float = field(default_factory=trio.current_time)
     reads: int = -1
@@ -155,6 +157,7 @@ class Hints:
             )
         elif isinstance(said, Progress):
             announcements.progress(announcer, said.order, said.position)
+            self._watched[announcements.key_of(announcer, said.order)].reports += 1
         else:
             self._end(announcements.key_of(announcer, said.order))
         self._wake()
@@ -209,7 +212,9 @@ class Hints:
             self._limiter.warning(_WAITED, words, uid, pid, others)
 
     def _mark(self, key: OrderKey, watched: _Watched) -> None:
-        reads, now = self._announcements.reads(key), trio.current_time()
+        is_reporting = watched.reports and not key.pid
+        reads = watched.reports if is_reporting else self._announcements.reads(key)
+        now = trio.current_time()
         if reads != watched.reads:
             watched.reads, watched.read_s = reads, now
         self._announcements.mark(key, is_idle=now - watched.read_s > _PAUSED_S)
@@ -229,7 +234,9 @@ class Hints:
             return False
 
     def _is_idle(self, key: OrderKey, watched: _Watched) -> bool:
-        activity, now = self._announcements.activity(key), trio.current_time()
+        # Opens may be those of another job, which has the same files: the next run of the same one.
+        activity = watched.reports or self._announcements.activity(key)
+        now = trio.current_time()
         if activity != watched.activity:
             watched.activity, watched.since_s = activity, now
         return now - watched.since_s > _IDLE_S

@@ -393,6 +393,29 @@ async def test_an_order_of_a_process_that_cannot_be_seen_ends_when_it_is_idle(
         assert len(rig.announcements) == 0
 
 
+async def test_an_order_whose_reader_was_killed_unseen_ends_while_another_job_reads(
+    rig: Rig, autojump_clock: trio.testing.MockClock
+) -> None:
+    """As of a trainer in a container that was killed, and whose next run reads the same files."""
+    ino = Ino(rig.inos[0])
+    rig.begin(pid=0)
+    rig.send(encode_piece(1, 0, [ino] * 99), pid=0)
+    async with running(rig):
+        for read in range(1, 4):
+            await trio.sleep(590)
+            assert rig.announcements.opened(ino)
+            rig.send(encode_progress(1, read), pid=0)
+        assert len(rig.announcements) == 1
+        for _ in range(3):
+            await trio.sleep(30)
+            rig.announcements.opened(ino)
+        assert rig.announcements.is_idle(ino)
+        await trio.sleep(500)
+        rig.announcements.opened(ino)
+        await trio.sleep(30)
+        assert len(rig.announcements) == 0
+
+
 async def test_an_order_without_an_open_for_a_minute_is_idle(
     rig: Rig, autojump_clock: trio.testing.MockClock
 ) -> None:
