@@ -114,6 +114,14 @@ def test_a_cache_with_the_only_copy_of_a_written_file_stays(
     assert cache.exists() == stays
 
 
+def test_the_end_of_a_job_without_a_cache_removes_its_lock(tmp_path: Path) -> None:
+    """The epilog of a job may come twice, or after a prolog that failed."""
+    with ExitStack() as stack:
+        shells = Shells(tmp_path, stack)
+        assert shells.answers("lock_job 7; end_job 7 1s")
+        assert list(shells.locks.iterdir()) == []
+
+
 def test_a_cache_that_cannot_be_searched_stays(tmp_path: Path) -> None:
     cache = tmp_path / "jobs" / "7"
     cache.mkdir(parents=True)

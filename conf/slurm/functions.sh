@@ -46,7 +46,10 @@ lock_job() { # ID [-n]: waits, unless -n; the lock ends with the shell that has 
 
 end_job() { # ID TIME: unmounts the cache of a job, drains for TIME, and removes the cache
     local directory=$MONARCH_JOBS/$1 mountpoint code left
-    is_cache "$directory" || return 0
+    if ! is_cache "$directory"; then
+        rm -f "$MONARCH_RUN/job-$1.lock"
+        return 0
+    fi
     while read -r mountpoint; do
         is_mounted "$mountpoint" || continue
         monarch umount "$mountpoint" --timeout "$2" 8>&-
