@@ -125,7 +125,8 @@ class Job:
 
     def waits_for(self, name: str) -> Path:
         path = self.directory / name
-        wait_until(path.exists, f"{name} of job {self.number}", timeout_s=LONG_S)
+        if not becomes_true(path.exists, timeout_s=LONG_S):
+            self._fail(f"{name} is missing")
         return path
 
     def passes(self, *moments: str) -> None:
@@ -145,9 +146,14 @@ class Job:
             return self.shown().get("JobState") in states
 
         if not becomes_true(has_ended, timeout_s=LONG_S, step_s=0.1):
-            output = (self.directory / "output").read_text()
-            pytest.fail(f"job {self.number}: {self.shown()}\n{output}\n{self._lab.logs()}")
+            self._fail("it has not ended so")
         return self.shown()
+
+    def _fail(self, why: str) -> None:
+        # A job that was requeued has its output beside the directories of its runs.
+        outputs = [each / "output" for each in (self.directory, self.directory.parent)]
+        output = "".join(path.read_text() for path in outputs if path.exists())
+        pytest.fail(f"job {self.number}: {why}: {self.shown()}\n{output}\n{self._lab.logs()}")
 
     def shown(self) -> dict[str, str]:
         text = self._lab.ask("scontrol", "-o", "show", "job", str(self.number))
@@ -327,9 +333,6 @@ def test_a_job_that_is_requeued_begins_with_a_new_cache_and_leaves_nothing(
     lab.ask("scontrol", "requeue", str(job.number))
 
     def begins_again() -> bool:
-        # Slurm waits two minutes otherwise. It counts them anew when the last step of the first run
-        # has ended, so one request may be forgotten.
-        lab.run("scontrol", "update", f"jobid={job.number}", "starttime=now")
         shown = job.shown()
         return (shown["JobState"], shown["Restarts"]) == ("RUNNING", "1")
 

@@ -27,6 +27,9 @@ _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", *accounting.PROGRAMS)
 _CONTROLLER = "ctl"
 _START_S = 120.0
+# How long a credential of a job is good, in seconds. A requeued job waits that long before it starts
+# again: a node that knows a credential of the first run may refuse the second one.
+_CREDENTIAL_S = 30
 # The state of a socket in /proc/net/tcp.
 _LISTENS = "0A"
 
@@ -199,7 +202,7 @@ class SlurmLab:
         return f"""\
 ClusterName=lab
 SlurmctldHost={_CONTROLLER}({address(len(self.nodes) + 1)})
-AuthInfo=socket={where}/munge/socket
+AuthInfo=socket={where}/munge/socket,cred_expire={_CREDENTIAL_S}
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={where}/state
