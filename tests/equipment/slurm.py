@@ -27,7 +27,7 @@ _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", *accounting.PROGRAMS)
 _CONTROLLER = "ctl"
 _START_S = 120.0
-# How long a credential of a job is good, in seconds. A requeued job waits that long before it starts
+# How long a credential of a job is good, in seconds. A requeued job waits so long before it starts
 # again: a node that knows a credential of the first run may refuse the second one.
 _CREDENTIAL_S = 30
 # The state of a socket in /proc/net/tcp.
