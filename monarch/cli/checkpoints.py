@@ -3,9 +3,11 @@ the source."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +17,9 @@ from monarch.cli.daemon_call import ask
 from monarch.control.registry import MountRecord
 from monarch.errors import MonarchError, Unanswered, UsageError
 from monarch.frameworks.store import MANIFEST, Listed, digest_of, list_checkpoints
+from monarch.fuse.mountpoint import open_root
 from monarch.posix.bounded_calls import call_within
-from monarch.posix.files import closing_fd
+from monarch.posix.files import closing_fd, status_at
 from monarch.posix.openat2 import open_beneath
 from monarch.telemetry.report import WrittenFile, WrittenFiles
 from monarch.text import escape_text
@@ -60,9 +63,7 @@ def rows_of(record: MountRecord, below: str) -> list[Row]:
         for directory in directories
         for listed in listed_in(record, directory)
     ]
-    rows = [
-        row for row in rows if not below or row.path == below or row.path.startswith(f"{below}/")
-    ]
+    rows = [row for row in rows if is_beneath(row.path, below)]
     named = {row.path for row in rows}
     rows += [
         Row(file.path, file.bytes, file.durable, file.mtime_ns, moves=file.moves)
@@ -83,6 +84,11 @@ def _row_of(directory: str, listed: Listed, known: dict[str, WrittenFile]) -> Ro
     manifest = entry.xxh3, listed.complete, entry.step, entry.epoch
     moves = path in known and known[path].moves
     return Row(path, entry.size, durable, entry.saved_ns, *manifest, moves)
+
+
+def is_beneath(path: str, below: str) -> bool:
+    """Whether a path is ``below``, which is "" for the whole mount, or in that directory."""
+    return not below or path == below or path.startswith(f"{below}/")
 
 
 def written_of(record: MountRecord, below: str) -> list[WrittenFile]:
@@ -113,10 +119,58 @@ def listed_in(record: MountRecord, directory: str) -> list[Listed]:
     except NotADirectoryError:
         return []
     except Unanswered:
-        raise MonarchError(
-            f"{escape_text(os.fspath(where))} has not answered for {_PATIENCE_S:g} seconds",
-            hint=f"`monarch status {escape_text(record.mountpoint)}` shows what hangs",
-        ) from None
+        raise _unanswered(record, os.fspath(where)) from None
+
+
+def _unanswered(record: MountRecord, where: str) -> MonarchError:
+    return MonarchError(
+        f"{escape_text(where)} has not answered for {_PATIENCE_S:g} seconds",
+        hint=f"`monarch status {escape_text(record.mountpoint)}` shows what hangs",
+    )
+
+
+@contextmanager
+def directory_of_checkpoints(record: MountRecord, directory: str) -> Iterator[Path | None]:
+    """A path of a directory of the mount that has a manifest; None if it is none. The path leads to
+    it until the end of the block, whatever its user puts in its place. No link is followed. Raises
+    MonarchError, and OSError with the name of the directory."""
+    where = os.path.join(record.mountpoint, directory)
+    fd = -1
+    try:
+        fd = call_within(_PATIENCE_S, _opened_beneath, Path(record.mountpoint), directory)
+        is_one = fd >= 0 and call_within(_PATIENCE_S, status_at, fd, MANIFEST) is not None
+        yield Path(f"/proc/self/fd/{fd}") if is_one else None
+    except Unanswered:
+        raise _unanswered(record, where) from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, where) from error
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _opened_beneath(root: Path, directory: str) -> int:
+    """A descriptor of a directory of the mount, -1 if there is none. Raises UsageError, OSError."""
+    with closing_fd(open_root(root)) as root_fd:
+        try:
+            fd = open_beneath(root_fd, os.fsencode(directory), os.O_PATH)
+            mode = os.fstat(fd).st_mode
+        except FileNotFoundError:
+            return -1
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            fd, mode = -1, stat.S_IFLNK
+    if stat.S_ISDIR(mode):
+        return fd
+    if fd >= 0:
+        os.close(fd)
+    if not stat.S_ISLNK(mode):
+        return -1
+    raise UsageError(
+        f"{escape_text(os.fspath(root / directory))} leads through a symbolic link",
+        hint="name the directory that it leads to",
+    )
 
 
 def newest_of(record: MountRecord, below: str) -> list[str]:

@@ -17,7 +17,7 @@ from monarch.cli import checkpoints, daemon_call
 from monarch.cli.output import age, emit_json, progress_bar, remark, say, show, stdout
 from monarch.cli.undrained import conflicts, discard, lost, retry, set_aside
 from monarch.errors import NotDrainedError, UsageError
-from monarch.frameworks.store import prune
+from monarch.frameworks.store import Retention, pruned
 from monarch.text import counted, escape_text, format_bytes
 
 _WRONG = 1
@@ -241,18 +241,20 @@ def gc(
     """
     record, below = daemon_call.mount_and_path(mountpoint, path)
     removed = []
-    for directory in checkpoints.manifest_directories(below, checkpoints.written_of(record, below)):
-        # A directory without a manifest is skipped: prune would create one.
-        if not checkpoints.listed_in(record, directory):
+    written = checkpoints.written_of(record, below)
+    for directory in checkpoints.manifest_directories(below, written):
+        if not checkpoints.is_beneath(directory, below):
             continue
-        pruned = prune(
-            Path(record.mountpoint) / directory,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            durable=durable,
-            dry_run=dry_run,
-        )
-        removed += [(os.path.join(directory, each.name), each.size) for each in pruned]
+        with checkpoints.directory_of_checkpoints(record, directory) as opened:
+            if opened is None:
+                continue
+            gone = pruned(
+                opened,
+                Retention(keep_last, keep_every, durable),
+                dry_run=dry_run,
+                shown=Path(record.mountpoint, directory),
+            )
+        removed += [(os.path.join(directory, each.name), each.size) for each in gone]
     total = sum(size for _, size in removed)
     files = [{"path": name, "bytes": size} for name, size in removed]
     lines = [f"{escape_text(name)}  {format_bytes(size)}" for name, size in removed]

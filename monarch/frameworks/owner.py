@@ -64,14 +64,14 @@ class _Seen:
 
 
 class Owner:
-    """This process as the single writer of ``directory``.
+    """This process as the single writer of ``directory``, which messages call ``shown``.
 
     Raises LockedError, naming the other writer, if there is one; an owner on another node may be
     waited for until it is void, 60 seconds. Raises OSError.
     """
 
-    def __init__(self, directory: Path, token: str) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, token: str, shown: Path | None = None) -> None:
+        self._directory, self._shown = directory, shown or directory
         self._path = directory / OWNER
         self._part = directory / f".{OWNER}-{token}.part"
         pid, started = os.getpid(), process_started(os.getpid()) or 0
@@ -229,7 +229,7 @@ class Owner:
         holder = _parse(seen.content) if seen else None
         process = f": process {holder.pid} on {holder.host}" if holder else ""
         return LockedError(
-            f"{os.fspath(self._directory)!r} is in use by another trainer{process}",
+            f"{os.fspath(self._shown)!r} is in use by another trainer{process}",
             hint="wait until it ends, or name another directory; "
             f"{OWNER} there is void {STALE_S:.0f} s after it was last renewed",
         )

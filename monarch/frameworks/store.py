@@ -29,6 +29,7 @@ from monarch.errors import CheckpointError
 from monarch.frameworks.format import TRAILER_BYTES, parse, parse_header, trailer
 from monarch.frameworks.owner import Owner
 from monarch.posix.files import closing_fd
+from monarch.posix.private_directory import open_private, read_private
 from monarch.text import MiB
 from monarch.types import XATTR_DURABLE
 
@@ -145,10 +146,18 @@ def prune(
     ``durable``. Raises LockedError while a trainer uses the directory (it removes old ones itself),
     CheckpointError, OSError, ValueError.
     """
-    path, retention = Path(directory), Retention(keep_last, keep_every, durable)
+    retention = Retention(keep_last, keep_every, durable)
+    return pruned(Path(directory), retention, dry_run=dry_run)
+
+
+def pruned(
+    directory: Path, retention: Retention, *, dry_run: bool, shown: Path | None = None
+) -> list[Checkpoint]:
+    """As ``prune``. ``directory`` may lead to an open directory, which messages call ``shown``."""
     if dry_run:
-        return _superfluous(path, _read_manifest(path).checkpoints, retention, set())
-    store = CheckpointStore(path)
+        found = _read_manifest(directory, shown).checkpoints
+        return _superfluous(directory, found, retention, set())
+    store = CheckpointStore(directory, shown)
     try:
         return store.thin_out(retention, set())
     finally:
@@ -177,8 +186,8 @@ def _is_durable(path: Path, wanted: Literal["local", "source"]) -> bool:
 def verified(directory: Path, checkpoint: Checkpoint) -> Verified:
     """Reads the file once and compares it with its entry."""
     try:
-        path = directory / checkpoint.name
-        with closing_fd(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+        # Root may prune a directory of another user.
+        with closing_fd(open_private(directory / checkpoint.name, os.O_RDONLY)) as fd:
             size, digest = digest_of(fd)
     except FileNotFoundError:
         return Verified(checkpoint, "missing", "its file is missing")
@@ -228,19 +237,20 @@ def load(
 
 
 class CheckpointStore:
-    """The single writer of a directory. Its methods are called one at a time.
+    """The single writer of a directory, which messages call ``shown``. Its methods are called one
+    at a time.
 
     Raises LockedError if another process, or another CheckpointStore, writes into it, and OSError.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, shown: Path | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         # Part of the names, so that two writers never use the same.
         self.token = os.urandom(4).hex()
-        self._owner = Owner(directory, self.token)
+        self._owner = Owner(directory, self.token, shown)
         try:
-            self._checkpoints, self.troubles = _read_manifest(directory)
+            self._checkpoints, self.troubles = _read_manifest(directory, shown)
             self._adopt()
         except BaseException:
             self.release()
@@ -266,7 +276,9 @@ class CheckpointStore:
         part = self.directory / f".{name}.part"
         digest = xxhash.xxh3_64()
         size = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        # In a directory of another user anything may be at that name: it is never opened.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        _remove(part)
         try:
             with closing_fd(os.open(part, flags, 0o666)) as fd:
                 for piece in pieces:
@@ -368,11 +380,11 @@ class _Manifest(NamedTuple):
     troubles: list[str]
 
 
-def _read_manifest(directory: Path) -> _Manifest:
+def _read_manifest(directory: Path, shown: Path | None = None) -> _Manifest:
     """Reads the manifest. A damaged line is reported; its file will be adopted again."""
-    found = _Manifest([], [])
+    found, where = _Manifest([], []), (shown or directory) / MANIFEST
     try:
-        content = (directory / MANIFEST).read_bytes()
+        content = read_private(directory / MANIFEST)
     except FileNotFoundError:
         return found
     for number, line in enumerate(content.splitlines(), 1):
@@ -386,11 +398,11 @@ def _read_manifest(directory: Path) -> _Manifest:
                 continue
             version = raw["version"]
         except (KeyError, TypeError, ValueError):
-            found.troubles.append(f"{directory / MANIFEST}: line {number} is damaged")
+            found.troubles.append(f"{where}: line {number} is damaged")
             continue
         if version != _VERSION:
             raise CheckpointError(
-                f"{directory / MANIFEST} has version {version}, this Monarch knows {_VERSION}",
+                f"{where} has version {version}, this Monarch knows {_VERSION}",
                 hint="use the Monarch that wrote it, or another directory",
             )
     return found
@@ -458,7 +470,7 @@ def _superfluous(
 
 def _examined(directory: Path, name: str) -> Checkpoint:
     """The entry for a file without one. Raises CheckpointError unless it is valid, and OSError."""
-    with closing_fd(os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)) as fd:
+    with closing_fd(open_private(directory / name, os.O_RDONLY)) as fd:
         status = os.fstat(fd)
         size = max(0, status.st_size - TRAILER_BYTES)
         inner = xxhash.xxh3_64()

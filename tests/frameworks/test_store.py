@@ -212,6 +212,35 @@ def test_a_name_in_the_manifest_leads_nowhere_else(tmp_path: Path) -> None:
     assert outside.read_bytes() == b"precious"
 
 
+@pytest.mark.fault("Security")
+def test_files_of_another_user_in_the_directory_are_neither_followed_nor_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where root thins out the directory of a user."""
+    directory, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    save(directory, 10, 20, 30)
+    elsewhere.write_bytes(b"precious")
+    confirm = store.Owner.confirm
+
+    def planted(owner: store.Owner) -> None:
+        os.link(elsewhere, directory / f".{store.MANIFEST}.part")
+        confirm(owner)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.Owner, "confirm", planted)
+        assert [each.step for each in prune(directory, keep_last=2)] == [10]
+    assert elsewhere.read_bytes() == b"precious" and steps(directory) == [30, 20]
+    newest = directory / list_checkpoints(directory)[0].checkpoint.name
+    newest.rename(tmp_path / "newest")
+    newest.symlink_to(tmp_path / "newest")
+    assert [each.state for each in verify(directory)] == ["unreadable", "whole"]
+    (directory / store.MANIFEST).rename(tmp_path / "manifest")
+    (directory / store.MANIFEST).symlink_to(tmp_path / "manifest")
+    with pytest.raises(OSError) as refused:
+        list_checkpoints(directory)
+    assert refused.value.errno == errno.ELOOP
+
+
 def test_a_second_trainer_is_refused_and_a_forked_worker_blocks_no_trainer(tmp_path: Path) -> None:
     first = Checkpointer(tmp_path)
     with pytest.raises(LockedError, match="another trainer"):

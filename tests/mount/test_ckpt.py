@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import xxhash
 
+from monarch.cli import checkpoints
 from monarch.cli.main import main
+from monarch.frameworks import store
 from monarch.frameworks.checkpoint import Checkpointer
 from monarch.writeback.journal import Journal
 from tests.conftest import MonarchCommand, Mounted, Tree, contents, mounts
@@ -207,6 +209,64 @@ def test_checkpoints_are_listed_verified_and_thinned_out_by_their_manifest(
     mount.ckpt("wait")
     # What was changed at the source is not removed there.
     assert [(source / name).exists() for name in names] == [False, True, True, True]
+
+
+def saved(directory: Path, count: int = 3) -> dict[str, bytes]:
+    """A directory of checkpoints, with its files."""
+    with Checkpointer(directory, keep_last=9) as checkpointer:
+        for step in range(count):
+            checkpointer.step = step
+            checkpointer.save({"weights": np.arange(10) + step})
+    return files_of(directory)
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+@pytest.mark.fault("Security")
+@pytest.mark.parametrize("when", ["it is listed", "it is opened"])
+def test_gc_follows_no_link_that_a_user_puts_in_place_of_a_directory_after(
+    absorb: Absorb, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    mount = absorb(source)
+    run, moved = mount.mounted.path / "ckpt/run", mount.mounted.path / "ckpt/moved"
+    saved(run)
+    victim = saved(tmp_path / "victim")
+    module: Any = checkpoints if when == "it is listed" else store
+    name = "written_of" if when == "it is listed" else "_read_manifest"
+    call = getattr(module, name)
+
+    def swapped(*arguments: Any) -> Any:
+        found = call(*arguments)
+        if not run.is_symlink():
+            run.rename(moved)
+            run.symlink_to(tmp_path / "victim")
+        return found
+
+    monkeypatch.setattr(module, name, swapped)
+    thin = "ckpt/run", "--keep-last", "1", "--durable", "local"
+    done = mount.run("ckpt", "gc", mount.mounted.path, *thin)
+    assert run.is_symlink() and files_of(tmp_path / "victim") == victim
+    if when == "it is listed":
+        assert (done.code, f"{run} leads through a symbolic link" in done.err) == (2, True), done
+    left = 3 if when == "it is listed" else 1
+    assert len(list(moved.glob("*.ckpt"))) == left, done
+
+
+def test_gc_thins_out_what_it_is_asked_to_and_names_the_directory_of_a_trainer(
+    absorb: Absorb, source: Path
+) -> None:
+    mount = absorb(source)
+    at = mount.mounted.path
+    above = saved(at / "ckpt")
+    saved(at / "ckpt/run")
+    thin = "ckpt/run", "--keep-last", "1", "--durable", "local"
+    assert len(mount.ckpt("gc", *thin)["files"]) == 2
+    assert files_of(at / "ckpt") == above
+    with Checkpointer(at / "ckpt/run"):
+        refused = mount.run("ckpt", "gc", at, *thin)
+    assert refused.code == 7 and f"'{at}/ckpt/run' is in use by another trainer" in refused.err
 
 
 def test_a_source_that_refuses_is_reported_everywhere_and_nothing_is_given_up(
