@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import glob
 import os
-import stat
 import time
 import uuid
 from collections import Counter
@@ -129,7 +128,7 @@ def write(
     # Begun before the file exists, since Ctrl-C may come between any two lines.
     try:
         held = _stage(part, target)
-        writer = _Writer(part, buckets)
+        writer = _Writer(_opened(held), buckets)
         try:
             for batch in scan.batches():
                 writer.add(batch)
@@ -143,7 +142,7 @@ def write(
             )
         finally:
             writer.close()
-        _publish(part, target, mode=mode, page_bytes=writer.page_bytes)
+        _publish(held, part, target, mode=mode, page_bytes=writer.page_bytes)
     except lmdb.Error as error:
         raise _cannot_write(target, str(error)) from error
     finally:
@@ -183,6 +182,12 @@ def _stage(part: Path, target: Path) -> int:
             return held
         # Another build removed it before it was locked, as of a dead process.
         os.close(held)
+
+
+def _opened(fd: int) -> Path:
+    """A path of an open file. Its own name may lead to another file by now: root may build the
+    snapshot in a directory of another user."""
+    return Path(f"/proc/self/fd/{fd}")
 
 
 def sweep_stages(target: Path) -> None:
@@ -414,18 +419,19 @@ class _Totals:
         np.add.at(self.curve, self._buckets(records["source_ino"][file]), sizes)
 
 
-def _publish(part: Path, target: Path, *, mode: int | None, page_bytes: int) -> None:
+def _publish(held: int, part: Path, target: Path, *, mode: int | None, page_bytes: int) -> None:
+    """Names the open file ``held``, which ``part`` leads to, ``target``."""
     try:
-        append_trailer(part, page_bytes=page_bytes)
+        append_trailer(_opened(held), page_bytes=page_bytes)
         with contextlib.suppress(FileNotFoundError):
             before = target.stat()
             # The owner of a file that root refreshes must still be able to read it.
             with contextlib.suppress(PermissionError):
-                os.chown(part, before.st_uid, before.st_gid)
-            part.chmod(stat.S_IMODE(before.st_mode))
+                os.fchown(held, before.st_uid, before.st_gid)
+            os.fchmod(held, before.st_mode & 0o777)
         if mode is not None:
-            part.chmod(mode)
-        sync_path(part)
+            os.fchmod(held, mode)
+        os.fsync(held)
         failpoints.failpoint("snapshot-staged")
         part.replace(target)
         failpoints.failpoint("snapshot-published")

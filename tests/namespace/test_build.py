@@ -431,6 +431,30 @@ def test_a_new_snapshot_is_closed_to_others_unless_a_mode_is_given(
         os.umask(before)
 
 
+@pytest.mark.fault("Security")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+def test_root_changes_no_file_that_a_user_puts_in_place_of_an_unfinished_snapshot(
+    source: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(source, file, mode=0o644)
+    os.chown(file, 1234, 1235)
+    victim = tmp_path / "victim"
+    victim.touch(0o600)
+    append_trailer = build_module.append_trailer
+
+    def swapped(path: Path, *, page_bytes: int) -> None:
+        append_trailer(path, page_bytes=page_bytes)
+        (part,) = file.parent.glob(f"{file.name}.*.part")
+        part.unlink()
+        part.symlink_to(victim)
+
+    monkeypatch.setattr(build_module, "append_trailer", swapped)
+    with contextlib.suppress(SnapshotError):
+        refresh(source, file)
+    status = victim.stat()
+    assert (status.st_uid, stat.S_IMODE(status.st_mode), status.st_size) == (0, 0o600, 0)
+
+
 @pytest.mark.fault("S15")
 @pytest.mark.finding("B21")
 def test_temporary_files_of_a_killed_build_are_removed_and_those_of_a_running_one_kept(
