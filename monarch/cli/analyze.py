@@ -17,7 +17,7 @@ from monarch.analysis.plan import Phase
 from monarch.analysis.profile import Profile, Result, model_of, result_of
 from monarch.analysis.stalls import last_rounds
 from monarch.cli.daemon_call import JSON
-from monarch.cli.job_runs import JobRuns, or_unchanged
+from monarch.cli.job_runs import JobRuns
 from monarch.cli.measured_mount import (
     COMMAND,
     ITERS,
@@ -33,7 +33,7 @@ from monarch.cli.output import duration, progress_bar, show
 from monarch.cli.output import remark as to_stderr
 from monarch.cli.profile_file import PROFILE, read_profile
 from monarch.cli.whatif import whatif
-from monarch.cli.written_files import replace_whole, require_writable
+from monarch.cli.written_files import or_unchanged, replace_whole, require_writable
 from monarch.errors import UsageError
 from monarch.text import counted, escape_text, format_bytes
 

@@ -323,16 +323,6 @@ def _locked(directory: Path) -> int | None:
 
 
 @contextmanager
-def or_unchanged(out: Path) -> Iterator[None]:
-    """Says for a command that is interrupted that ``out`` was not written."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        remark(f"monarch: interrupted: nothing was written to {escape_text(os.fspath(out))}")
-        raise
-
-
-@contextmanager
 def _on_cores(count: int | None) -> Iterator[None]:
     """A process that this thread starts meanwhile, and all processes that this one starts, run on
     ``count`` of the cores of this process; None: on all of them."""

@@ -30,7 +30,7 @@ from monarch.analysis.sensitivity import (
 from monarch.analysis.stalls import LEAST_HITS, Rate, Run, rate_of
 from monarch.cli.analyze import UNSURE
 from monarch.cli.daemon_call import JSON
-from monarch.cli.job_runs import JobRuns, Measure, or_unchanged
+from monarch.cli.job_runs import JobRuns, Measure
 from monarch.cli.measured_mount import (
     COMMAND,
     ITERS,
@@ -45,7 +45,7 @@ from monarch.cli.measured_mount import (
 from monarch.cli.options import Capacity, bandwidth, counts_of
 from monarch.cli.output import progress_bar, remark
 from monarch.cli.sensitivity_file import GPUS, OUTPUT, TIERS, write_matrix
-from monarch.cli.written_files import require_writable
+from monarch.cli.written_files import or_unchanged, require_writable
 from monarch.errors import MonarchError, UsageError
 from monarch.text import counted, escape_text, format_bytes
 from monarch.types import Progress

@@ -4,7 +4,6 @@ the source."""
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,15 @@ import click
 
 from monarch.cli.daemon_call import JSON, MOUNT, PATH, SILENCE_S, ask, inside, mount_of
 from monarch.cli.output import age, say, show
+from monarch.cli.written_files import copy_to_new, or_unchanged
 from monarch.control.registry import MountRecord
 from monarch.errors import TierError, UsageError
+from monarch.posix.files import closing_fd
 from monarch.posix.private_directory import open_private
 from monarch.telemetry.report import ConflictsReport, KeptReport, LostReport, RefusalsReport
-from monarch.text import MiB, counted, escape_text, format_bytes
+from monarch.text import counted, escape_text, format_bytes
 
 _WRONG = 1
-_COPY_BYTES = 8 * MiB
 
 
 @click.command(
@@ -141,21 +141,19 @@ def _kept_of(report: LostReport, record: MountRecord, wanted: str) -> list[KeptR
 def _recover(kept: KeptReport, to: Path) -> int:
     """Copy kept bytes to a new file; returns their number. Raises UsageError, TierError."""
     try:
-        source = open_private(kept.file, os.O_RDONLY)
+        content = open_private(kept.file, os.O_RDONLY)
     except OSError as error:
         words = f"{escape_text(kept.file)}: {error.strerror}"
         raise TierError(words, hint="run this command as the user of the daemon") from error
-    with open(source, "rb") as kept_file:
+    with closing_fd(content):
         try:
-            with to.open("xb") as file:
-                shutil.copyfileobj(kept_file, file, _COPY_BYTES)
-                file.flush()
-                os.fsync(file.fileno())
-                return file.tell()
+            with or_unchanged(to):
+                return copy_to_new(content, to)
         except OSError as error:
-            words = f"{escape_text(os.fspath(to))}: {error.strerror}"
             raise UsageError(
-                words, hint="name with --to a new file where there is space"
+                f"{escape_text(os.fspath(to))} is not made: {error.strerror}",
+                hint=f"name with --to a new file where there is space; if {escape_text(kept.file)}"
+                " cannot be read, `dmesg` names its disk",
             ) from error
 
 

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from monarch.cli.output import remark
+from monarch.posix.files import closing_fd, copy_data, rename_new
 from monarch.posix.unfinished import unfinished_file
+from monarch.text import escape_text
+
+
+@contextmanager
+def or_unchanged(out: Path) -> Iterator[None]:
+    """Says for a command that is interrupted that ``out`` was not written."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        remark(f"monarch: interrupted: nothing was written to {escape_text(os.fspath(out))}")
+        raise
 
 
 def require_writable(out: Path) -> None:
@@ -52,3 +68,23 @@ def _write_new(file: BinaryIO, content: bytes, mode: int | None) -> None:
         os.fchmod(file.fileno(), mode)
     file.write(content)
     file.flush()
+
+
+def copy_to_new(content_fd: int, out: Path) -> int:
+    """Copies an open file to a new one that only this user can read; returns its size. It has its
+    name only when it is complete and durable. Raises OSError, EEXIST if the name is taken."""
+    if os.path.lexists(out):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(out))
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    with (
+        closing_fd(os.open(out.parent, flags)) as directory,
+        unfinished_file(out.parent) as (part, file),
+    ):
+        # Some file systems have no modes.
+        with suppress(OSError):
+            os.fchmod(file.fileno(), 0o600)
+        count = copy_data(content_fd, file.fileno(), os.fstat(content_fd).st_size)
+        os.fsync(file.fileno())
+        rename_new(directory, os.fsencode(part.name), os.fsencode(out.name))
+        os.fsync(directory)
+        return count

@@ -6,9 +6,10 @@ import errno
 import json
 import os
 import signal
+import stat
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,16 @@ import numpy as np
 import pytest
 import xxhash
 
-from monarch.cli import checkpoints
+from monarch.cli import checkpoints, written_files
 from monarch.cli.main import main
 from monarch.frameworks import store
 from monarch.frameworks.checkpoint import Checkpointer
 from monarch.writeback.journal import Journal
 from tests.conftest import MonarchCommand, Mounted, Tree, contents, mounts
-from tests.equipment import slowfs
+from tests.equipment import disks, slowfs
 from tests.equipment.processes import stop
 from tests.equipment.slowfs import SlowSource
-from tests.mount.command import needs_fuse, start, wait_until
+from tests.mount.command import needs_fuse, needs_root, start, wait_until
 from tests.mount.observe import account, ended, objects_in
 
 # How reads are served has nothing to do with it.
@@ -548,12 +549,8 @@ def test_each_of_thousands_of_damaged_files_is_listed_and_can_be_recovered_or_gi
     mount.mounted.umount()
     (directory,) = mount.mounted.tiers["fast"].glob("monarch/absorbed-*")
     kept = directory / "doubtful"
-    kept.mkdir(mode=0o700)
     names = [f"ckpt/{'long' * 50}-{number}" for number in range(5000)]
-    for number, name in enumerate(names, 1000):
-        (kept / f"{number}.bytes").write_bytes(b"%d" % number)
-        note = {"path": name, "size": 9, "written_ns": 1, "found_ns": number}
-        (kept / f"{number}.json").write_text(json.dumps(note))
+    keep(kept, {name: b"%d" % number for number, name in enumerate(names, 1000)})
     mount = absorb(source)
     assert [each["path"] for each in mount.ckpt("lost")["kept"]] == names
     to = tmp_path / "recovered"
@@ -562,6 +559,59 @@ def test_each_of_thousands_of_damaged_files_is_listed_and_can_be_recovered_or_gi
     assert mount.ckpt("lost", "--discard", names[-2])["kept"][-2:][0]["path"] == names[-3]
     assert mount.ckpt("lost", "--discard-all")["kept"] == []
     assert not list(kept.iterdir())
+
+
+def keep(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Bytes that a power cut may have damaged, as the mount after it has kept them."""
+    directory.mkdir(mode=0o700)
+    for number, (name, content) in enumerate(files.items(), 1000):
+        (directory / f"{number}.bytes").write_bytes(content)
+        note = {"path": name, "size": len(content), "written_ns": 1, "found_ns": number}
+        (directory / f"{number}.json").write_text(json.dumps(note))
+
+
+@pytest.mark.promise(137)
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        pytest.param(None, 0, "3 MiB of ckpt/a are in", id="none"),
+        pytest.param(None, 2, "No space left", id="full", marks=needs_root),
+        pytest.param(OSError(errno.EIO, "damaged"), 2, "to/a is not made: damaged", id="damaged"),
+        pytest.param(KeyboardInterrupt(), 130, "nothing was written to", id="interrupted"),
+    ],
+)
+def test_a_file_that_is_not_recovered_whole_is_not_there(
+    absorb: Absorb,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: BaseException | None,
+    code: int,
+    words: str,
+) -> None:
+    mount = absorb(source)
+    (mount.mounted.path / "ckpt/a").write_bytes(b"a")
+    mount.mounted.umount()
+    (directory,) = mount.mounted.tiers["fast"].glob("monarch/absorbed-*")
+    keep(directory / "doubtful", {"ckpt/a": contents("a", 3 << 20)})
+    mount = absorb(source)
+    if fault is not None:
+        copy_data = written_files.copy_data
+
+        def broken(from_fd: int, to_fd: int, size: int) -> int:
+            copy_data(from_fd, to_fd, size // 2)
+            raise fault
+
+        monkeypatch.setattr(written_files, "copy_data", broken)
+    with disks.in_memory(tmp_path / "to", 1) if code == 2 and fault is None else nullcontext():
+        to = tmp_path / "to/a"
+        to.parent.mkdir(exist_ok=True)
+        done = mount.run("ckpt", "lost", mount.mounted.path, "--recover", "ckpt/a", "--to", to)
+        made = list(to.parent.iterdir())
+    said = " ".join((done.out + done.err).split())
+    assert (done.code, words in said, said.count("monarch: ")) == (code, True, code > 0), done
+    assert made == ([] if code else [to])
+    assert code or stat.S_IMODE(to.stat().st_mode) == 0o600
 
 
 def test_umount_of_a_dead_mount_says_what_waits_for_the_next(
