@@ -263,6 +263,9 @@ class WrittenAttributes:
             raise Refused(errno.EPERM)
         if not name.startswith(_KEPT):
             raise Refused(errno.EOPNOTSUPP)
+        if name in _KEPT:
+            # As local file systems answer; the source would refuse it later.
+            raise Refused(errno.EINVAL)
         if is_unlinked:
             await self._set_xattr_unlinked(ino, name, value)
             return

@@ -433,6 +433,8 @@ def test_attributes_that_are_too_long_or_have_no_namespace_are_refused(name: str
     os.setxattr(name, "user." + "n" * 250, b"x")
     with fails(errno.EOPNOTSUPP):
         os.setxattr(name, "nonsense.a", b"x")
+    with fails(errno.EINVAL):
+        os.setxattr(name, "user.", b"x")
     with fails(errno.ENOENT):
         os.setxattr("missing", "user.a", b"x")
     assert listed(name) == ["user." + "n" * 250]
