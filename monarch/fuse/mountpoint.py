@@ -71,7 +71,8 @@ def check(mountpoint: Path, source: Path) -> None:
             " the tiers keep their copies",
         )
     try:
-        if not stat.S_ISDIR(os.stat(source).st_mode):
+        status = os.stat(source)
+        if not stat.S_ISDIR(status.st_mode):
             raise SourceError(f"{origin} is not a directory", errno=errno.ENOTDIR)
         real_source = os.path.realpath(source)
     except OSError as error:
@@ -92,7 +93,8 @@ def check(mountpoint: Path, source: Path) -> None:
     real = os.path.realpath(mountpoint)
     if real == real_source:
         raise MountPointError(f"{where} is the source itself", hint="name another, empty directory")
-    if _inside(real, real_source):
+    # A bind mount of the source has another path.
+    if any(os.path.samestat(each.stat(), status) for each in (Path(real), *Path(real).parents)):
         raise MountPointError(f"{where} lies in the {origin}", hint=outside)
     if _inside(real_source, real):
         raise MountPointError(

@@ -118,6 +118,20 @@ def test_a_mount_point_inside_the_source_is_refused(monarch: MonarchCommand, tre
     refused(monarch, source, source / "inner", code=2, words="is inside the source")
 
 
+@needs_root
+@pytest.mark.fault("M1")
+def test_a_mount_point_in_another_place_of_the_source_is_refused(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    source, other = tree({"a": 3, "inner": None}), tmp_path / "other"
+    other.mkdir()
+    subprocess.run(["mount", "--bind", str(source), str(other)], check=True)
+    try:
+        refused(monarch, source, other / "inner", code=3, words="lies in the source")
+    finally:
+        subprocess.run(["umount", str(other)], check=True)
+
+
 @pytest.mark.fault("M1")
 def test_the_source_is_not_mounted_over_itself(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"a": 3})
