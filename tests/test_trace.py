@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from monarch.cli import trace as command
-from monarch.errors import BusyError, MonarchError
+from monarch.errors import BusyError, MonarchError, NotMountedError
 from monarch.telemetry.trace import (
     MOST_LINE,
     VERSION,
@@ -200,6 +200,21 @@ def test_a_trace_that_is_refused_leaves_the_file_of_an_earlier_one(
     with pytest.raises(BusyError):
         traced(tmp_path / name, monkeypatch, refuse)
     assert (tmp_path / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_a_trace_that_a_living_daemon_has_cut_off_does_not_call_it_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
+    """As that of a command that was stopped for a while."""
+
+    def hang_up(*_: object, **__: object) -> TraceEnd:
+        raise NotMountedError("the daemon ended before it answered")
+
+    monkeypatch.setattr(command, "alive", lambda record: is_alive)
+    with pytest.raises(MonarchError, match="has cut the trace off" if is_alive else "ended") as cut:
+        traced(tmp_path / "opens.jsonl", monkeypatch, hang_up)
+    assert cut.value.exit_code == (1 if is_alive else 9)
 
 
 @pytest.mark.promise(184)

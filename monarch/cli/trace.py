@@ -16,8 +16,8 @@ import click
 
 from monarch.cli.daemon_call import JSON, MOUNT, ask, mount_of, seconds
 from monarch.cli.output import progress_bar, show
-from monarch.control.registry import MountRecord
-from monarch.errors import UsageError
+from monarch.control.registry import MountRecord, alive
+from monarch.errors import MonarchError, NotMountedError, UsageError
 from monarch.posix.files import closing_fd
 from monarch.posix.signals import ending
 from monarch.telemetry.trace import TraceEnd, TraceProgress, TraceStopped, open_text
@@ -84,7 +84,15 @@ def trace(
             lost = f", {part.lost:,} lost" if part.lost else ""
             advance(part.opens, None, f"tracing opens{lost}")
 
-        end = ask(record, "trace", asked, answer=TraceEnd, on_progress=on_progress)
+        try:
+            end = ask(record, "trace", asked, answer=TraceEnd, on_progress=on_progress)
+        except NotMountedError:
+            if not alive(record):
+                raise
+            raise MonarchError(
+                "the daemon has cut the trace off: it could not be written for 30 seconds",
+                hint="the opens until then are in it",
+            ) from None
     is_uncounted = end.end == "uncounted"
     if output != _STDOUT:
         lost = f"; {end.lost:,} were lost, since the file was written too slowly"
