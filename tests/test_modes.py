@@ -130,6 +130,10 @@ def test_reads_use_the_fastest_possible_mode_and_the_reason_is_reported(
         (1024, 512 * KiB, GiB, "none"),
         (1024, 512 * KiB, GiB - 1, "open"),
         (0, 0, GiB, "none"),
+        # Empty files have no pages, and each other file has at least one.
+        (1_000_000, 0, GiB, "none"),
+        (1_000_000, 300, 8 * GiB, "none"),
+        (1_000_000, 300, 4 * GiB, "open"),
     ],
 )
 def test_small_files_fit_when_memory_holds_them_twice(

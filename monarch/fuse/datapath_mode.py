@@ -51,6 +51,8 @@ _WITHOUT_OPENS = _Cost(1 / 51_000 - 110e3 / 9.119e9, 1 / 9.119e9)
 _LEAST_SAVED = 0.1
 # A file may be cached twice: in pages of the mount and of the tier's file system.
 _COPIES_IN_MEMORY = 2
+# A file has whole pages, so many files below a page need much more than their bytes.
+_PAGE, _PAGE_BITS = 4096, 12
 
 _PASSTHROUGH_KERNEL = (6, 9)
 
@@ -257,6 +259,13 @@ def check_may_drain(abilities: Abilities) -> None:
         )
 
 
+def _unused_in_pages(summary: SnapshotSummary) -> int:
+    """The bytes, about, that files below a page leave unused in their pages. A file whose size has
+    n bits has some 3/4 of 2**n bytes."""
+    small = ((bits, count) for bits, count in summary.sizes if 0 < bits <= _PAGE_BITS)
+    return sum(count * (_PAGE - (3 << bits) // 4) for bits, count in small)
+
+
 def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
@@ -319,7 +328,7 @@ def _without_opens(
         # A changed source is noticed at the next open of a file without a copy.
         tiers = format_bytes(capacity)
         return False, f"the data set, {total}, does not fit into the tiers, {tiers}"
-    needed = summary.bytes_total * _COPIES_IN_MEMORY
+    needed = (summary.bytes_total + _unused_in_pages(summary)) * _COPIES_IN_MEMORY
     memory = f"{format_bytes(abilities.memory_bytes)} available"
     if needed > abilities.memory_bytes:
         return False, f"{size}; page cache for {format_bytes(needed)} is missing, {memory}"
