@@ -8,12 +8,14 @@ import json
 import os
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from monarch.cli import umount
+from monarch.cli import status, umount
+from monarch.control import registry as registries
 from monarch.control.registry import MountRecord, Registry, alive, process_started
 from monarch.errors import NotMountedError, TierError
 from monarch.posix.mounts import is_dead
@@ -97,6 +99,127 @@ def test_a_record_that_cannot_be_written_says_where(registry: Registry, tmp_path
     (tmp_path / "state").write_text("a file in the way")
     with pytest.raises(TierError, match=r"mounts: Not a directory; the state directory"):
         registry.add(record("/mnt/a"))
+
+
+class Node:
+    """A node of several that share the directory of the records, as in a home."""
+
+    def __init__(self, root: Path, name: str, boot: str, change: pytest.MonkeyPatch) -> None:
+        self.name = name
+        change.setattr(registries, "_this_node", lambda: [name, boot])
+        self.registry = Registry(root)
+
+    def record(self, mountpoint: str, **changes: object) -> MountRecord:
+        return record(mountpoint, node=self.name, **changes)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Node]:
+    def made(name: str, boot: str = "") -> Node:
+        return Node(tmp_path, name, boot or f"boot of {name}", monkeypatch)
+
+    return made
+
+
+@pytest.mark.promise(113)
+def test_nodes_that_share_a_home_have_records_of_their_own(node: Callable[..., Node]) -> None:
+    """The processes of another node cannot be seen: its mounts look dead."""
+    one, two = node("one"), node("two")
+    # The same mount point on all nodes, as in a job.
+    of_one, of_two = one.record("/mnt/data", pid=1), two.record("/mnt/data", pid=2)
+    one.registry.add(of_one)
+    two.registry.add(of_two)
+    alone = one.record("/mnt/one")
+    one.registry.add(alone)
+    assert one.registry.all() == [of_one, alone]
+    assert two.registry.all() == [of_two]
+    assert one.registry.elsewhere() == [of_two]
+    assert two.registry.elsewhere() == [of_one, alone]
+    with pytest.raises(NotMountedError):
+        two.registry.find(Path("/mnt/one/x"))
+    # Nothing on one node removes a record of another one.
+    two.registry.remove("/mnt/one")
+    two.registry.remove_own(alone)
+    two.registry.remove("/mnt/data")
+    assert (one.registry.all(), two.registry.all()) == ([of_one, alone], [])
+
+
+def test_a_node_leaves_the_temporary_files_of_others(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that writes one there cannot be seen here."""
+    one, two = node("one"), node("two")
+    rename = Path.rename
+
+    def meanwhile(staged: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        monkeypatch.setattr(registries, "process_started", lambda pid: None)
+        two.registry.add(two.record("/mnt/data"))
+        return rename(staged, target)
+
+    monkeypatch.setattr(Path, "rename", meanwhile)
+    one.registry.add(one.record("/mnt/data"))
+    assert [each.node for each in two.registry.elsewhere()] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("name", "boot"),
+    [("one", "the next one"), ("renamed", "boot of one")],
+    ids=["started again", "another name"],
+)
+def test_a_node_knows_its_records_after_a_start_and_with_another_name(
+    node: Callable[..., Node], name: str, boot: str
+) -> None:
+    before = node("one")
+    old = before.record("/mnt/data", pid=1)
+    before.registry.add(old)
+    now = node(name, boot)
+    assert (now.registry.all(), now.registry.elsewhere()) == ([old], [])
+    new = now.record("/mnt/data", pid=2)
+    now.registry.add(new)
+    assert (now.registry.all(), before.registry.all()) == ([new], [new])
+    now.registry.remove_own(new)
+    assert now.registry.all() == []
+
+
+def test_records_of_earlier_versions_are_of_this_node(
+    node: Callable[..., Node], tmp_path: Path
+) -> None:
+    one = node("one")
+    old = record("/mnt/data", pid=1)
+    one.registry.add(old)
+    (file,) = (tmp_path / "mounts").iterdir()
+    earlier = file.with_name(f"{file.name.partition('-')[0]}.json")
+    file.rename(earlier)
+    assert one.registry.all() == [old]
+    new = one.record("/mnt/data", pid=2)
+    one.registry.add(new)
+    assert (one.registry.all(), earlier.exists()) == ([new], False)
+
+
+@pytest.mark.promise(113)
+def test_status_shows_mounts_of_other_nodes_as_such(
+    node: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(7):
+        other = node(f"n{number}")
+        other.registry.add(other.record("/mnt/data", pid=1, pid_started=1))
+    node("here")
+    monkeypatch.setenv("MONARCH_STATE_ROOT", os.fspath(tmp_path))
+    monkeypatch.setattr(registries, "mount_table", list)
+
+    def shown(*options: str) -> str:
+        result = CliRunner().invoke(status.status, [*options], standalone_mode=False)
+        assert result.return_value == 0, result.output
+        return result.output
+
+    text = shown()
+    assert "/mnt/data on n0, " in text and "/mnt/data on n4, 2 more;" in text
+    assert "dead" not in text and "ended" not in text
+    found = json.loads(shown("--json"))
+    assert found["mounts"] == []
+    assert [each["node"] for each in found["elsewhere"]] == [f"n{number}" for number in range(7)]
+    assert shown("--check") == ""
 
 
 @pytest.mark.parametrize(

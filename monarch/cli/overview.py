@@ -78,6 +78,13 @@ def overview(records: Registry, *, only: str | None = None) -> list[Line]:
     return lines
 
 
+def elsewhere(records: Registry) -> list[dict[str, str]]:
+    """The mounts that other nodes have recorded in the same state directory, which these share. A
+    record does not say whether the daemon runs."""
+    names = ("mountpoint", "node", "source", "log")
+    return [{name: getattr(each, name) for name in names} for each in records.elsewhere()]
+
+
 # -- a mount of another user -----------------------------------------------------------------------
 
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
 from monarch.cli.daemon_call import MAYBE_MOUNTPOINT
 from monarch.cli.output import emit_json, show
-from monarch.cli.overview import Line, overview, public_lines, public_status, report_of
+from monarch.cli.overview import (
+    Line,
+    elsewhere,
+    overview,
+    public_lines,
+    public_status,
+    report_of,
+)
 from monarch.config.defaults import state_root
 from monarch.control.registry import Registry, SeenMount
 from monarch.errors import NotMountedError, UsageError
@@ -62,7 +70,10 @@ def status(mountpoint: Path | None, as_json: bool, watch: bool, check: bool) -> 
         return _check(records, mountpoint, as_json=as_json)
     if as_json:
         if mountpoint is None:
-            emit_json({"mounts": [line.to_dict() for line in overview(records)]})
+            shown: dict[str, Any] = {"mounts": [line.to_dict() for line in overview(records)]}
+            if others := elsewhere(records):
+                shown["elsewhere"] = others
+            emit_json(shown)
         else:
             record = records.find(mountpoint)
             seen = SeenMount(record.mountpoint, "served", record)

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from monarch.cli.output import age, duration, stdout
-from monarch.cli.overview import Line, overview, report_of
+from monarch.cli.overview import Line, elsewhere, overview, report_of
 from monarch.cli.peers_screen import peers_fields
 from monarch.cli.screen import Column, bar, fields, paragraph, table
 from monarch.control.registry import MountRecord, Registry
@@ -29,6 +29,7 @@ WATCH_SECONDS = 2.0
 _FILE_COLUMNS = 100_000
 _BAR_CELLS = 20
 _SHOWN_LOST = 5
+_SHOWN_ELSEWHERE = 5
 _SHOWN_EPOCHS = 10
 
 
@@ -38,7 +39,8 @@ def print_status(records: Registry, mountpoint: Path | None, *, watch: bool) -> 
 
     def lines(width: int, ascii_only: bool) -> list[Text]:
         if mountpoint is None:
-            return _overview_lines(overview(records), width, rates)
+            found = _overview_lines(overview(records), width, rates)
+            return [*found, *_elsewhere_lines(elsewhere(records), width)]
         record = records.find(mountpoint)
         return _detail_lines(report_of(record), record, width, ascii_only, rates)
 
@@ -188,6 +190,16 @@ def _overview_lines(lines: Sequence[Line], width: int, rates: _Rates) -> list[Te
             remarks += paragraph(f"{name}: {escape_text(_words(problem))}", width, indent="  ")
     columns = (*_OVERVIEW[:-1], *(_OVERVIEW_RATES if watched else ()), _OVERVIEW[-1])
     return [*table(columns, rows, width), *remarks]
+
+
+def _elsewhere_lines(others: Sequence[Mapping[str, str]], width: int) -> list[Text]:
+    """A line about the records of other nodes, whose state is not known here."""
+    if not others:
+        return []
+    named = [f"{each['mountpoint']} on {each['node']}" for each in others[:_SHOWN_ELSEWHERE]]
+    more = [f"{len(others) - len(named):,} more"] * (len(others) > len(named))
+    words = f"other nodes share this state directory: {', '.join([*named, *more])}"
+    return paragraph(escape_text(f"{words}; `monarch status` there shows them"), width, indent="  ")
 
 
 def _detail_lines(

@@ -2,6 +2,13 @@
 
 The daemon writes a record; a killed daemon leaves its record behind, and ``alive`` tells the two
 apart. Nothing here waits for a mount: a dead mount may hang.
+
+    mounts/MOUNTPOINT-NODE-BOOT.json
+
+Each part of the name is a digest, NODE that of the name of the node, and BOOT that of its start.
+Nodes may share the directory, as in a home. The processes of another node cannot be seen, so its
+records are only shown. One of the two marks stays when a node gets another name or is started
+again, and so do the pods of one machine. Earlier versions have written MOUNTPOINT.json.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +28,7 @@ from monarch.posix import failpoints
 from monarch.posix.bounded_calls import PATIENCE_S
 from monarch.posix.mounts import MONARCH_TYPE, MountedFileSystem, is_dead, mount_table
 from monarch.posix.private_directory import private_opener
+from monarch.posix.processes import boot_id
 from monarch.telemetry.report import Report
 from monarch.text import escape_text
 
@@ -28,6 +36,8 @@ log = logging.getLogger(__name__)
 
 # The limit of the kernel for symbolic links in one path.
 _MOST_LINKS = 40
+# The digits of a digest that stands for a node.
+_MARK_DIGITS = 12
 # A record has a few paths; a longer file is not a record.
 _MAX_RECORD_BYTES = 64 * 1024
 
@@ -38,6 +48,7 @@ class MountRecord(Report):
 
     ``pid_started`` is ``process_started(pid)`` of the daemon, ``started_ns`` the time of the mount.
     ``absorbs`` is the directory that written data is drained from; empty for a read-only mount.
+    ``node`` is the name of the node, empty in a record of an earlier version.
     """
 
     mountpoint: str
@@ -49,10 +60,12 @@ class MountRecord(Report):
     log: str
     started_ns: int
     absorbs: str = ""
+    node: str = ""
 
 
 class Registry:
-    """The records under ``<root>/mounts``; ``root`` is the state root of the user.
+    """The records under ``<root>/mounts``; ``root`` is the state root of the user. All methods but
+    ``elsewhere`` are for the records of this node.
 
     Calls are short, blocking file operations. Different mounts have different files; only the
     holder of the lock of a mount writes its record.
@@ -60,10 +73,12 @@ class Registry:
 
     def __init__(self, root: Path) -> None:
         self._directory = root / "mounts"
+        self._marks = [_digest(name)[:_MARK_DIGITS] for name in _this_node()]
 
     def add(self, record: MountRecord) -> None:
         """Writes ``record``, replacing an earlier one of its mount point. Raises TierError."""
-        target = self._file(record.mountpoint)
+        name = "-".join([_place(record.mountpoint), *self._marks])
+        target = self._directory / f"{name}.json"
         staged = target.with_name(f"{target.name}.{os.getpid()}.part")
         # ASCII with escapes, so that a name that is not UTF-8 survives.
         text = json.dumps(record.to_dict(), indent=1) + "\n"
@@ -77,6 +92,9 @@ class Registry:
             failpoints.failpoint("registry-staged")
             staged.rename(target)
             failpoints.failpoint("registry-added")
+            for path in self._files(record.mountpoint):
+                if path != target:
+                    path.unlink(missing_ok=True)
             self._sweep_stages()
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -88,26 +106,34 @@ class Registry:
 
     def remove(self, mountpoint: str) -> None:
         """Removes the record of a mount, if there is one."""
-        self._file(mountpoint).unlink(missing_ok=True)
-        failpoints.failpoint("registry-removed")
+        _unlink(self._files(mountpoint))
 
     def remove_own(self, record: MountRecord) -> None:
         """Removes ``record``, unless another daemon has replaced it meanwhile."""
-        there = _load(self._file(record.mountpoint))
-        if there is not None and (there.pid, there.pid_started) == (record.pid, record.pid_started):
-            self.remove(record.mountpoint)
+        own = record.pid, record.pid_started
+        for path in self._files(record.mountpoint):
+            there = _load(path)
+            if there is not None and (there.pid, there.pid_started) == own:
+                _unlink([path])
 
     def _sweep_stages(self) -> None:
         """Removes temporary files of killed daemons."""
-        for path in self._directory.glob("*.part"):
+        for path in filter(self._is_here, self._directory.glob("*.part")):
             pid = path.suffixes[-2].removeprefix(".") if len(path.suffixes) > 1 else ""
             if not pid.isdecimal() or process_started(int(pid)) is None:
                 path.unlink(missing_ok=True)
 
     def all(self) -> list[MountRecord]:
         """Every readable record, in the order of mount points, also those of dead daemons."""
-        records = [_load(path) for path in sorted(self._directory.glob("*.json"))]
-        return sorted((r for r in records if r is not None), key=lambda r: r.mountpoint)
+        records = _loaded(filter(self._is_here, self._directory.glob("*.json")))
+        # A daemon that was killed while it replaced a record has left both.
+        newest = {r.mountpoint: r for r in sorted(records, key=lambda r: r.started_ns)}
+        return sorted(newest.values(), key=lambda r: r.mountpoint)
+
+    def elsewhere(self) -> list[MountRecord]:
+        """The records of other nodes, whose daemons may be running or not."""
+        others = (path for path in self._directory.glob("*.json") if not self._is_here(path))
+        return sorted(_loaded(others), key=lambda r: (r.mountpoint, r.node))
 
     def find(self, path: Path) -> MountRecord:
         """The innermost mount at or above ``path``, found by names alone. Raises
@@ -119,9 +145,37 @@ class Registry:
             raise not_served(path, "is not in a Monarch mount")
         return max(matching, key=lambda r: len(r.mountpoint))
 
-    def _file(self, mountpoint: str) -> Path:
-        digest = hashlib.sha256(os.fsencode(os.path.abspath(mountpoint))).hexdigest()
-        return self._directory / f"{digest[:32]}.json"
+    def _files(self, mountpoint: str) -> list[Path]:
+        """The files of a mount of this node, in general one at most."""
+        found = self._directory.glob(f"{_place(mountpoint)}*.json")
+        return [*filter(self._is_here, found)]
+
+    def _is_here(self, path: Path) -> bool:
+        """Whether a record, or its temporary file, is of this node."""
+        _, *marks = path.name.partition(".")[0].split("-")
+        return not marks or not set(marks).isdisjoint(self._marks)
+
+
+def _this_node() -> list[str]:
+    """What distinguishes this node from others: its name and, if it is known, its start."""
+    names = [os.uname().nodename]
+    with contextlib.suppress(OSError):
+        names.append(boot_id())
+    return names
+
+
+def _place(mountpoint: str) -> str:
+    return _digest(os.path.abspath(mountpoint))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:32]
+
+
+def _unlink(records: Iterable[Path]) -> None:
+    for path in records:
+        path.unlink(missing_ok=True)
+        failpoints.failpoint("registry-removed")
 
 
 def not_served(path: Path, what: str, *, hint: str = "") -> NotMountedError:
@@ -182,6 +236,10 @@ def process_stat(pid: int) -> list[bytes] | None:
             return file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def _loaded(paths: Iterable[Path]) -> list[MountRecord]:
+    return [record for path in sorted(paths) if (record := _load(path)) is not None]
 
 
 def _load(path: Path) -> MountRecord | None:

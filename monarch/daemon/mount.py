@@ -504,6 +504,7 @@ class Mount:
             log=os.fspath(self._settings.log.file or self.parts.state / "daemon.log"),
             started_ns=self._started_ns,
             absorbs=os.fspath(written.place.directory) if written is not None else "",
+            node=os.uname().nodename,
         )
 
     async def close(self, *, clean: bool) -> None:

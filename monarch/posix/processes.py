@@ -72,8 +72,12 @@ def _is_in(pid: int, session: int) -> bool:
 def process_space() -> str:
     """Where a number belongs to the same process as here: in this PID namespace, until the machine
     is booted again. Raises OSError."""
-    boot = _read_all("/proc/sys/kernel/random/boot_id").decode().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def boot_id() -> str:
+    """The present start of the machine. Raises OSError."""
+    return _read_all("/proc/sys/kernel/random/boot_id").decode().strip()
 
 
 def process_of(thread: int) -> int:
