@@ -5,13 +5,17 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from monarch.checks.preflight import Check
 from monarch.config.settings import MountSettings
 from monarch.errors import UsageError
-from monarch.peers.engine import is_free
+from monarch.peers.engine import Engine, is_free
+from monarch.peers.hello import MemberKey
 from monarch.peers.membership import Membership, membership
 from monarch.peers.network import addresses_of_all
+from monarch.peers.nginx import Site
 from monarch.text import counted
 
 _MOST_DOUBTS = 5
@@ -56,6 +60,14 @@ def check_peers(mount: MountSettings, environ: Mapping[str, str]) -> Iterator[Ch
             "end the programs there, or set peers.port; a running mount of the job has one of them",
         )
         return
+    if why := _why_not(found, free[0]):
+        yield Check(
+            name,
+            "fail",
+            f"{own}: {found.engine} cannot serve the copies: {why}",
+            "install nginx or Caddy of this machine anew, or name another one with peers.engine",
+        )
+        return
     if doubts := list(islice(_doubts(found), _MOST_DOUBTS)):
         yield Check(
             name,
@@ -65,6 +77,17 @@ def check_peers(mount: MountSettings, environ: Mapping[str, str]) -> Iterator[Ch
         )
         return
     yield Check(name, "ok", f"{own} port {free[0]}, served by {found.engine}")
+
+
+def _why_not(found: Membership, port: int) -> str:
+    """Why the engine cannot run with the configuration of a mount; empty if it can."""
+    key = MemberKey(str(found.members[found.own]), "0" * 32, found.secret)
+    site = Site([Path("tier")], key, found.address, [port], found.certificate, Path("written"))
+    try:
+        with TemporaryDirectory(prefix="monarch-doctor-") as directory:
+            return Engine(found.engine, Path(directory), site).check(port)
+    except (OSError, UsageError) as error:
+        return str(error)
 
 
 def _doubts(found: Membership) -> Iterator[str]:

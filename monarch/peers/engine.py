@@ -28,7 +28,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +62,8 @@ _STEP_S = 0.01
 # How long it may take to answer one hello, in seconds.
 _HELLO_S = 2.0
 _MOST_ANSWER = 4096
+# How long it may take to read its configuration, in seconds.
+_CHECK_S = 10.0
 # How long it may take to end after each signal, in seconds.
 _END_S = 2.0
 _MOST_WORDS = 500
@@ -74,27 +76,33 @@ _MOST_LOG = 1 * MiB
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """``name`` is that in messages, ``config`` the file of the ``configuration``."""
+    """``name`` is that in messages, ``config`` the file of the ``configuration``. With ``check`` in
+    the place of ``arguments`` it only reads that."""
 
     name: str
     config: str
     log: str
     arguments: tuple[str, ...]
+    check: tuple[str, ...]
     configuration: Callable[[Site, int], str]
 
 
+_OF_NGINX = ("-p", ".", "-c", "nginx.conf", "-e", "stderr")
 _NGINX = _Kind(
     "nginx",
     "nginx.conf",
     "nginx.log",
-    ("-p", ".", "-c", "nginx.conf", "-e", "stderr"),
+    _OF_NGINX,
+    (*_OF_NGINX, "-t"),
     nginx.configuration,
 )
+_OF_CADDY = ("--config", "caddy.conf", "--adapter", "caddyfile")
 _CADDY = _Kind(
     "Caddy",
     "caddy.conf",
     "caddy.log",
-    ("run", "--config", "caddy.conf", "--adapter", "caddyfile"),
+    ("run", *_OF_CADDY),
+    ("validate", *_OF_CADDY),
     caddy.configuration,
 )
 
@@ -199,9 +207,8 @@ class Engine:
             if self._claim is None:
                 continue
             was_tried = True
-            text = self._kind.configuration(self._site, port)
-            replace_private(self._directory / self._kind.config, text)
-            self._process = self._spawn()
+            self._configure(port)
+            self._process = self._spawn(self._kind.arguments)
             self.starts += 1
             if await self._answers(port, self._process):
                 self.port = port
@@ -252,9 +259,31 @@ class Engine:
                     " directory above it is closed by another user"
                 )
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def check(self, port: int) -> str:
+        """Why the engine cannot run, in its words; empty if it can. It reads its configuration, and
+        serves nothing. Blocks. Raises OSError, UsageError for a certificate."""
+        self._prepare()
+        self._configure(port)
+        process = self._spawn(self._kind.check)
+        try:
+            code = process.wait(_CHECK_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return f"it has not ended after {_CHECK_S:.0f} s"
+        self._end_of_process = _end_words(code)
+        # A shell runs an empty file, which says nothing.
+        has_checked = code == 0 and (self._directory / self._kind.log).stat().st_size > 0
+        return "" if has_checked else self._last_words()
+
+    def _configure(self, port: int) -> None:
+        """Writes the configuration. Raises OSError."""
+        text = self._kind.configuration(self._site, port)
+        replace_private(self._directory / self._kind.config, text)
+
+    def _spawn(self, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         """Starts the process in this thread, whose end would end it, too. Raises OSError."""
-        command = confined(os.fspath(self._program), *self._kind.arguments)
+        command = confined(os.fspath(self._program), *arguments)
         with open(self._directory / self._kind.log, "wb") as output:
             process = subprocess.Popen(
                 command,
@@ -319,7 +348,7 @@ class Engine:
                 await _ended(process)
             code = process.poll()
             if code is not None:
-                self._end_of_process = f"signal {-code}" if code < 0 else f"exit status {code}"
+                self._end_of_process = _end_words(code)
                 return
         log.warning("%s does not end: process %d is left", self._kind.name, process.pid)
 
@@ -330,6 +359,10 @@ class Engine:
             if lines := text.decode(errors="replace").splitlines():
                 return escape_text(lines[-1])
         return f"no word in its log, {self._end_of_process}"
+
+
+def _end_words(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 def _written_by(pid: int, before: int | None) -> int | None:

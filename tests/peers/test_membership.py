@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,8 +33,10 @@ SECRET = "a secret of the job, long enough"
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Path:
+    """It finds no mistake in its configuration."""
     path = tmp_path / "nginx"
-    path.touch(mode=0o755)
+    path.write_text("#!/bin/sh\necho test is successful\n")
+    path.chmod(0o755)
     return path
 
 
@@ -286,6 +290,42 @@ def test_doctor_checks_the_members_the_secret_the_engine_and_the_port(
     assert status == "fail" and "192.0.2.1 port" in detail and "Cannot assign" in detail
     ((status, detail),) = statuses(members="elsewhere1,elsewhere2", address=None)
     assert status == "fail" and "none of the members" in detail
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (b"#!/bin/sh\necho 'no thread library' >&2\nexit 1\n", "no thread library"),
+        (b"#!/bin/sh\nexit 3\n", "no word in its log, exit status 3"),
+        (b"#!/bin/sh\nkill -SEGV $$\n", "no word in its log, signal 11"),
+        (b"#!/bin/sh\nexec sleep 60\n", "it has not ended after 1 s"),
+        (b"#!/gone\n", "No such file"),
+        (b"", "no word in its log, exit status 0"),
+    ],
+    ids=["mistake", "no word", "crash", "hangs", "interpreter", "empty"],
+)
+def test_doctor_tries_the_engine(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, program: bytes, why: str
+) -> None:
+    monkeypatch.setattr("monarch.peers.engine._CHECK_S", 1.0 if b"sleep" in program else 60.0)
+    engine.write_bytes(program)
+    given = mount_settings(members="127.0.77.1,127.0.77.2", address="127.0.77.1", engine=engine)
+    (check,) = check_peers(given, {VARIABLE: SECRET})
+    assert (check.status, why in check.detail) == ("fail", True), check
+    assert f"{engine} cannot serve the copies" in check.detail
+    assert SECRET not in check.detail
+
+
+@pytest.mark.parametrize("name", ["nginx", "caddy"])
+def test_doctor_finds_no_fault_in_a_real_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", os.path.dirname(sys.executable)])
+    program = shutil.which(name, path=path)
+    if program is None:
+        pytest.skip(f"{name} is not installed")
+    monkeypatch.setattr("monarch.peers.engine._CHECK_S", 60.0)
+    given = mount_settings(members="127.0.77.1,127.0.77.2", address="127.0.77.1", engine=program)
+    (check,) = check_peers(given, {VARIABLE: SECRET})
+    assert check.status == "ok", check
 
 
 @pytest.mark.parametrize(
