@@ -77,7 +77,8 @@ _MOST_LOG = 1 * MiB
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """``name`` is that in messages, ``config`` the file of the ``configuration``. With ``check`` in
-    the place of ``arguments`` it only reads that."""
+    the place of ``arguments`` it only reads that. ``option`` follows both, unless the program is
+    too old for it."""
 
     name: str
     config: str
@@ -85,9 +86,10 @@ class _Kind:
     arguments: tuple[str, ...]
     check: tuple[str, ...]
     configuration: Callable[[Site, int], str]
+    option: tuple[str, ...] = ()
 
 
-_OF_NGINX = ("-p", ".", "-c", "nginx.conf", "-e", "stderr")
+_OF_NGINX = ("-p", ".", "-c", "nginx.conf")
 _NGINX = _Kind(
     "nginx",
     "nginx.conf",
@@ -95,7 +97,11 @@ _NGINX = _Kind(
     _OF_NGINX,
     (*_OF_NGINX, "-t"),
     nginx.configuration,
+    ("-e", "stderr"),
 )
+# The words of nginx before 1.19.5, as of Debian 11 and Ubuntu 22.04. Without the option it tries to
+# open the log of the system first, and may say that it could not.
+_OLD = 'invalid option: "e"'
 _OF_CADDY = ("--config", "caddy.conf", "--adapter", "caddyfile")
 _CADDY = _Kind(
     "Caddy",
@@ -137,6 +143,7 @@ class Engine:
     def __init__(self, program: Path, directory: Path, site: Site) -> None:
         self._program = program
         self._kind = _CADDY if is_caddy(program) else _NGINX
+        self._option = self._kind.option
         self._directory = directory
         self._site = site
         self._certificate = site.certificate
@@ -216,6 +223,9 @@ class Engine:
                 log.info("copies for other nodes at %s", self._site.shown(port))
                 return
             await self._end()
+            if self._is_old():
+                await self._start()
+                return
         if not was_tried:
             raise UsageError(f"no port of {self._site.ports} is free")
 
@@ -272,9 +282,19 @@ class Engine:
             process.wait()
             return f"it has not ended after {_CHECK_S:.0f} s"
         self._end_of_process = _end_words(code)
+        if self._is_old():
+            return self.check(port)
         # A shell runs an empty file, which says nothing.
         has_checked = code == 0 and (self._directory / self._kind.log).stat().st_size > 0
         return "" if has_checked else self._last_words()
+
+    def _is_old(self) -> bool:
+        """Whether the program has ended since it does not know the option, which it does not get
+        again."""
+        if not self._option or _OLD not in self._last_words():
+            return False
+        self._option = ()
+        return True
 
     def _configure(self, port: int) -> None:
         """Writes the configuration. Raises OSError."""
@@ -283,7 +303,7 @@ class Engine:
 
     def _spawn(self, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         """Starts the process in this thread, whose end would end it, too. Raises OSError."""
-        command = confined(os.fspath(self._program), *arguments)
+        command = confined(os.fspath(self._program), *arguments, *self._option)
         with open(self._directory / self._kind.log, "wb") as output:
             process = subprocess.Popen(
                 command,

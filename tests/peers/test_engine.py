@@ -415,6 +415,39 @@ def test_the_log_of_the_engine_has_a_limit(tmp_path: Path, monkeypatch: pytest.M
     with_node(tmp_path, check)
 
 
+@pytest.fixture
+def old_nginx(tmp_path: Path) -> Path:
+    """nginx as before 1.19.5, which does not know ``-e``."""
+    made = tmp_path / "old" / "nginx"
+    made.parent.mkdir()
+    made.write_text(
+        "#!/bin/sh\n"
+        'case " $* " in *" -e "*) echo \'nginx: invalid option: "e"\' >&2; exit 1 ;; esac\n'
+        f'exec {find_engine(None)} -e stderr "$@"\n'
+    )
+    made.chmod(0o700)
+    return made
+
+
+def test_an_nginx_without_the_option_of_newer_ones_serves_copies(
+    tmp_path: Path, old_nginx: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "find_engine", lambda given: old_nginx)
+
+    async def check(node: Node) -> None:
+        node.files.put(FIRST, b"a copy", 1)
+        client = node.client()
+        answer = await trio.to_thread.run_sync(client.get, f"d/{FIRST}", 6)
+        assert answer.data == b"a copy"
+        client.close()
+        # It is known from the second start on.
+        assert node.engine.starts == 2
+
+    with_node(tmp_path, check)
+    site = Site([tmp_path / "tier"], KEY, HOST, [free_port()])
+    assert Engine(old_nginx, tmp_path / "checked", site).check(site.ports[0]) == ""
+
+
 @pytest.mark.promise(274)
 def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
     async def check(node: Node) -> None:
