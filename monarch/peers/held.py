@@ -116,8 +116,8 @@ class HeldFiles:
         # The objects whose files on the disk are being changed, by one thread each; and up to which
         # version they are to be removed then.
         self._busy: dict[_Key, int] = {}
-        # The bytes of all files, and of those that are arriving.
-        self._bytes = 0
+        # The bytes of all files with those that are arriving, and of the latter alone.
+        self._bytes = self._arriving = 0
         with suppress(FileNotFoundError):
             for place in directory.iterdir():
                 if re.fullmatch(TOKEN, place.name):
@@ -201,16 +201,18 @@ class HeldFiles:
             # The earlier version stays until the new one is safe.
             self._busy[key] = -1
             self._bytes += more
+            self._arriving += more
         is_safe = False
         try:
             with self._directories:
                 (self._directory / record.token).mkdir(mode=0o700, parents=True, exist_ok=True)
-            if is_here or (self._has_room(record.size) and self._receive(record, fetch)):
+            if is_here or (self._has_room() and self._receive(record, fetch)):
                 self._write(record, before)
                 is_safe = True
         finally:
             with self._lock:
                 self._bytes -= more
+                self._arriving -= more
                 gone = before if is_safe else record
                 if is_safe:
                     self._remove(key)
@@ -218,9 +220,11 @@ class HeldFiles:
             self._settle(key, [] if is_here or gone is None else [self._path(gone)])
         return is_safe and self.version(*key) == record.version
 
-    def _has_room(self, size: int) -> bool:
+    def _has_room(self) -> bool:
+        """Whether the disk has room for all files that are arriving. What has come of them counts
+        twice."""
         room = os.statvfs(self._directory)
-        return room.f_bavail * room.f_frsize - size >= _KEEP_FREE
+        return room.f_bavail * room.f_frsize - self._arriving >= _KEEP_FREE
 
     def _receive(self, record: Record, fetch: Callable[[Take], None]) -> bool:
         """Writes the bytes and syncs them; whether they are right."""

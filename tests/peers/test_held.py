@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,6 +306,29 @@ def test_no_more_is_kept_than_there_is_room_for(
     held.forget(TOKEN, 2, 0)
     assert not held.put(record_of(number=4), not_asked)
     assert held.nbytes == len(CONTENT)
+
+
+def test_files_that_arrive_at_the_same_time_have_room_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them alone would leave enough of the disk free."""
+    held = HeldFiles(tmp_path, 100 * len(CONTENT))
+    room = SimpleNamespace(f_bavail=held_files._KEEP_FREE + 2 * len(CONTENT), f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda directory: room)
+    taken: list[bool] = []
+
+    def fetch(number: int) -> Callable[[Take], None]:
+        def give(take: Take) -> None:
+            # Nothing has been written yet when the next one comes.
+            taken.append(held.put(record_of(number=number + 1), fetch(number + 1)))
+            take(CONTENT)
+
+        return give
+
+    assert held.put(record_of(number=1), fetch(1))
+    assert taken == [False, True]
+    assert sorted(record.number for record in held.of(TOKEN)) == [1, 2]
+    assert held.put(record_of(number=3), giving())
 
 
 def test_damaged_bytes_are_not_given(tmp_path: Path) -> None:
