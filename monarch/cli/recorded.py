@@ -58,7 +58,7 @@ def read(path: Path, progress: Progress) -> Recorded:
 
 
 def _read_snapshot(path: Path, progress: Progress) -> Recorded:
-    snapshot = Snapshot.open(path)
+    snapshot = Snapshot.open_checked(path)
     try:
         sizes, keys = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
         end = snapshot.entries + 1

@@ -176,7 +176,7 @@ def verify(
       monarch snapshot verify /pfs/imagenet imagenet.snapshot
       monarch snapshot verify /pfs/imagenet imagenet.snapshot --sample 1000
     """
-    with Snapshot.open(file) as opened, progress_bar(quiet=quiet) as progress:
+    with Snapshot.open_checked(file) as opened, progress_bar(quiet=quiet) as progress:
         found = verify_snapshot(source, opened, sample=sample, jobs=jobs, progress=progress)
     return _show_differences(found, as_json=as_json)
 
@@ -192,7 +192,7 @@ def diff(before: Path, after: Path, as_json: bool) -> int:
     Example:
       monarch snapshot diff monday.snapshot tuesday.snapshot
     """
-    with Snapshot.open(before) as old, Snapshot.open(after) as new:
+    with Snapshot.open_checked(before) as old, Snapshot.open_checked(after) as new:
         return _show_differences(diff_snapshots(old, new), as_json=as_json)
 
 

@@ -85,7 +85,7 @@ def refresh(
     written in place are missed. Raises SourceError, SnapshotError and UsageError; ``file`` is then
     unchanged.
     """
-    with Snapshot.open(file) as before, open_source(source) as (root_fd, path):
+    with Snapshot.open_checked(file) as before, open_source(source) as (root_fd, path):
         if before.source != path:
             raise SnapshotError(
                 f"snapshot {file} is of {printable(before.source)}, not of {printable(path)}",

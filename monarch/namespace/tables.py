@@ -148,6 +148,17 @@ class Tables:
             mapping.release()
             raise
 
+    @classmethod
+    def open_checked(cls, path: Path, *, memory_max: int = 0) -> Self:
+        """``open`` and ``check``: for a snapshot that another user may have made."""
+        snapshot = cls.open(path, memory_max=memory_max)
+        try:
+            snapshot.check()
+        except BaseException:
+            snapshot.close()
+            raise
+        return snapshot
+
     def close(self) -> None:
         for table in self._tables:
             table.views = []
@@ -213,6 +224,10 @@ class Tables:
                 _are_strings(table.block(number), min(schema.BLOCK, count - number * schema.BLOCK))
                 for table, count in texts
                 for number in range(len(table.views))
+            )
+            and all(
+                _are_names(self._names.block(number), is_first=number == 0)
+                for number in range(len(self._names.views))
             )
             and _are_spans(self._firsts, info)
         )
@@ -303,6 +318,24 @@ def _are_strings(block: memoryview, count: int) -> bool:
         and np.all(np.diff(offsets) >= 0)
         and offsets[-1] == len(block)
     )
+
+
+def _are_names(block: memoryview, *, is_first: bool) -> bool:
+    """Whether the strings of a block can be names in a directory: a path from others would lead to
+    another file of the source. That of the root, the first one of all, is empty."""
+    start = int.from_bytes(block[:4], "little")
+    offsets = np.frombuffer(block[:start], dtype="<u4").astype(np.int64)
+    text = np.frombuffer(block, dtype=np.uint8)
+    sizes, firsts = np.diff(offsets), offsets[:-1]
+    if is_first:
+        sizes, firsts = sizes[1:], firsts[1:]
+    letters = text[start:]
+    if np.any(letters == 0) or np.any(letters == ord("/")) or np.any(sizes == 0):
+        return False
+    short = firsts[sizes <= 2]
+    dots = text == ord(".")
+    are_dots = dots[short] & dots[short + sizes[sizes <= 2] - 1]
+    return not np.any(are_dots)
 
 
 def _are_spans(table: _Table, info: SnapshotSummary) -> bool:

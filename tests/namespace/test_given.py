@@ -11,7 +11,9 @@ from pathlib import Path
 import lmdb
 import pytest
 import xxhash
+from click.testing import CliRunner
 
+from monarch.cli.snapshot import snapshot as snapshots
 from monarch.config.settings import MountSettings
 from monarch.daemon import snapshot_choice
 from monarch.daemon.snapshot_choice import snapshot_for
@@ -22,6 +24,7 @@ from monarch.namespace.given import own_copy
 from monarch.namespace.schema import (
     ACL_SHIFT,
     ALIAS,
+    BLOCK,
     CHILDREN,
     EXTRA_OFFSET,
     FLAGS_OFFSET,
@@ -29,6 +32,7 @@ from monarch.namespace.schema import (
     META,
     RECORD_BYTES,
     key,
+    pack_strings,
     seal,
 )
 from monarch.namespace.schema import (
@@ -267,6 +271,55 @@ def test_a_foreign_snapshot_leads_to_no_address_outside_the_file(
             opened(source, given, state)
         given.write_bytes(was)
     assert copies(state) == []
+
+
+@pytest.mark.finding("D2")
+@pytest.mark.parametrize(
+    "name", [b"..", b".", b"", b"a/b", b"/etc/passwd", b"../../etc/passwd", b"a\0b"]
+)
+def test_a_foreign_snapshot_with_a_name_that_no_directory_has_is_refused(
+    source: Path, given: Path, state: Path, name: bytes
+) -> None:
+    with Snapshot.open(given) as snapshot:
+        root = snapshot.name(ROOT_INO)
+        count = min(BLOCK, snapshot.entries) - 1
+
+    def with_names(*names: bytes) -> None:
+        with_value(given, key(NAMES_TABLE, 0), pack_strings([root, *names]))
+
+    with_names(*NAMES[: count - 1], name)
+    with pytest.raises(SnapshotError, match="is damaged"):
+        opened(source, given, state)
+    assert copies(state) == []
+    # Odd ones that a directory may have.
+    with_names(b"...", b"..a", b".a", b"a.", b"\xff\n", b"\\", *NAMES[6:count])
+    opened(source, given, state).close()
+
+
+@pytest.mark.finding("D2")
+@pytest.mark.parametrize(
+    "use",
+    [
+        "verify SOURCE FILE",
+        "verify SOURCE FILE --sample 50",
+        "refresh SOURCE FILE",
+        "diff FILE FILE",
+    ],
+)
+def test_no_command_follows_the_numbers_of_a_foreign_snapshot(
+    source: Path, given: Path, use: str
+) -> None:
+    """Two entries are the parents of each other: their paths have no end."""
+    with Snapshot.open(given) as snapshot:
+        rows = bytearray(next(snapshot.records())[1].tobytes())
+    for slot in range(2, len(rows) // RECORD_BYTES + 1):
+        struct.pack_into("<I", rows, (slot - 1) * RECORD_BYTES, slot ^ 1)
+    with_value(given, key(INODES, 0), bytes(rows))
+    places = {"SOURCE": os.fspath(source), "FILE": os.fspath(given)}
+    before = given.read_bytes()
+    result = CliRunner().invoke(snapshots, [places.get(word, word) for word in use.split()])
+    assert isinstance(result.exception, SnapshotError), result.output
+    assert "is damaged" in str(result.exception) and given.read_bytes() == before
 
 
 def with_value(given: Path, name: bytes, content: bytes) -> None:
