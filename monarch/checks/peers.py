@@ -11,11 +11,12 @@ from tempfile import TemporaryDirectory
 from monarch.checks.preflight import Check
 from monarch.config.settings import MountSettings
 from monarch.errors import UsageError
-from monarch.peers.engine import Engine, is_free
+from monarch.peers.engine import Engine
 from monarch.peers.hello import MemberKey
 from monarch.peers.membership import Membership, membership
 from monarch.peers.network import addresses_of_all
 from monarch.peers.nginx import Site
+from monarch.peers.ports import is_free
 from monarch.text import counted
 
 _MOST_DOUBTS = 5

@@ -19,10 +19,8 @@ names get 404.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import re
 import resource
 import shutil
 import socket
@@ -45,8 +43,10 @@ from monarch.peers.hello import (
 )
 from monarch.peers.holding import WRITTEN
 from monarch.peers.nginx import CERTIFICATE, KEY, Site
+from monarch.peers.ports import claim, is_free
 from monarch.peers.tls import client_context, fingerprint_of
 from monarch.posix.private_directory import replace_private
+from monarch.posix.processes import written_by
 from monarch.text import MiB, escape_text
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,6 @@ _CHECK_S = 10.0
 # How long it may take to end after each signal, in seconds.
 _END_S = 2.0
 _MOST_WORDS = 500
-_WRITTEN = re.compile(r"^wchar: (\d+)$", re.MULTILINE)
-_OWN_COUNTS = "/proc/self/io"
 # The kernel refuses to make a file of the engine longer, so no client can fill the disk with its
 # log.
 _MOST_LOG = 1 * MiB
@@ -168,7 +166,7 @@ class Engine:
         """The bytes that the engine has sent, with the heads of its answers and its requests to the
         daemon; of a process that has ended up to the last call. None if they are not known."""
         if self._process is not None:
-            self._sent = _written_by(self._process.pid, self._sent)
+            self._sent = written_by(self._process.pid, self._sent)
         return None if self._sent is None else self._sent_before + self._sent
 
     async def run(self) -> None:
@@ -210,7 +208,7 @@ class Engine:
             if not is_free(self._site.address, port):
                 self._others.append(port)
                 continue
-            self._claim = _claim(self._site.address, port)
+            self._claim = claim(self._site.address, port)
             if self._claim is None:
                 continue
             was_tried = True
@@ -383,48 +381,6 @@ class Engine:
 
 def _end_words(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit status {code}"
-
-
-def _written_by(pid: int, before: int | None) -> int | None:
-    """The bytes that a process has written to files and sockets (proc(5), ``io``); ``before`` if it
-    has ended. None if the kernel does not count them, or not for this user."""
-    try:
-        counts = Path(f"/proc/{pid}/io").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return before if Path(_OWN_COUNTS).exists() else None
-    except OSError:
-        return None
-    found = _WRITTEN.search(counts)
-    return None if found is None else int(found[1])
-
-
-def is_free(address: str, port: int) -> bool:
-    """Whether no program listens at a port of this node. Raises OSError, with the address as its
-    file, if this process may not listen there: the address may be of another node."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
-            raise OSError(error.errno, error.strerror, f"{address} port {port}") from None
-    return True
-
-
-def _claim(address: str, port: int) -> socket.socket | None:
-    """A socket that keeps this port for the engine of this daemon until it is closed; None if
-    another daemon has it. Two Caddys of a user can listen at one port (SO_REUSEPORT), and each
-    connection would go to either of them."""
-    claim = socket.socket(socket.AF_UNIX)
-    try:
-        # A name without a file, in the network of this process.
-        claim.bind(f"\0monarch {address} {port}")
-    except OSError:
-        claim.close()
-        return None
-    return claim
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> None:

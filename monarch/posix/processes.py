@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
 from contextlib import suppress
+from pathlib import Path
 
 from monarch.posix.files import closing_fd
 
 _MOST_BYTES = 1 << 16
 _MOST_KNOWN = 1024
+_WRITTEN = re.compile(r"^wchar: (\d+)$", re.MULTILINE)
+_OWN_COUNTS = "/proc/self/io"
 
 
 class Sessions:
@@ -78,6 +82,19 @@ def process_space() -> str:
 def boot_id() -> str:
     """The present start of the machine. Raises OSError."""
     return _read_all("/proc/sys/kernel/random/boot_id").decode().strip()
+
+
+def written_by(pid: int, before: int | None) -> int | None:
+    """The bytes that a process has written to files and sockets (proc(5), ``io``); ``before`` if it
+    has ended. None if the kernel does not count them, or not for this user."""
+    try:
+        counts = Path(f"/proc/{pid}/io").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return before if Path(_OWN_COUNTS).exists() else None
+    except OSError:
+        return None
+    found = _WRITTEN.search(counts)
+    return None if found is None else int(found[1])
 
 
 def process_of(thread: int) -> int:

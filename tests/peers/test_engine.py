@@ -27,6 +27,7 @@ from monarch.peers.engine import Engine, find_engine
 from monarch.peers.hello import PROOFS_BYTES, MemberKey, hello_request, new_challenge
 from monarch.peers.members import Endpoint
 from monarch.peers.nginx import SOCKET, Site
+from monarch.peers.ports import claim
 from monarch.peers.spans import Span, granule_digests, span_digest
 from monarch.peers.tls import Certificate
 from monarch.tiers.contents import PARTS, copy_name, part_name
@@ -506,13 +507,13 @@ def test_a_port_is_reserved_until_the_engine_has_ended(tmp_path: Path) -> None:
     ports = []
 
     async def check(node: Node) -> None:
-        assert engines._claim(HOST, node.port) is None
+        assert claim(HOST, node.port) is None
         ports.append(node.port)
 
     with_node(tmp_path, check)
-    claim = engines._claim(HOST, ports[0])
-    assert claim is not None
-    claim.close()
+    made = claim(HOST, ports[0])
+    assert made is not None
+    made.close()
 
 
 @pytest.mark.parametrize("is_same", [True, False])
