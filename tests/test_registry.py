@@ -311,6 +311,25 @@ def test_a_dead_and_an_unreaped_process_are_not_alive() -> None:
     assert not alive(theirs)
 
 
+def test_a_dead_daemon_whose_number_another_user_has_now_is_not_alive(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If /proc is mounted with hidepid=1, the kernel lets no other user read the process."""
+    theirs = record("/mnt/a", pid=4711)
+    registry.add(theirs)
+    (file,) = registry._directory.iterdir()
+    stage = file.with_name(f"{file.name}.4711.part")
+    stage.touch()
+
+    def refuse(pid: int) -> int | None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", f"/proc/{pid}/stat")
+
+    monkeypatch.setattr("monarch.control.registry.process_started", refuse)
+    assert not alive(theirs)
+    registry.add(theirs)
+    assert not stage.exists()
+
+
 def test_a_process_with_a_hostile_name_is_recognised(tmp_path: Path) -> None:
     program = tmp_path / ") Z 1 (x"
     program.symlink_to("/bin/sleep")

@@ -120,7 +120,7 @@ class Registry:
         """Removes temporary files of killed daemons."""
         for path in filter(self._is_here, self._directory.glob("*.part")):
             pid = path.suffixes[-2].removeprefix(".") if len(path.suffixes) > 1 else ""
-            if not pid.isdecimal() or process_started(int(pid)) is None:
+            if not pid.isdecimal() or _started(int(pid)) is None:
                 path.unlink(missing_ok=True)
 
     def all(self) -> list[MountRecord]:
@@ -219,7 +219,16 @@ def real_path(path: Path | str, mountpoints: Collection[str] = ()) -> str:
 
 def alive(record: MountRecord) -> bool:
     """Whether the daemon that wrote ``record`` is running; a reused pid does not count."""
-    return process_started(record.pid) == record.pid_started
+    return _started(record.pid) == record.pid_started
+
+
+def _started(pid: int) -> int | None:
+    """As ``process_started``; also None for a process of another user which /proc hides
+    (``hidepid=1``): it is no daemon of this user."""
+    try:
+        return process_started(pid)
+    except PermissionError:
+        return None
 
 
 def process_started(pid: int) -> int | None:

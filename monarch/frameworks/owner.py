@@ -264,7 +264,11 @@ def _lives(holder: _Holder) -> bool:
     """Whether a holder on this machine is still running."""
     if holder.pid == os.getpid():
         return holder.token in {each._me.token for each in _HELD}
-    return process_started(holder.pid) == holder.started
+    try:
+        return process_started(holder.pid) == holder.started
+    except PermissionError:
+        # /proc is mounted with hidepid=1, and it is a process of another user: perhaps the holder.
+        return True
 
 
 def _boot() -> str:

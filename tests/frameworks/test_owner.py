@@ -123,6 +123,24 @@ def test_an_owner_of_this_machine_that_is_dead_blocks_no_trainer(tmp_path: Path)
     path.unlink()
 
 
+def test_an_owner_that_cannot_be_read_counts_as_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a process of another user, and /proc is mounted with hidepid=1."""
+
+    def refuse(pid: int) -> int | None:
+        raise PermissionError
+
+    started = owner.process_started
+    monkeypatch.setattr(
+        owner, "process_started", lambda pid: started(pid) if pid == os.getpid() else refuse(pid)
+    )
+    here = {"boot": owner._boot(), "namespace": os.readlink("/proc/self/ns/pid")}
+    owned(tmp_path, **here, pid=os.getppid())
+    with pytest.raises(LockedError, match=f"process {os.getppid()} on gpu07"):
+        Checkpointer(tmp_path)
+
+
 @pytest.mark.promise(165)
 def test_a_trainer_that_lost_the_directory_enters_no_checkpoint_and_removes_none(
     tmp_path: Path,
