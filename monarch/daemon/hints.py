@@ -141,7 +141,11 @@ class Hints:
             raise Refused(errno.ESRCH) from None
         if isinstance(said, Limit | Count):
             return self.measuring.receive(said, caller, process)
-        started = process_started(process) if process else 0
+        try:
+            started = process_started(process) if process else 0
+        except OSError:
+            # The daemon has no free descriptor.
+            raise Refused(errno.EBUSY) from None
         announcer = Announcer(caller.uid, process, started or 0)
         announcements, kept = self._announcements, 0
         if isinstance(said, Begin):
@@ -222,12 +226,11 @@ class Hints:
     def _is_over(self, key: OrderKey, watched: _Watched) -> bool:
         if not key.pid:
             return self._is_idle(key, watched)
-        if process_started(key.pid) != key.started:
-            return True
-        if watched.descriptor == NO_DESCRIPTOR:
-            return False
         try:
-            return link_of(key.pid, watched.descriptor) != watched.path
+            if process_started(key.pid) != key.started:
+                return True
+            is_watched = watched.descriptor != NO_DESCRIPTOR
+            return is_watched and link_of(key.pid, watched.descriptor) != watched.path
         except FileNotFoundError:
             return True
         except OSError:

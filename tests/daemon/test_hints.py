@@ -354,6 +354,28 @@ async def test_an_order_ends_with_its_process(
             assert len(rig.announcements) == 1
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EPERM])
+async def test_an_order_whose_process_cannot_be_read_stays(
+    rig: Rig,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    """The daemon has no free descriptor, or the process has become one of another user."""
+    rig.begin()
+    with monkeypatch.context() as patch:
+
+        def refuse(_: int) -> int | None:
+            raise OSError(number, os.strerror(number))
+
+        patch.setattr(hints, "process_started", refuse)
+        assert rig.refused(encode_progress(1, 0)) == errno.EBUSY
+        async with running(rig):
+            await trio.sleep(5)
+            assert len(rig.announcements) == 1
+    assert rig.send(encode_progress(1, 0)) == 0
+
+
 async def test_an_order_of_a_process_that_has_ended_before_its_message_is_not_kept(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
