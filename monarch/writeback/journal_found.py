@@ -311,7 +311,10 @@ class _Version:
         from a clock that ticks: a change may have the same time, or one before the record."""
         if self.mtime_ns is None:
             return status.st_ctime_ns > self.recorded_ns
-        if status.st_mtime_ns < self.mtime_ns:
+        if status.st_mtime_ns < self.mtime_ns and not (
+            # A process has set a time in the future, and a later change has set both times anew.
+            self.mtime_ns > self.recorded_ns and status.st_mtime_ns == status.st_ctime_ns
+        ):
             return False
         if status.st_mtime_ns == self.mtime_ns:
             # A restored file was changed at another time. A file system that has stopped loses no

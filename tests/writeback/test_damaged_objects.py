@@ -21,6 +21,8 @@ from tests.writeback.remounts import Rig, Session
 
 # CLOCK_REALTIME_COARSE of Linux.
 _COARSE_CLOCK = 5
+# In the year 2100.
+FUTURE_NS = 4_102_444_800 * 10**9
 OLD, NEW = b"what the source had", b"what was written on the mount, and synced"
 
 
@@ -134,6 +136,30 @@ async def test_a_file_truncated_after_a_clean_end_and_before_a_kill_keeps_its_le
         await session.end(abandoned=True)
     async with rig.mount(works=False) as session:
         ino = await session.open(b"f", os.O_WRONLY)
+        await trio.to_thread.run_sync(os.ftruncate, session.front.opens.files[ino].place.fd, 5)
+        session.kill()
+    async with rig.mount() as session:
+        assert not session.write_back.place.found.lost
+        await session.drained()
+        await session.end()
+    assert (rig.source / "f").read_bytes() == NEW[:5]
+
+
+@pytest.mark.promise(67, 73)
+@pytest.mark.parametrize("is_set_before", [True, False], ids=["before its record", "after it"])
+async def test_a_file_with_a_time_in_the_future_that_is_truncated_keeps_its_length(
+    rig: Rig, clock: trio.testing.MockClock, is_set_before: bool
+) -> None:
+    (rig.source / "f").write_bytes(OLD)
+    async with rig.mount(works=False) as session:
+        ino = await session.open(b"f")
+        await session.files.write(ino, 0, NEW)
+        if is_set_before:
+            await session.utime(b"f", FUTURE_NS)
+        session.files.release(ino)
+        if not is_set_before:
+            await session.utime(b"f", FUTURE_NS)
+        ino = await session.open(b"f")
         await trio.to_thread.run_sync(os.ftruncate, session.front.opens.files[ino].place.fd, 5)
         session.kill()
     async with rig.mount() as session:
