@@ -15,7 +15,7 @@ from contextlib import suppress
 from monarch.posix import acl
 from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import closing_fd
-from monarch.text import errno_words
+from monarch.text import MiB, errno_words
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
 from monarch.writeback.expected import SourceLog
@@ -29,6 +29,8 @@ NOT_SUPPORTED = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
     | {errno.E2BIG, errno.ERANGE, errno.EACCES}
 )
+# The largest block in which a file system keeps the attributes of a file, in bytes.
+_BLOCK = 4096
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _SYNC_AGAIN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -117,8 +119,7 @@ class SourceAttributes:
                 else:
                     os.removexattr(path_of(fd), name)
             except OSError as error:
-                if error.errno == errno.ENOSPC and os.fstatvfs(fd).f_bavail:
-                    # The disk is not full, only the space for the attributes of one file.
+                if error.errno == errno.ENOSPC and _is_too_much(fd, name, value or b""):
                     error = OSError(errno.E2BIG, os.strerror(errno.E2BIG))
                 if error.errno != errno.ENODATA:
                     self._raise_if_supported("extended attributes", error, op)
@@ -132,6 +133,19 @@ class SourceAttributes:
         if error.errno not in NOT_SUPPORTED:
             raise error
         self._log.note_refused(what, error, op.path)
+
+
+def _is_too_much(fd: int, name: bytes, value: bytes) -> bool:
+    """Whether a file system that is not full reports that the attributes of one file do not fit: it
+    may keep them in one block. A small attribute fits, so its disk, or a quota, is full."""
+    disk, path = os.fstatvfs(fd), path_of(fd)
+    size = len(name) + len(value)
+    for each in map(os.fsencode, os.listxattr(path)):
+        # Some belong to root only.
+        with suppress(OSError):
+            size += len(each) + len(os.getxattr(path, each)) if each != name else 0
+    block = min(disk.f_bsize, _BLOCK)
+    return size > block * 3 // 4 and disk.f_bavail * disk.f_frsize >= MiB
 
 
 def sync_directory_at(fd: int) -> None:

@@ -221,6 +221,32 @@ async def test_an_extended_attribute_that_the_source_does_not_take_is_shown_by_t
         assert await xattrs(session) == {b"user.old": b"0"}
 
 
+@pytest.mark.promise(81, 157)
+@pytest.mark.parametrize("size", [1, 4000])
+async def test_an_extended_attribute_waits_for_room_unless_it_is_too_large(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """XFS needs some free blocks for an attribute, and tmpfs a free inode."""
+    setxattr, is_full = os.setxattr, True
+
+    def limited(path: Any, name: Any, *more: Any, **options: Any) -> None:
+        if is_full and os.fsencode(name) == b"user.note":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        setxattr(path, name, *more, **options)
+
+    async with rig.mount() as session:
+        monkeypatch.setattr(os, "setxattr", limited)
+        await session.setxattr(b"a", b"user.note", b"1" * size)
+        await session.at_rest()
+        log = session.write_back.drain.writer.log
+        assert list(log.dropped_xattrs) == ([] if size == 1 else [(b"a", b"user.note")])
+        is_full = False
+        if size == 1:
+            await session.write_back.refusals.retry(None)
+        await session.drained()
+    assert ("user.note" in os.listxattr(rig.source / "a")) is (size == 1)
+
+
 async def test_a_removed_extended_attribute_stays_removed(rig: Rig) -> None:
     async with rig.mount(works=False) as session:
         with pytest.raises(Refused) as refused:

@@ -743,7 +743,7 @@ async def test_attributes_that_the_source_refuses_are_reported_until_it_has_all(
     monkeypatch.setattr(os, "setxattr", small)
     async with draining(model) as drain:
         model.write(b"new", b"1")
-        model.setxattr(b"new", b"user.large", b"x" * 101)
+        model.setxattr(b"new", b"user.large", b"x" * 4000)
         model.setxattr(b"new", b"user.small", b"x")
         model.content(model.tree[b"new"])
         await drain.progress.wait(model.last_seq)
@@ -754,7 +754,7 @@ async def test_attributes_that_the_source_refuses_are_reported_until_it_has_all(
         model.content(model.tree[b"new"])
         await drain.progress.wait(model.last_seq)
         assert not drain.writer.log.dropped_xattrs
-        model.setxattr(b"new", b"user.large", b"x" * 101)
+        model.setxattr(b"new", b"user.large", b"x" * 4000)
         await drain.progress.wait(model.last_seq)
         assert drain.writer.log.dropped_xattrs == expected
         model.unlink(b"new")
