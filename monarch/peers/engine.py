@@ -70,13 +70,14 @@ _MOST_WORDS = 500
 # The kernel refuses to make a file of the engine longer, so no client can fill the disk with its
 # log.
 _MOST_LOG = 1 * MiB
+# nginx limits its connections. Caddy does not, and uses some 60 KiB for each.
+_MOST_FILES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """``name`` is that in messages, ``config`` the file of the ``configuration``. With ``check`` in
-    the place of ``arguments`` it only reads that. ``option`` follows both, unless the program is
-    too old for it."""
+    """``name`` is that in messages, ``config`` the file of the ``configuration``. With ``check``
+    for ``arguments`` it only reads that. ``option`` follows both, but for an old program."""
 
     name: str
     config: str
@@ -97,8 +98,7 @@ _NGINX = _Kind(
     nginx.configuration,
     ("-e", "stderr"),
 )
-# The words of nginx before 1.19.5, as of Debian 11 and Ubuntu 22.04. Without the option it tries to
-# open the log of the system first, and may say that it could not.
+# nginx before 1.19.5. Without the option it also says that it cannot open the log of the system.
 _OLD = 'invalid option: "e"'
 _OF_CADDY = ("--config", "caddy.conf", "--adapter", "caddyfile")
 _CADDY = _Kind(
@@ -287,8 +287,7 @@ class Engine:
         return "" if has_checked else self._last_words()
 
     def _is_old(self) -> bool:
-        """Whether the program has ended since it does not know the option, which it does not get
-        again."""
+        """Whether the program does not know the option, which it does not get again then."""
         if not self._option or _OLD not in self._last_words():
             return False
         self._option = ()
@@ -317,6 +316,8 @@ class Engine:
             )
         with suppress(OSError):
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (_MOST_LOG, _MOST_LOG))
+            if self._kind is _CADDY:
+                resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (_MOST_FILES, _MOST_FILES))
         return process
 
     async def _answers(self, port: int, process: subprocess.Popen[bytes]) -> bool:

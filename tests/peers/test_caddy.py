@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,29 @@ def test_errors_of_requests_are_not_logged_with_the_token(tmp_path: Path, caddy:
         for _ in range(400):
             assert status_of(await trio.to_thread.run_sync(node.raw, odd)) == 502
         assert TOKEN not in (tmp_path / "peers" / "caddy.log").read_text()
+        assert node.engine.starts == 1
+
+    with_node(tmp_path, check)
+
+
+@pytest.mark.promise(332)
+def test_connections_of_strangers_cost_a_limited_number_of_descriptors(
+    tmp_path: Path, caddy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "_MOST_FILES", 100)
+
+    async def check(node: Node) -> None:
+        process = node.engine._process
+        assert process is not None
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (100, 100)
+        with ExitStack() as strangers:
+            for _ in range(200):
+                where = ("127.0.0.1", node.port)
+                strangers.enter_context(socket.create_connection(where, timeout=60))
+        node.files.put(FIRST, b"bytes", 1)
+        client = node.client()
+        assert (await trio.to_thread.run_sync(client.get, f"d/{FIRST}", 5)).data == b"bytes"
+        client.close()
         assert node.engine.starts == 1
 
     with_node(tmp_path, check)
