@@ -12,7 +12,7 @@ import math
 import operator
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -34,6 +34,9 @@ _ALPHA_LOCAL = 1e-9
 _ALPHA_UNIFORM = 1e-3
 _ALPHA_ADVANCES = 1e-3
 _ALPHA_REPEATS = 1e-4
+
+# The places that a reader may be found to leave out before one: more are between two readers.
+_MOST_LEFT_OUT = 3
 
 # A step of the readers above which an order counts as strided.
 _STRIDED = 1.5
@@ -131,6 +134,27 @@ def stride(positions: Sequence[int]) -> tuple[int, int]:
         return 1, 0
     remainder, matching = Counter(place % step for place in places).most_common(1)[0]
     return (step, remainder) if matching >= (1 - 2 * _NOISE) * len(places) else (1, 0)
+
+
+def left_out(
+    places: Sequence[int],
+    read: Set[int],
+    order: Sequence[int],
+    *,
+    step: int = 1,
+    share: float = 1.0,
+) -> int:
+    """The places of an ``order`` of positions that its readers leave out: those right before each
+    of ``places`` with a position that is not in ``read``. Several readers count as one. Places are
+    ``step`` apart, and a ``share`` of them has files."""
+    count, most = 0, math.ceil(_MOST_LEFT_OUT / share)
+    for place in places:
+        # No file is left out before the first one.
+        for before in range(place - step, max(-1, place - step * most - 1), -step):
+            if order[before] in read:
+                break
+            count += 1
+    return count
 
 
 def is_skewed(opens: int, repeats: int, n: int) -> bool:

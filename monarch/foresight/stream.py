@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,9 @@ _FORESEEN = 0.75
 # order of the names, a random choice of the files. It is counted over some 16 windows.
 _READ_SHARE = 0.75
 _FADING = 15 / 16
-# The most files that count as passed from one window to the next, in windows.
-_MOST_PASSED = 6
+# A reader may come so many windows later to the file before that of another reader; and the windows
+# before that which count, too.
+_LATER, _EARLIER = 4, 4
 # The share of a window that must be in the order of the last epoch for it to be compared.
 _KNOWN = 0.75
 
@@ -171,7 +173,7 @@ class _Order:
         # Not filled, since that takes as long: a place counts only if it has the position.
         self._places = np.empty(n, np.uint32)
         # The same, of which single numbers are read faster.
-        self._order, self._place_of = self.positions.data, self._places.data
+        self.order, self._place_of = self.positions.data, self._places.data
         self._known = 0
         self.extend()
 
@@ -188,7 +190,7 @@ class _Order:
 
     def places(self, positions: Sequence[int]) -> list[int]:
         """The places of the positions that have one."""
-        order, place_of, known = self._order, self._place_of, self._known
+        order, place_of, known = self.order, self._place_of, self._known
         return [
             place
             for position in positions
@@ -219,6 +221,7 @@ class Stream:
         self._processes: set[int] = set()
         self._window: list[int] = []
         self._before: list[int] = []
+        self._recent: deque[list[int]] = deque(maxlen=_EARLIER + 1 + _LATER)
         self._window_size = recognition.window_of(self._n)
         # Whether one process has opened all files of the last window.
         self._has_one_process = False
@@ -235,10 +238,9 @@ class Stream:
         # out, and up to where they were.
         self._front = self._given = -1
         self.distance = _LEAST_AHEAD
-        # The files of that order that the readers have passed, and those that they have read
-        # meanwhile; and the files of this epoch at the last test.
+        # The files of that order that the readers have passed, and those of them that they have
+        # read.
         self._passed = self._read = 0.0
-        self._read_before = 0
         # Whether ``fill`` may return files, and how many.
         self.is_filling = False
         self._fill_credit = 0
@@ -276,9 +278,9 @@ class Stream:
 
     @property
     def _is_sparse(self) -> bool:
-        """Whether the readers leave out many files of the order. A window is two windows more or
-        less far than the one before, by chance, if there are many readers."""
-        return _READ_SHARE * self._passed > self._read + 2 * self._window_size
+        """Whether the readers leave out many files of the order. At first, each of many readers has
+        begun behind files that another one reads later: a window of files is allowed for it."""
+        return _READ_SHARE * self._passed > self._read + self._window_size
 
     @property
     def is_scan(self) -> bool:
@@ -355,6 +357,8 @@ class Stream:
             self._order.extend(now.new)
         if now.windows:
             self._window = now.last_window
+            self._recent.clear()
+            self._recent.append(self._window)
             self._processes.clear()
         self._processes |= processes
         if passes.ends_pass(len(self._run), self._seen.count):
@@ -367,6 +371,7 @@ class Stream:
         if len(latest) < self._window_size:
             return False
         self._before, self._window = self._window, list(latest)
+        self._recent.append(self._window)
         latest.clear()
         self._judge()
         self._has_one_process = len(self._processes) == 1 and 0 not in self._processes
@@ -410,7 +415,6 @@ class Stream:
         self._seen.clear()
         for position in self._run:
             self._seen.add(position)
-        self._read_before = self._seen.count
         self._run.clear()
         if self.pattern in _LOCAL:
             self._front = self._given = -1
@@ -422,27 +426,36 @@ class Stream:
         self._count_inner_repeats()
         vote, found = self._look()
         if vote in _LOCAL:
+            if found is not None:
+                self._count_passed(vote)
             before = self._voted if self._vote == vote else None
             if found is not None and before is not None and found.middle <= before.middle:
                 # The same files again, or another epoch: it does not advance.
                 vote = "unknown"
-            elif found is not None and before is not None:
-                self._advanced(vote, found.middle - before.middle)
             if found is not None and self.pattern == vote:
                 self._follow(found)
         if vote == self._vote and vote != self.pattern:
             self._recognised(vote, found)
         self._vote, self._voted = vote, found
-        self._read_before = self._seen.count
 
-    def _advanced(self, pattern: Pattern, places: int) -> None:
-        """Records that the readers have advanced by so many places since the last test."""
-        # Not all of these places have a file that can be read.
-        share = 1.0 if pattern == "same order" else self.subtree.count / (self._n * self.step)
-        # Readers that continue at another place once leave out no files there.
-        files = min(places * share, _MOST_PASSED * self._window_size)
-        self._passed = _FADING * self._passed + files
-        self._read = _FADING * self._read + self._seen.count - self._read_before
+    def _count_passed(self, pattern: Pattern) -> None:
+        """Counts the files of an order that a window has, and those that it leaves out, as soon as
+        the other readers have had their time for them. Before that they count for now."""
+        recent = self._recent
+        window, read = recent[max(0, len(recent) - 1 - _LATER)], set[int]().union(*recent)
+        order: Sequence[int] = range(self._n)
+        places, step, share = window, self.step, 1.0
+        if pattern == "same order" and self._last is not None:
+            order, places, step = self._last.order, self._last.places(window), 1
+        else:
+            # Not all places have a file that can be read.
+            share = max(LEAST_FILES, self.subtree.count) / self._n
+        count = len(places)
+        passed = count + recognition.left_out(places, read, order, step=step, share=share)
+        if len(recent) <= _LATER + 1:
+            self._passed = self._read = 0.0
+        self._passed = _FADING * self._passed + share * passed
+        self._read = _FADING * self._read + count
 
     def _count_inner_repeats(self) -> None:
         opens, repeats = self._tested

@@ -99,12 +99,13 @@ def test_a_job_that_reads_a_tenth_at_random_wastes_little() -> None:
 
 
 @pytest.mark.promise(181)
-@pytest.mark.parametrize(("readers", "files_of_class"), [(1, 40), (4, 200)])
+@pytest.mark.parametrize("readers", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize("files_of_class", [40, 200])
 def test_a_job_that_reads_a_random_tenth_in_the_order_of_the_names_wastes_little(
     readers: int, files_of_class: int
 ) -> None:
     """Such as the list of a subset, which is sorted."""
-    for seed in range(10):
+    for seed in range(5):
         job, rng = Job(rate=1000, tree=Tree((100, files_of_class))), random.Random(seed)
         files = job.files(TRAIN)
         order = workers(sorted(rng.sample(files, len(files) // 10)), readers, 32, rng)
@@ -141,6 +142,18 @@ def test_files_in_the_order_of_the_snapshot_are_given_ahead_of_the_readers() -> 
     assert job.open(order) >= 0.9 * (len(order) - 200)
     assert job.patterns == {"2": "sequential"}
     assert set(job.given) <= set(job.files(TRAIN))
+
+
+@pytest.mark.parametrize("batch", [4, 32])
+@pytest.mark.parametrize("readers", [8, 16, 32])
+def test_files_in_the_order_of_the_snapshot_are_given_ahead_of_many_readers(
+    readers: int, batch: int
+) -> None:
+    """Each reader begins behind files that another one reads later: these are not left out."""
+    job, rng = Job(rate=64, tree=Tree((100, 100))), random.Random(3)
+    order = workers(list(job.files(TRAIN)), readers, batch, rng)
+    assert job.open(order) >= 0.5 * len(order)
+    assert job.patterns == {"2": "sequential"}
 
 
 def test_the_distance_grows_with_success_and_collapses_when_the_order_ends() -> None:
