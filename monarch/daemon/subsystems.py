@@ -413,7 +413,7 @@ def build_fetch_ahead(
     )
     if transfer.chunks is not None:
         read.promotions.chunks = transfer.chunks
-        transfer.chunks.leave_to_readers(read.bindings.is_open)
+        transfer.chunks.leave_to_readers(read.bindings.is_open, read.kernel.may_be_half_read)
     tiers.foresight.on_more(fetch_ahead.wake)
     ruled.wake = fetch_ahead.wake
     read.promotions.is_expected_again = tiers.foresight.is_expected_again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,18 +37,27 @@ class Uses(Protocol):
     def following(self, most: int) -> Iterator[Sequence[int]]: ...
 
 
-@dataclass(frozen=True, slots=True)
+def _never(ino: Ino) -> bool:
+    return False
+
+
+@dataclass(slots=True)
 class ChunkPlans:
-    """The files that wait in memory for their readers have at most ``_window_bytes`` bytes."""
+    """The files that wait in memory for their readers have at most ``_window_bytes`` bytes.
+    ``has_pages`` returns whether the kernel has the pages of a file and asks for no open."""
 
     _chunks: PackChunks
     _controller: Controller
     _uses: Uses
     _window_bytes: int
+    has_pages: Callable[[Ino], bool] = _never
 
-    def of(self, ino: Ino, chunk: int, *, forced: bool = False) -> Plan | None:
-        """What of a chunk to read when one of its files is needed; None: that file alone. The first
-        questions are cheap: they are asked at each open of a file that has no copy."""
+    def of(
+        self, ino: Ino, chunk: int, *, is_ahead: bool = False, forced: bool = False
+    ) -> Plan | None:
+        """What of a chunk to read when one of its files is needed, by a reader unless ``is_ahead``;
+        None: that file alone. The first questions are cheap: they are asked at each open of a file
+        that has no copy."""
         member = self._chunks.member(ino)
         if self._controller.admits(Item(ino, member.size, member.number), forced=forced):
             _, total = self._chunks.missing_totals(chunk)
@@ -57,23 +66,26 @@ class ChunkPlans:
                 return Plan(self._chunks.missing(chunk), True, total)
         if not self._uses.has_orders or self._controller.is_excluded(ino):
             return None
-        return self._for_window(ino, chunk)
+        # A reader that needs a file again shows that the kernel has dropped its pages.
+        has_pages = self.has_pages if is_ahead or not self.has_pages(ino) else _never
+        return self._for_window(ino, chunk, has_pages)
 
-    def _for_window(self, ino: Ino, chunk: int) -> Plan | None:
+    def _for_window(self, ino: Ino, chunk: int, has_pages: Callable[[Ino], bool]) -> Plan | None:
         """The files of a chunk that an announced order has close together: before the window would
-        be full of the files that are opened meanwhile."""
+        be full of the files that are opened meanwhile. No reader takes one with pages from it."""
         first, next_use = self._uses.next_use(ino), self._uses.next_use
         if first == math.inf or not self._window_bytes:
             return None
-        sample = self._chunks.sample(chunk)
+        sample = [each for each in self._chunks.sample(chunk) if not has_pages(each)]
         files, total = self._chunks.missing_totals(chunk)
-        if not total:
+        if not (sample and total):
             return None
         reach = self._window_bytes * files / total
         close = sum(abs(next_use(each) - first) <= reach for each in sample)
         if close < _TOGETHER * len(sample):
             return None
-        members = self._chunks.missing(chunk)
+        members = [each for each in self._chunks.missing(chunk) if not has_pages(each.ino)]
+        total = sum(each.size for each in members)
         uses = [next_use(each.ino) for each in members]
         end = min(uses, default=math.inf) + reach
         is_excluded = self._controller.is_excluded

@@ -131,9 +131,13 @@ class ChunkReads:
                 jobs.clear()
             self._running = self._reading_bytes = 0
 
-    def leave_to_readers(self, is_open: Callable[[Ino], bool]) -> None:
-        """From now on files for which ``is_open`` returns True are left to their readers."""
+    def leave_to_readers(
+        self, is_open: Callable[[Ino], bool], has_pages: Callable[[Ino], bool]
+    ) -> None:
+        """From now on files for which ``is_open`` returns True are left to their readers, and those
+        for which ``has_pages`` does are not read ahead into the window: the kernel has them."""
         self._pieces.is_open = is_open
+        self._plans.has_pages = has_pages
 
     def _files_left(self) -> int:
         """The files that will get a copy, and that no piece has yet."""
@@ -167,7 +171,7 @@ class ChunkReads:
         if job is not None and job.plan.is_copied:
             return Coming.TOGETHER
         if job is None and chunk not in self._waiting:
-            plan = self._plans.of(ino, chunk)
+            plan = self._plans.of(ino, chunk, is_ahead=True)
             if plan is None:
                 return Coming.ALONE
             if plan.is_copied:
@@ -215,7 +219,7 @@ class ChunkReads:
             chunk = min(uses, key=uses.__getitem__)
             ino = self._waiting[chunk]
             is_needed = uses[chunk] < math.inf and self._chunks.is_missing(ino)
-            plan = self._plans.of(ino, chunk) if is_needed else None
+            plan = self._plans.of(ino, chunk, is_ahead=True) if is_needed else None
             if plan is None or self._is_paused(chunk):
                 del self._waiting[chunk]
             elif self._must_wait(chunk, plan.nbytes):

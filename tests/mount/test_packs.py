@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import subprocess
 from itertools import chain
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from monarch.control.client import call
+from monarch.frameworks.announce import announce
 from monarch.packs.pack import Pack, chunk_name
 from tests.conftest import MonarchCommand, Mounted
 from tests.equipment.slowfs import SlowSource, unavailable
@@ -77,6 +79,38 @@ def test_a_pack_shows_the_tree_that_it_was_made_of(
     assert account(mounted)["snapshot"]["id"] == before
     assert contents(mounted.path) == contents(original)
     assert read_chunks(mounted) == 0
+
+
+@pytest.mark.promise(187)
+@pytest.mark.modes("no_open")
+def test_no_chunk_is_read_again_for_files_whose_pages_the_kernel_has(
+    monarch: MonarchCommand, tmp_path: Path
+) -> None:
+    """No reader would get them from the window. The tier has room for half of the files."""
+    files = {f"{number:03}": bytes([number]) * 500 for number in range(200)}
+    (tmp_path / "original").mkdir()
+    for name, content in files.items():
+        (tmp_path / "original" / name).write_bytes(content)
+    pack(tmp_path / "original", tmp_path / "pack", chunk=CHUNK)
+    mounted = monarch.mount(tmp_path / "pack", tiers={"fast": str(200 * 500 // 2)})
+    read = []
+    for seed in range(3):
+        order = random.Random(seed).sample(sorted(files), len(files))
+        announced = announce(mounted.path / name for name in order)
+        assert announced is not None
+        wait_until(
+            lambda: account(mounted)["foresight"]["announced"]["entries"] == len(files),
+            "the mount has the order",
+        )
+        settled(mounted)
+        assert all((mounted.path / name).read_bytes() == files[name] for name in order)
+        announced.close()
+        wait_until(
+            lambda: settled(mounted)["foresight"]["window"]["files"] == 0, "the window is left"
+        )
+        read.append(account(mounted)["source_totals"]["bytes"])
+    assert read[1:] == read[:1] * 2
+    assert 0 < settled(mounted)["residency"]["files"] < len(files)
 
 
 @pytest.mark.promise(230)

@@ -279,7 +279,9 @@ class AheadRig:
         self.chunks = self._chunk_reads()
         if self.chunks is not None:
             self.read_side.promotions.chunks = self.chunks
-            self.chunks.leave_to_readers(self.read_side.bindings.is_open)
+            self.chunks.leave_to_readers(
+                self.read_side.bindings.is_open, self.read_side.kernel.may_be_half_read
+            )
         self.ahead = FetchAhead(
             self.foreseen,
             self.names,
@@ -289,6 +291,7 @@ class AheadRig:
             self.load,
             self.read_side.bindings.is_open,
             self.chunks,
+            self.read_side.kernel.may_be_half_read,
         )
 
     def _policy(self, policy: Policy | None, capacity: int) -> Policy:

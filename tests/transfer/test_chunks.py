@@ -352,7 +352,9 @@ async def test_a_piece_continues_behind_files_that_were_read_alone(
     rig = rigs(large_pack, model=Latency(5.0))
     chunk = rig.by_chunk()[0]
     assert rig.chunks is not None
-    rig.chunks.leave_to_readers({chunk[place] for place in alone}.__contains__)
+    rig.chunks.leave_to_readers(
+        {chunk[place] for place in alone}.__contains__, set[Ino]().__contains__
+    )
     rest = [ino for place, ino in enumerate(chunk) if place not in alone]
     async with rig.running():
         rig.chunks.open(chunk[0])
@@ -369,7 +371,9 @@ async def test_of_short_pieces_more_are_read_at_a_time(
     rig = rigs(large_pack, model=Latency(5.0))
     chunk = rig.by_chunk()[0]
     assert rig.chunks is not None
-    rig.chunks.leave_to_readers({chunk[place] for place in alone}.__contains__)
+    rig.chunks.leave_to_readers(
+        {chunk[place] for place in alone}.__contains__, set[Ino]().__contains__
+    )
     rest = [ino for place, ino in enumerate(chunk) if place not in alone]
     async with rig.running():
         rig.chunks.open(chunk[0])
@@ -618,6 +622,45 @@ async def test_an_announced_order_of_groups_reads_each_chunk_once_an_epoch(
         assert rig.window.bytes == 0
     assert rig.source.reads == dict.fromkeys(range(CHUNKS), 2)
     assert rig.source.nbytes == 2 * FILES * SIZE
+
+
+@pytest.mark.promise(187)
+async def test_without_opens_no_chunk_is_read_ahead_for_files_whose_pages_the_kernel_has(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    """No reader would take them from the window. The tier has room for half of the files."""
+    rig = rigs(in_tier=0.5, window=3 * CHUNK_BYTES, sends_opens=False)
+    orders = [in_groups(rig, 2, seed) for seed in range(3)]
+    async with rig.running():
+        for number, order in enumerate(orders):
+            key = rig.announce(order)
+            for ino in order:
+                if number:
+                    # The kernel reads its pages. The open is counted all the same.
+                    rig.foresight.opened(ino, 0)
+                    await trio.sleep(0.001)
+                else:
+                    await read(rig, [ino])
+            await trio.sleep(10)
+            rig.foresight.announced.end(key)
+            assert rig.source.nbytes == FILES * SIZE, number
+        assert 0 < rig.residency.resident_files(1) < FILES
+
+
+@pytest.mark.promise(187)
+async def test_without_opens_a_chunk_is_read_once_more_if_the_kernel_has_dropped_its_pages(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    """Its first reader shows it."""
+    rig = rigs(in_tier=0, window=3 * CHUNK_BYTES, sends_opens=False)
+    async with rig.running():
+        for number in range(1, 4):
+            order = in_groups(rig, 2, seed=number)
+            key = rig.announce(order)
+            await read(rig, order)
+            rig.foresight.announced.end(key)
+            assert rig.source.reads == dict.fromkeys(range(CHUNKS), number)
+            assert rig.source.nbytes == number * FILES * SIZE
 
 
 MANY_FILES, MANY_CHUNKS = 400, 100
