@@ -261,6 +261,8 @@ class Readers:
             if self._promotions.take_over(ino):
                 return None
             await self._source_files.wait(ino, flight.arrival.done)
+            if not self._source_files.is_current(attributes):
+                return None
             content = flight.arrival.content
         if content is not None:
             if flight.arrival is not None:

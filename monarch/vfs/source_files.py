@@ -75,6 +75,12 @@ class SourceFiles:
             self._metrics.given(SOURCE, len(fetched.data))
         return fetched.data
 
+    def is_current(self, attributes: Attributes) -> bool:
+        """Whether no other version of a file was noticed since ``attributes`` were known. The
+        bindings of an old version are marked when it is noticed, those that are being made are
+        not."""
+        return self._names.stored(attributes.ino).identity == attributes.identity
+
     async def _count(
         self,
         attributes: Attributes,
@@ -92,6 +98,10 @@ class SourceFiles:
             raise
         self._load.ended((time.monotonic_ns() - since_ns) / 1e9)
         self._metrics.source_opened(result.opens if isinstance(result, Fetched) else 1)
+        if not self.is_current(attributes):
+            if isinstance(result, SourceFile):
+                result.release()
+            raise SourceChanged("another version was noticed meanwhile")
         self._doubts.fetched(attributes.ino, attributes.identity, since_ns=since_ns)
         return result
 

@@ -113,6 +113,59 @@ async def test_an_open_waits_for_a_fetch_ahead_that_has_begun(
     rig.engine.fail(ino)
 
 
+async def _replaced(rig: Rig, ino: Ino, content: bytes) -> None:
+    """Another program replaces a file at the source, and the daemon notices it."""
+    target = rig.source_path / rig.names.path(ino).decode()
+    mode = target.stat().st_mode & 0o7777
+    rig.write(target.name, content)
+    target.chmod(mode)
+    await rig.read_side.revalidation.look_again(ino)
+
+
+async def test_an_open_that_waits_for_a_fetch_ahead_finds_a_change_that_is_noticed_meanwhile(
+    rig: Rig,
+) -> None:
+    """Nothing would show later opens that its bytes, and their pages in the kernel, are old."""
+    ino = rig.ino("small")
+    identity = rig.names.attributes(ino).identity
+    arrival = rig.engine.fetch_ahead(ino, 1000, identity, began=True)
+    got = []
+
+    async def reader() -> None:
+        got.append(await rig.content("small"))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reader)
+        await trio.testing.wait_all_tasks_blocked()
+        await _replaced(rig, ino, b"n" * 1000)
+        arrival.content = FILES["small"]
+        arrival.done.set()
+    assert got == [b"n" * 1000]
+    rig.engine.fail(ino)
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+async def test_an_open_finds_a_change_that_is_noticed_when_its_call_has_just_ended(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its thread has the old version, and another task runs before it."""
+    ino, run, calls = rig.ino(name), rig.threads.run, 0
+    new = b"n" * len(FILES[name])
+
+    async def late(*call: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        is_first = calls == 1
+        result: Any = await run(*call)
+        if is_first:
+            await _replaced(rig, ino, new)
+        return result
+
+    monkeypatch.setattr(rig.threads, "run", late)
+    assert await rig.content(name) == new
+    assert not rig.residency.is_changed(ino)
+
+
 async def test_an_open_takes_over_a_fetch_ahead_that_has_not_begun(rig: Rig) -> None:
     ino = rig.ino("small")
     rig.engine.fetch_ahead(ino, 1000, rig.names.attributes(ino).identity, began=False)
