@@ -42,6 +42,8 @@ _STEP_S = 1.0
 # Listings that are kept, and paths that are taken together: each directory is listed once for them.
 _KEPT_LISTINGS = 8
 _TOGETHER = 1 << 18
+# The errors of a call for a path that leads to no file: ValueError if no file name has such bytes.
+_NO_FILE = (OSError, ValueError)
 # The mount has no room now, or the process no free descriptor, and may have later.
 _LATER = frozenset((errno.ENOSPC, errno.EBUSY, errno.EMFILE, errno.ENFILE))
 # How often a message is sent while other processes send too many, and the interval in seconds.
@@ -57,7 +59,7 @@ class Inodes:
     """The inode numbers of files in one mount, from listings, without a stat of each file.
 
     ``device`` is that of the first directory that can be listed; 0 before. A file of another
-    device, or that does not exist, has the number 0.
+    device, or that cannot exist or does not, has the number 0.
     """
 
     def __init__(self) -> None:
@@ -66,14 +68,14 @@ class Inodes:
         self._listings: dict[bytes, dict[bytes, int]] = {}
 
     def of(self, path: AnyPath) -> int:
-        directory, name = _split(os.fsencode(path))
+        directory, name = _split(_encoded(path))
         return self._in(directory).get(name, _UNKNOWN)
 
     def now(self, path: AnyPath) -> int:
         """As ``of``, by a stat of the file."""
         try:
             found = os.stat(path)
-        except OSError:
+        except _NO_FILE:
             return _UNKNOWN
         return found.st_ino if found.st_dev == self.device else _UNKNOWN
 
@@ -81,8 +83,8 @@ class Inodes:
         """As ``of_all``, by a stat of each file: for a few files. No directory is listed."""
         inos = array("Q")
         for path in paths:
-            directory, _ = _split(os.fsencode(path))
-            with suppress(OSError):
+            directory, _ = _split(_encoded(path))
+            with suppress(*_NO_FILE):
                 if not self.device:
                     self.device, self.directory = os.stat(directory or b".").st_dev, directory
             inos.append(self.now(path))
@@ -103,7 +105,7 @@ class Inodes:
         while taken := list(islice(source, _TOGETHER)):
             places: dict[bytes, list[tuple[int, bytes]]] = {}
             for place, path in enumerate(taken):
-                directory, name = _split(os.fsencode(path))
+                directory, name = _split(_encoded(path))
                 places.setdefault(directory, []).append((place, name))
             found = array("Q", bytes(8 * len(taken)))
             for directory, of_directory in places.items():
@@ -114,27 +116,16 @@ class Inodes:
         return inos
 
     def _listed(self, directory: bytes) -> dict[bytes, int]:
-        try:
+        with suppress(*_NO_FILE):
             device = os.stat(directory).st_dev
             if self.device in (0, device):
-                found = {}
                 with os.scandir(directory) as entries:
-                    for entry in entries:
-                        found[entry.name] = self._inode(entry, device)
-                self.device, self.directory = device, self.directory or directory
-                return found
-        except OSError:
-            pass
+                    self.device, self.directory = device, self.directory or directory
+                    return {entry.name: self._inode(entry) for entry in entries}
         return {}
 
-    def _inode(self, entry: os.DirEntry[bytes], device: int) -> int:
-        if not entry.is_symlink():
-            return entry.inode()
-        try:
-            target = os.stat(entry.path)
-        except OSError:
-            return _UNKNOWN
-        return target.st_ino if target.st_dev == device else _UNKNOWN
+    def _inode(self, entry: os.DirEntry[bytes]) -> int:
+        return self.now(entry.path) if entry.is_symlink() else entry.inode()
 
 
 def _send(directory: bytes, message: bytes) -> None:
@@ -152,6 +143,14 @@ def _send(directory: bytes, message: bytes) -> None:
 def _absolute(path: bytes) -> bytes:
     """A path that stays right when the process changes its directory. Raises OSError."""
     return path if os.path.isabs(path) else os.path.join(os.getcwdb(), path)
+
+
+def _encoded(path: AnyPath) -> bytes:
+    """The bytes of a path; those of a path that no file has for text that no file name has."""
+    try:
+        return os.fsencode(path)
+    except UnicodeEncodeError:
+        return b"\0/"
 
 
 def _split(path: bytes) -> tuple[bytes, bytes]:
@@ -282,7 +281,7 @@ def announce(paths: Iterable[AnyPath], *, unit: int = SAMPLES) -> Announcement |
     """Announces that this process will read the files ``paths`` in this order, each as a whole.
 
     None if no file was found, or if they are not in a mount of Monarch. The order ends when the
-    result is closed or not used any more. Never raises OSError.
+    result is closed or not used any more. Never raises OSError, nor for a path that no file has.
     """
     inodes, files = Inodes(), iter(paths)
     known = list(islice(files, FIRST_ENTRIES))

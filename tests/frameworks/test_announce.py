@@ -48,6 +48,25 @@ def test_a_list_of_files_is_sent_in_its_order(
     assert fake_mount.orders[1].begin.entries == 18
 
 
+@pytest.mark.parametrize("place", [0, 18])
+@pytest.mark.parametrize("bad", [b"na\0me", b"direc\0tory/name", "\ud800"])
+def test_a_path_that_no_file_can_have_is_that_of_no_file(
+    fake_mount: FakeMount, files: list[Path], tmp_path: Path, place: int, bad: str | bytes
+) -> None:
+    """A wrong line in a list ends no training job."""
+    top = str(tmp_path)
+    wanted: list[str | bytes | Path] = [*files]
+    wanted.insert(place, f"{top}/{bad}" if isinstance(bad, str) else os.fsencode(top) + b"/" + bad)
+    shown = [path.name for path in files]
+    shown.insert(place, "")
+    announcement = announce(wanted)
+    known = AnnouncedFiles(lambda index: wanted[index], len(wanted))
+    assert announcement is not None and known.announce(range(len(wanted))) is not None
+    assert fake_mount.paths(0, tmp_path) == fake_mount.paths(1, tmp_path) == shown
+    # It stays one when it is compared with the mount.
+    assert known.announce(range(len(wanted))) is not None
+
+
 @pytest.fixture
 def listed(fake_mount: FakeMount, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each directory that is listed, how many entries the mount had received by then."""
