@@ -130,8 +130,10 @@ def test_each_rule_and_what_readers_have_decided_have_a_line() -> None:
     lines = screens._detail_lines(report, record(report), 120, False, screens._Rates())
     shown = [line.plain for line in lines]
     for expected in (
-        "rule            val/**: pin: true; 50 files, 5 MiB; 40, 4 MiB, have copies",
-        "rule            raw/**: admit: never; 20 files, 1 MiB found so far; 0, 0 B, have copies",
+        "rule            val/**: pin: true; 50 files, 5 MiB, in the snapshot;"
+        " 40, 4 MiB, have copies",
+        "rule            raw/**: admit: never; 20 files, 1 MiB, found so far in the snapshot;"
+        " 0, 0 B, have copies",
         "by frequency    12 copies made in place of files that are opened less often, 300 not made",
         "scans           1,000 files read, no copy removed",
     ):

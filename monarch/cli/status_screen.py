@@ -512,9 +512,10 @@ def _pack(pack: PackReport) -> str:
 
 
 def _rule(rule: RuleReport) -> str:
-    """A rule for paths, and its files."""
-    so_far = "" if rule.counted else " found so far"
-    files = f"{counted(rule.files, 'file', 'files')}, {format_bytes(rule.bytes)}{so_far}"
+    """A rule for paths, its files in the snapshot, and those that have copies now."""
+    so_far = "" if rule.counted else "found so far "
+    size = format_bytes(rule.bytes)
+    files = f"{counted(rule.files, 'file', 'files')}, {size}, {so_far}in the snapshot"
     copies = f"{rule.resident_files:,}, {format_bytes(rule.resident_bytes)}"
     return f"{rule.match}: {rule.action}; {files}; {copies}, have copies"
 

@@ -316,7 +316,7 @@ _TABLE: Mapping[str, _Nameless] = {
     ),
     "monarch_rule_bytes": partial(
         Family,
-        help="Bytes of the files that a rule of the configuration is for.",
+        help="Bytes, in the snapshot, of the files that a rule of the configuration is for.",
         of=lambda _, s: [((rule.match,), rule.bytes) for rule in s.rules],
         labels=("rule",),
     ),

@@ -29,8 +29,9 @@ class PackReport:
 
 @dataclass(frozen=True, slots=True)
 class RuleReport:
-    """A rule for the paths that ``match`` covers: ``action`` as in the configuration. Its files,
-    and those of them with copies. ``counted``: all of its files were found since the mount."""
+    """A rule for the paths that ``match`` covers: ``action`` as in the configuration. Its files in
+    the snapshot, and those with copies now. ``counted``: all of its files were found since the
+    mount."""
 
     match: str
     action: str

@@ -105,7 +105,7 @@ def test_rules_pin_exclude_and_direct_files_and_status_shows_it(
         json.loads(monarch("status", "--json", str(made.path)).stdout)["rules"] == report["rules"]
     )
     screen = monarch("status", str(made.path)).stdout
-    assert "val: pin: true; 20 files, 160 KiB; 20, 160 KiB, have copies" in screen
+    assert "val: pin: true; 20 files, 160 KiB, in the snapshot; 20, 160 KiB, have copies" in screen
     assert report["health"]["state"] == "ok"
 
 
