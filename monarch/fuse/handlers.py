@@ -113,6 +113,8 @@ class Handlers:
         if ino is None and (lost := self.names.lost(parent, name)) is not None:
             await self._filesystem.revalidation.find_again(lost)
             ino = lost
+        if ino is None and others is not None and await others.catch_up(parent):
+            ino = self.names.lookup(parent, name)
         if ino is not None:
             return self._filesystem.latest(self.names.attributes(ino))
         is_looked_at = others is not None and others.used(parent)

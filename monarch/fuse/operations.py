@@ -144,8 +144,8 @@ class Operations(pyfuse3.Operations):
         reply, directory = pyfuse3.readdir_reply, Ino(fh)
         others = self._filesystem.others
         if start_id == 0 and others is not None:
-            others.used(directory)
             await others.listed(directory)
+            await others.catch_up(directory)
         if start_id == 0 and self._filesystem.writing is not None:
             # A process that renames the files that it finds must not find them again without end.
             self._list_ends[directory] = self.names.list_end(directory)

@@ -7,7 +7,8 @@ hidden. Names with changes that are not drained yet are left alone. The kernel m
 missing name for one such interval.
 
 No process waits for these comparisons, except one that enters a new directory of others for the
-first time.
+first time, and, with ``writeback.shared`` and for a moment, one that uses a directory that was not
+used for a while.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ LOOK_S = 10
 # How long a directory counts as used after its last use, in seconds; the most used directories.
 _USED_S = 600.0
 _MOST = 1000
+# How long processes wait for the first comparison of a directory, and for all of them in an
+# interval, in seconds.
+_WAIT_S = 1.0
 # After a comparison, a directory is not compared again for this many times the time that it took.
 _SHARE = 20
 # The age of a change below which another change may leave the times as they are, in seconds.
@@ -83,7 +87,7 @@ class _Found:
 
 class Others:
     """Belongs to the event loop. ``is_open`` returns whether a process has a file open that was not
-    written through this mount."""
+    written through this mount. ``waits``: the first use of a directory waits for its comparison."""
 
     def __init__(
         self,
@@ -92,8 +96,11 @@ class Others:
         source: Source,
         kernel: KernelCaches,
         is_open: Callable[[Ino], bool],
+        *,
+        waits: bool,
     ) -> None:
         self._is_open = is_open
+        self._waits = waits
         self._front = front
         self._names: Namespace = front.names
         self._patterns = front.gate.patterns
@@ -109,6 +116,10 @@ class Others:
         self._seen: dict[Ino, tuple[int, int, int]] = {}
         self._next_s: dict[Ino, float] = {}
         self._looking: dict[Ino, trio.Event] = {}
+        # The directories that are compared for their first use, and how long that was waited for in
+        # this interval, in seconds.
+        self._first: set[Ino] = set()
+        self._waited_s = 0.0
         # Directories of others that were not listed yet.
         self._unlisted: set[Ino] = set()
         self._limiter = Limiter(log)
@@ -121,6 +132,29 @@ class Others:
         self._used[directory] = trio.current_time()
         while len(self._used) > _MOST:
             self._forget(next(iter(self._used)))
+        return True
+
+    async def catch_up(self, directory: Ino) -> bool:
+        """Records the use of a directory. If it was not used for a while, this waits until its
+        names are those of the source, or for a second. Returns whether it has waited."""
+        is_first = directory not in self._used or directory in self._first
+        if not self.used(directory) or not (is_first and self._waits):
+            return False
+        looking = self._looking.get(directory)
+        # A source that hangs, or a walk through a large tree, must not wait in each directory.
+        if max(self._waited_s, self._threads.oldest_s()) >= _WAIT_S:
+            return False
+        begun = trio.current_time()
+        with trio.move_on_after(_WAIT_S):
+            if looking is not None:
+                await looking.wait()
+                return True
+            self._first.add(directory)
+            try:
+                await self._look_if_possible(directory)
+            finally:
+                self._first.discard(directory)
+                self._waited_s += trio.current_time() - begun
         return True
 
     def _is_covered(self, directory: Ino) -> bool:
@@ -160,6 +194,7 @@ class Others:
                 raise SourceError(
                     f"{path_text!r}: {error.strerror}", errno=error.errno or 5
                 ) from error
+            self.used(directory)
             if directory in self._unlisted:
                 # Changes in it are being drained at this moment.
                 break
@@ -168,6 +203,7 @@ class Others:
         """Compares the used directories at regular intervals, until cancelled."""
         while True:
             await trio.sleep(LOOK_S)
+            self._waited_s = 0.0
             for directory in list(self._used):
                 now = trio.current_time()
                 if now - self._used.get(directory, -_USED_S) > _USED_S:

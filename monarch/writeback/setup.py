@@ -276,7 +276,7 @@ def build_write_back(
     )
     with collector_paused():
         _replay(place, front, drain, progress)
-    others = Others(front, drain, source, kernel, read.is_open)
+    others = Others(front, drain, source, kernel, read.is_open, waits=given.shared)
     has_others = settings.absorbs and settings.snapshot.freshness != "never"
     return WriteBack(
         place,

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ import trio.testing
 from monarch.daemon.write_status import LossAlarm
 from monarch.daemon.write_verbs import WrittenVerbs
 from monarch.errors import Refused, SourceError
-from monarch.types import Ino
+from monarch.fuse.handlers import Handlers
+from monarch.types import Attributes, Ino
 from monarch.writeback import others, write_gate
 from monarch.writeback.others import LOOK_S
 from tests.equipment import remounts
@@ -145,6 +147,67 @@ async def test_names_that_others_make_and_remove_are_shown(rig: Rig, clock: Cloc
         await looked(session)
         assert set(session.shown()) == {b"d", b"d/other", b"d/link"}
         assert session.write_back.drain.backlog().conflicts == 0
+
+
+async def test_with_other_writers_the_first_use_of_a_directory_waits_for_its_names(
+    rig: Rig, patient_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig.mount() as session:
+        others = session.write_back.others
+        assert others is not None
+        others._waits = True
+        # This process may be stopped for a while.
+        monkeypatch.setattr(others._threads, "oldest_s", lambda: 0.0)
+        filesystem: Any = SimpleNamespace(
+            names=session.names, others=others, latest=lambda attributes: attributes
+        )
+        handlers = Handlers(filesystem, None, lambda what: None, lambda *hint: 0)
+        ino = session.ino(b"d")
+        for use in ("first", "after a while"):
+            (rig.source / "d" / use).write_bytes(b"new")
+            (rig.source / "d" / f"{use}, too").mkdir()
+            found: list[Attributes | int] = []
+
+            async def look_up(name: str, found: list[Attributes | int] = found) -> None:
+                found.append(await handlers.lookup(ino, name.encode()))
+
+            async with trio.open_nursery() as nursery:
+                for name in (use, f"{use}, too", use):
+                    nursery.start_soon(look_up, name)
+            assert [isinstance(each, Attributes) for each in found] == [True] * 3
+            # A directory that is used is compared in its turn.
+            assert await handlers.lookup(ino, b"none") == LOOK_S
+            assert not await others.catch_up(ino)
+            await trio.sleep(700)
+
+
+async def test_no_process_waits_long_for_names_at_a_source_that_hangs_or_is_slow(
+    rig: Rig, patient_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        (rig.source / f"d{number}").mkdir()
+    # The time that was waited is forgotten in each interval.
+    monkeypatch.setattr("monarch.writeback.others.LOOK_S", 10**6)
+    async with rig.mount() as session:
+        others = session.write_back.others
+        assert others is not None
+        others._waits = True
+        inos = [session.ino(b"d%d" % number) for number in range(4)]
+        run, slow_s = others._threads.run, [0.6, 0.6, 0.6, 1e6]
+
+        async def slow(function: Any, *args: Any) -> Any:
+            await trio.sleep(slow_s.pop(0))
+            return await run(function, *args)
+
+        monkeypatch.setattr(others._threads, "run", slow)
+        begun = trio.current_time()
+        assert [await others.catch_up(ino) for ino in inos[:3]] == [True, True, False]
+        assert trio.current_time() == pytest.approx(begun + 1.2)
+        del slow_s[:-1]
+        others._waited_s = 0.0
+        assert await others.catch_up(inos[3])
+        assert trio.current_time() == pytest.approx(begun + 2.2)
+        assert not others._looking and not others._first
 
 
 @pytest.mark.parametrize("is_young", [True, False])
