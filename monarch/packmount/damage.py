@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DamagedFile:
-    """A chunk, or a large file, of a pack. ``entries``: the number of files of the tree that could
-    not be read from it."""
+    """A chunk, or a large file, of a pack. ``entries``: the number of files of the tree that cannot
+    be read from it."""
 
     name: str
     what: str
@@ -26,7 +26,7 @@ class _Found:
     name: bytes
     what: str
     since_ns: int
-    numbers: set[int] = field(default_factory=set)
+    entries: dict[int, int] = field(default_factory=dict)
 
 
 class Damage:
@@ -40,9 +40,9 @@ class Damage:
     def __bool__(self) -> bool:
         return bool(self._of)
 
-    def found(self, number: int, name: bytes, what: str) -> None:
+    def found(self, number: int, name: bytes, what: str, entries: int = 1) -> None:
         """The file ``number`` of the tree cannot be read, because the file ``name`` of the pack
-        ``what``: "is damaged"."""
+        ``what``: "is damaged". ``entries``: the files of the tree that this concerns."""
         with self._lock:
             known = self._found.get(name)
             if known is None:
@@ -52,7 +52,7 @@ class Damage:
                     name.decode(),
                     what,
                 )
-            known.numbers.add(number)
+            known.entries[number] = entries
             self._of[number] = name
 
     def is_read(self, number: int) -> None:
@@ -62,8 +62,8 @@ class Damage:
             if name is None:
                 return
             found = self._found[name]
-            found.numbers.discard(number)
-            if not found.numbers:
+            del found.entries[number]
+            if not found.entries:
                 del self._found[name]
                 log.info("%s of the pack can be read again", name.decode())
 
@@ -71,6 +71,6 @@ class Damage:
         """What is damaged now, the first found first."""
         with self._lock:
             return [
-                DamagedFile(it.name.decode(), it.what, it.since_ns, len(it.numbers))
+                DamagedFile(it.name.decode(), it.what, it.since_ns, sum(it.entries.values()))
                 for it in self._found.values()
             ]

@@ -278,7 +278,7 @@ class PackSource(Source):
     def _opened_chunk(self, chunk: int) -> int:
         # The number of no file: the damage ends when the chunk is opened for any of its files.
         number = -1 - chunk
-        fd = self._opened_file(number, chunk_name(chunk))
+        fd = self._opened_file(number, chunk_name(chunk), len(self.files.members(chunk)))
         if self.damage:
             self.damage.is_read(number)
         # An extent is read alone: the kernel must not read on behind it.
@@ -286,20 +286,22 @@ class PackSource(Source):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return fd
 
-    def _opened_file(self, number: int, name: bytes) -> int:
+    def _opened_file(self, number: int, name: bytes, entries: int = 1) -> int:
+        """Opens a file of the pack, for the file ``number`` of the tree and ``entries`` in all."""
+        found = partial(self.damage.found, number, name, entries=entries)
         try:
             fd = self.at_root(open_beneath, name, _FLAGS)
         except OSError as error:
             if error.errno not in _MISSING | _LOST | _DENIED:
                 raise
             if error.errno in _MISSING:
-                self.damage.found(number, name, "is missing")
+                found("is missing")
             elif error.errno in _DENIED:
-                self.damage.found(number, name, "may not be read by the user of the daemon")
+                found("may not be read by the user of the daemon")
             raise OSError(errno.EIO, f"{name.decode()}: {error.strerror}") from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            self.damage.found(number, name, "is not a file")
+            found("is not a file")
             raise OSError(errno.EIO, f"{name.decode()} is not a file")
         return fd
 

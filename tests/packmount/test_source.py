@@ -116,12 +116,12 @@ def test_damage_costs_its_files_only_and_ends_when_it_is_mended(
     with Pack.open(os.fsencode(directory)) as opened:
         third = opened.record(versions[files[2]].source_ino)
     intact = place.read_bytes()
-    lost, found_in = set(files), 1
+    lost, found_in = set(files), len(files)
     if how == "flipped":
         raw = bytearray(intact)
         raw[third.offset + third.size - 1] ^= 1
         place.write_bytes(raw)
-        lost = {files[2]}
+        lost, found_in = {files[2]}, 1
     elif how == "cut off":
         place.write_bytes(intact[: third.offset + third.size - 1])
         lost = set(files[2:])
