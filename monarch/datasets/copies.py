@@ -50,6 +50,8 @@ class Opened:
                 raise ValueError("no file of records")
             for place, path in paths.items():
                 places[place - 1] = self._open(path, _DIRECTORY)
+            # The files themselves need one beside these.
+            os.close(os.dup(directory))
             self.table = array("q", (*head, records, *places))
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
             raise ValueError("another value") from error

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,28 @@ def test_the_copies_of_files_are_read(mount: FakeMount) -> None:
         assert dataset.get_many(["a/../b/3", mount.root / "a/1"]) == [expected[2], expected[0]]
     with Dataset(mount.root / "a") as dataset:
         assert dataset.get_many(["1", "2"]) == expected[:2]
+
+
+@contextmanager
+def free_descriptors(most: int) -> Iterator[None]:
+    """At most ``most`` free descriptors for the length of a ``with`` block."""
+    free = [number for number in range(4096) if not os.path.exists(f"/proc/self/fd/{number}")]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[most], limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.promise(250)
+@pytest.mark.parametrize("free", [1, 2, 3, 4])
+def test_copies_leave_a_descriptor_to_the_files(mount: FakeMount, free: int) -> None:
+    with Dataset(mount.root) as dataset, free_descriptors(free):
+        found = dataset.get_many(NAMES)
+    # Two for the records and the directory of the copies.
+    of = mount.of_copy if free > 2 else mount.of_file
+    assert found == [of(name) for name in NAMES]
 
 
 def rewritten(mount: FakeMount) -> None:
