@@ -52,7 +52,7 @@ _UNKNOWN = 0
 # The files whose numbers are compared at the begin of an order: at least so many, if there are.
 _COMPARED = 16
 # The first files of an order are announced before any directory is listed.
-_FIRST_FILES = 16
+FIRST_FILES = 16
 
 
 class Inodes:
@@ -286,11 +286,11 @@ def announce(paths: Iterable[AnyPath], *, unit: int = SAMPLES) -> Announcement |
     inodes, files = Inodes(), iter(paths)
     known = list(islice(files, FIRST_ENTRIES))
     entries = len(paths) if isinstance(paths, Sized) else len(known)
-    first = inodes.of_first(known[:_FIRST_FILES])
+    first = inodes.of_first(known[:FIRST_FILES])
     begun = announce_inodes(inodes, first, unit=unit, entries=entries)
     if begun is None and any(first):
         return None
-    rest = inodes.of_all(chain(known[_FIRST_FILES:], files))
+    rest = inodes.of_all(chain(known[FIRST_FILES:], files))
     if begun is None:
         return announce_inodes(inodes, first + rest, unit=unit)
     begun.append(rest)
@@ -344,20 +344,18 @@ class AnnouncedFiles:
         self._expected = array("Q")
 
     def announce(
-        self, indices: Sequence[int], following: Sequence[int] = ()
+        self, indices: Sequence[int], following: Sequence[int] = (), begun: int | None = 0
     ) -> Callable[[int], None] | None:
         """Announces the samples ``indices`` in this order, and ``following`` as those that are
         expected after them. If ``indices`` are those that were expected, the order continues;
         otherwise it ends, and another begins.
 
         Returns a function that is to be called with the number of ``indices`` that were read, as
-        ``Announcement.progress``; None if nothing is announced.
+        ``Announcement.progress``; None if nothing is announced. ``begin`` has announced the first
+        ``begun`` of them.
         """
-        begun: int | None = 0
         if self._inos is None or not self._is_current(self._inos):
-            self.close()
-            self._inodes = Inodes()
-            begun = self._begin(indices[:_FIRST_FILES], len(indices) + len(following))
+            begun = begun or self.begin(indices[:FIRST_FILES], len(indices) + len(following))
             if begun is None:
                 return None
             self._inos = self._inodes.of_all(map(self._path_of, range(self._count)))
@@ -377,9 +375,11 @@ class AnnouncedFiles:
             return None
         return lambda entries: announcement.progress(first + entries)
 
-    def _begin(self, indices: Sequence[int], entries: int) -> int | None:
+    def begin(self, indices: Sequence[int], entries: int) -> int | None:
         """Announces the first samples of an order of ``entries``; returns how many, 0 if they have
         no files, None if the mount does not accept them."""
+        self.close()
+        self._inodes = Inodes()
         first = self._inodes.of_first(map(self._path_of, indices))
         if not any(first):
             return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeAlias, TypeVar, cast
@@ -19,7 +20,8 @@ from torch.utils.data import (
     Subset,
 )
 
-from monarch.frameworks.announce import AnnouncedFiles, AnyPath
+from monarch.frameworks.announce import FIRST_FILES, AnnouncedFiles, AnyPath
+from monarch.frameworks.chunk_order import ChunkwiseSampler
 from monarch.frameworks.next_epoch import NextEpoch
 from monarch.frameworks.sampler import ResumableSampler
 
@@ -29,6 +31,8 @@ Paths: TypeAlias = Sequence[AnyPath] | Callable[[int], AnyPath]
 # A sampler is asked in advance for at most so many indices, or for so many times the samples of the
 # data set if that is more: that of an endless sampler may have any length.
 _MOST_KNOWN, _MOST_TIMES = 1 << 20, 4
+# Indices may be more than numbers, or the data set may have a sample for any number.
+_NO_ORDER = (TypeError, ValueError, LookupError, OverflowError)
 
 
 def announce(loader: Loader, paths: Paths | None = None) -> Loader:
@@ -124,6 +128,8 @@ class _Announcing:
         self._most = most
         # The number of iterations that have begun: the last one has the announced order.
         self._begun = 0
+        # The first samples of the first order, if they are announced before it.
+        self._early: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         if name == "_sampler":  # while this object is being copied
@@ -134,6 +140,11 @@ class _Announcing:
         return len(cast(Any, self._sampler))
 
     def __iter__(self) -> Iterator[Any]:
+        inner = _inner(self._sampler)
+        is_known = type(inner) in (ResumableSampler, ChunkwiseSampler)
+        # No random number is drawn for the order. A loader asks for two iterators.
+        if is_known and self._in_flight and not (self._begun or self._early):
+            self._announce_early(inner)
         # At once, as without this object: the sampler may draw random numbers now.
         return self._announced(iter(self._sampler))
 
@@ -160,14 +171,24 @@ class _Announcing:
                 self._files.close()
             raise
 
+    def _announce_early(self, inner: ResumableSampler) -> None:
+        """Announces the first samples of ``inner``: the mount fetches while the loader starts its
+        workers."""
+        first = [*islice(inner, FIRST_FILES)]
+        batch = getattr(self._sampler, "batch_size", 1)
+        with suppress(*_NO_ORDER):
+            if self._files.begin(first, min(len(inner), len(self) * batch)):
+                self._early = first
+
     def _announce(
         self, items: Iterable[Any], following: Iterable[Any]
     ) -> Callable[[int], None] | None:
+        early, self._early = self._early, []
         try:
             indices, more = _indices(items), _indices(following)
-            return self._files.announce(indices, more) if indices else None
-        except (TypeError, ValueError, LookupError, OverflowError):
-            # They may be more than numbers, or the data set may have a sample for any number.
+            begun = len(early) if early == indices[: len(early)] else 0
+            return self._files.announce(indices, more, begun) if indices else None
+        except _NO_ORDER:
             self._files.close()
             return None
 
@@ -180,10 +201,15 @@ class _Batches(_Announcing, BatchSampler):
     """In place of a sampler of batches."""
 
 
+def _inner(sampler: Any) -> Any:
+    """The sampler of the samples of a sampler of samples or of batches."""
+    return sampler.sampler if type(sampler) is BatchSampler else sampler
+
+
 def _known(sampler: Any, items: Iterator[Any], most: int) -> tuple[Iterable[Any], Iterator[Any]]:
     """The items that are known before the first is yielded, with about ``most`` indices at most,
     and those to be yielded, from ``items``, an iterator of ``sampler``."""
-    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    inner = _inner(sampler)
     if type(inner) is RandomSampler and inner.generator is not None:
         # It draws from a generator of the caller, perhaps not all at the begin: a copy draws here.
         ahead = copy.copy(inner)

@@ -230,6 +230,50 @@ def test_the_batches_and_all_random_numbers_are_those_without_it(
         assert fake_mount.orders[-1].is_ended
 
 
+class Begun(Images):
+    """A sample is the number of files that were announced when its worker was forked."""
+
+    def __init__(self, directory: Path, mount: FakeMount) -> None:
+        super().__init__(directory)
+        self._mount = mount
+
+    def __getitem__(self, index: int) -> Any:
+        return sum(len(order.inos) for order in self._mount.orders)
+
+
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [({"batch_size": 8}, 1), ({"batch_size": 8, "drop_last": True}, 8), ({"batch_size": None}, 1)],
+)
+def test_the_first_files_of_a_known_order_are_announced_before_the_workers_are_started(
+    fake_mount: FakeMount, images: Images, tmp_path: Path, options: dict[str, Any], whole: int
+) -> None:
+    files = Begun(tmp_path, fake_mount)
+    sampler = ChunkwiseSampler(np.arange(COUNT) // 5, group=1, seed=3)
+    options = {**options, **WORKERS["workers"], "sampler": sampler}
+    loader = adapter.announce(data.DataLoader(files, **options))
+    counts = {count for batch in loader for count in np.ravel(batch).tolist()}
+    assert counts == {16}
+    # One order, with all samples once.
+    (order,) = fake_mount.orders
+    read = [f"{index:03}" for index in sampler][: COUNT // whole * whole]
+    assert fake_mount.paths(0, tmp_path) == read
+    assert order.begin.entries == len(read)
+
+
+def test_an_order_that_changes_while_the_workers_are_started_is_announced_anew(
+    fake_mount: FakeMount, images: Images, tmp_path: Path
+) -> None:
+    sampler = ResumableSampler(COUNT, seed=3)
+    options = {"batch_size": 8, "sampler": sampler, **WORKERS["workers"]}
+    loader = adapter.announce(data.DataLoader(images, **options))
+    batches = iter(loader.batch_sampler)
+    sampler.set_epoch(1)
+    assert len(list(batches)) == -(-COUNT // 8)
+    assert [order.is_ended for order in fake_mount.orders] == [True, False]
+    assert fake_mount.paths(1, tmp_path) == [f"{index:03}" for index in sampler]
+
+
 def test_progress_counts_what_was_read_and_not_what_is_in_flight(
     fake_mount: FakeMount, images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
