@@ -3,6 +3,8 @@
 mount.json          the mount, written when it is made
 undrained.json      while a tier has changes that the source lacks: which journal has them
 figures.json        the figures of the last mount, written when it has ended
+
+For a mount of a pack it has pack-index, too: the index of the pack, to be read at this node.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _NOTE_VERSION = 1
 # that was built or copied there.
 _OURS = re.compile(
     r"lock|control\.sock|daemon\.log.*|.*\.lmdb.*|residency-.*|.*\.part|mount\.json|lost\.json"
-    r"|undrained\.json|figures\.json|peers|held"
+    r"|undrained\.json|figures\.json|peers|held|pack-index"
 )
 # The longest files that are taken for a note and for figures.
 _MAX_NOTE_BYTES = 256 * 1024

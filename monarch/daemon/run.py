@@ -29,7 +29,7 @@ from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible
 from monarch.namespace.overlay import NAME_BYTES
 from monarch.packmount.source import open_source
-from monarch.packs.directory import is_pack, require_complete
+from monarch.packs.directory import KEPT_INDEX, is_pack, require_complete
 from monarch.peers.membership import membership
 from monarch.peers.source import PeerSource
 from monarch.posix import signals
@@ -143,8 +143,11 @@ def run(
             def close(fd: int) -> None:
                 threads.start(os.close, fd)
 
-            make = open_source if members is None else PeerSource
-            source = make(os.fsencode(settings.source), close)
+            top = os.fsencode(settings.source)
+            if members is None:
+                source = open_source(top, close, state / KEPT_INDEX)
+            else:
+                source = PeerSource(top, close)
             cleanup.callback(source.close)
             require_known(settings.tiers, state)
             _require_written(settings, state)

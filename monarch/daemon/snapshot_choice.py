@@ -194,7 +194,7 @@ def _of_pack(
         except SnapshotError as error:
             _require_replaceable(error, given)
             log.warning("making the snapshot anew: %s", error)
-    with Pack.open(source.path) as pack:
+    with Pack.open(source.path, source.kept) as pack:
         tree = PackTree(pack)
         if tree.id != wanted:
             raise SourceError(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from monarch.errors import PackError
+from monarch.config.defaults import state_root
+from monarch.control.registry import Registry
+from monarch.errors import ConfigError, PackError
 from monarch.frameworks.announce import AnyPath
 from monarch.frameworks.chunk_order import ChunkwiseSampler
-from monarch.packs.directory import is_pack
+from monarch.packs.directory import KEPT_INDEX, is_pack
 from monarch.packs.mixing import chunk_of_each
 from monarch.packs.pack import Pack
 from monarch.posix.mounts import MONARCH_TYPE, mount_table
@@ -87,7 +91,7 @@ def _opened(top: bytes) -> Pack:
     # The newest mount covers the others. It comes first: its tree may have the files of a pack.
     directory = os.fsencode(mounts[-1].source) if mounts else top
     try:
-        return Pack.open(directory)
+        return Pack.open(directory, _kept_index(directory))
     except PackError as error:
         if is_pack(directory):
             raise
@@ -95,6 +99,16 @@ def _opened(top: bytes) -> Pack:
         raise PackError(
             f"{name} is neither a pack nor the mount point of one", hint="name the pack itself"
         ) from error
+
+
+def _kept_index(pack: bytes) -> Path | None:
+    """A file that may have the index of a pack: that of a mount of this user. So the index need not
+    cross the network for each process."""
+    with suppress(ConfigError):
+        for record in Registry(state_root()).all():
+            if os.fsencode(record.source) == pack:
+                return Path(record.state, KEPT_INDEX)
+    return None
 
 
 def _numbers(opened: Pack, top: bytes, paths: Sequence[AnyPath]) -> npt.NDArray[np.int64]:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -76,20 +77,30 @@ class FetchedRun:
         return len(self.raw)
 
 
-def open_source(path: bytes, close: Callable[[int], None] = os.close) -> Source:
-    """The source of a mount: a pack, or the directory itself. Raises SourceError, PackError."""
-    return PackSource(path, close) if is_pack(path) else Source(path, close)
+def open_source(
+    path: bytes, close: Callable[[int], None] = os.close, kept: Path | None = None
+) -> Source:
+    """The source of a mount: a pack, with ``kept`` as in ``PackSource``, or the directory itself.
+    Raises SourceError, PackError."""
+    return PackSource(path, close, kept) if is_pack(path) else Source(path, close)
 
 
 class PackSource(Source):
-    """Raises PackError for a pack that is incomplete, damaged in its index, or hostile."""
+    """``kept`` is a file of this node that has, or gets, the index of the pack. Raises PackError
+    for a pack that is incomplete, damaged in its index, or hostile."""
 
-    def __init__(self, path: bytes, close: Callable[[int], None] = os.close) -> None:
+    def __init__(
+        self, path: bytes, close: Callable[[int], None] = os.close, kept: Path | None = None
+    ) -> None:
         super().__init__(path, close)
-        self.damage = Damage()
+        self.damage, self.kept = Damage(), kept
         try:
-            with Pack.open(path) as pack:
+            with Pack.open(path, kept) as pack:
                 pack.require_sound()
+                if kept is not None:
+                    # Without it the index is read at the source each time.
+                    with suppress(OSError):
+                        pack.keep(kept)
                 self.info: PackSummary = pack.info
                 self.files = PackFiles(pack)
                 # Kept only for a pack whose entries have such attributes.

@@ -18,6 +18,8 @@ from monarch.text import escape_text
 
 DESCRIPTION: Final = b"pack.json"
 INDEX: Final = b"index"
+# The index in the state directory of a mount, to be read at this node.
+KEPT_INDEX: Final = "pack-index"
 TREE: Final = b"chunks/tree.chunk"
 # The mark of a pack that is being written (output.py), and the beginning of its content.
 MARK: Final = b"building"

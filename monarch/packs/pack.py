@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from monarch.packs.index import Index
 from monarch.packs.tables import require_few_holes
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
+from monarch.posix.private_directory import read_private, replace_private
 from monarch.text import KiB, MiB, escape_text
 
 _READ = os.O_RDONLY | os.O_NONBLOCK
@@ -116,21 +118,27 @@ class Pack:
         self._root = root
         self._raw = raw
         self._index = index
+        # Whether ``keep`` has left the bytes: then they are sound.
+        self._is_kept = False
 
     @classmethod
-    def open(cls, path: bytes) -> Pack:
-        """The pack in the directory ``path``. Raises PackError."""
+    def open(cls, path: bytes, kept: Path | None = None) -> Pack:
+        """The pack in the directory ``path``. ``kept``: a file of this node, in which ``keep`` may
+        have left the index. Raises PackError."""
         try:
             with naming(path), ExitStack() as on_failure:
                 root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 on_failure.callback(os.close, root)
                 raw = read_description(root)
                 info = _summary(raw)
-                raw_index = _read(root, INDEX)
+                found = _kept(kept, info)
+                raw_index = found or _read(root, INDEX)
                 index = Index(raw_index)
                 _require_fits(info, index)
                 on_failure.pop_all()
-                return cls(path, root, info, raw_index, index)
+                opened = cls(path, root, info, raw_index, index)
+                opened._is_kept = bool(found)
+                return opened
         except OSError as error:
             raise PackError(
                 f"{escape_text(os.fsdecode(path))}: {error.strerror}",
@@ -149,8 +157,15 @@ class Pack:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def keep(self, path: Path) -> None:
+        """Keeps the index, which is sound, in a private file for ``open``. Raises OSError."""
+        if not self._is_kept:
+            replace_private(path, self._raw)
+
     def require_sound(self) -> None:
         """Compares the whole index with its digest and with itself. Raises PackError."""
+        if self._is_kept:
+            return
         if xxhash.xxh3_128_hexdigest(self._raw) != self.info.identity:
             raise self._error("the index is damaged", REBUILD)
         try:
@@ -325,6 +340,16 @@ def _read(root: int, name: bytes) -> bytes:
                 os.posix_fadvise(fd, begin, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         with os.fdopen(os.dup(fd), "rb") as file:
             return file.read(status.st_size)
+
+
+def _kept(path: Path | None, info: PackSummary) -> bytes:
+    """The index of this pack in a file of this node; empty if it is not there."""
+    if path is not None:
+        with suppress(OSError):
+            raw = read_private(path)
+            if xxhash.xxh3_128_hexdigest(raw) == info.identity:
+                return raw
+    return b""
 
 
 def summary_of(index: bytes, *, large: int, chunk_bytes: int, seed: int, order: str) -> PackSummary:

@@ -105,13 +105,14 @@ def read_private(path: Path) -> bytes:
         return file.read()
 
 
-def replace_private(path: Path, content: str) -> None:
-    """Replaces a file, or makes it, with mode 0600 and ASCII ``content``. After a crash or a power
-    cut the file is the old or the new one, and complete. Raises OSError."""
+def replace_private(path: Path, content: str | bytes) -> None:
+    """Replaces a file, or makes it, with mode 0600 and ``content``, text in ASCII. After a crash or
+    a power cut the file is the old or the new one, and complete. Raises OSError."""
     staged = path.with_name(f"{path.name}.part")
+    raw = content.encode("ascii") if isinstance(content, str) else content
     try:
-        with open(staged, "w", encoding="ascii", opener=private_opener) as file:
-            file.write(content)
+        with open(staged, "wb", opener=private_opener) as file:
+            file.write(raw)
             file.flush()
             os.fsync(file.fileno())
         staged.rename(path)

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from monarch.control.registry import MountRecord, Registry
 from monarch.errors import CheckpointError, PackError
 from monarch.frameworks import pack_order
 from monarch.order import chunks_of_files, distinct_labels, pack_sampler
 from monarch.packs.pack import Pack
 from monarch.posix.mounts import MountedFileSystem, mount_table
-from tests.packs.trees import pack
+from tests.packs.trees import copied, pack
 
 CLASSES, FILES = 6, 240
 
@@ -67,6 +68,31 @@ def test_files_are_found_by_all_forms_of_their_names(
         (mountpoint + "/", paths),
     ):
         assert chunks_of_files(root, named).tolist() == expected
+
+
+def test_the_index_of_a_mount_of_this_node_is_used(
+    made: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top, paths = made
+    expected = chunks_of_files(top / "random", paths).tolist()
+    packed = copied(top / "random", tmp_path / "pack")
+    monkeypatch.setenv("MONARCH_STATE_ROOT", str(tmp_path / "states"))
+    state = tmp_path / "a state"
+    state.mkdir()
+    mount = MountRecord("/mnt/a", str(packed), 1, 1, "/socket", str(state), "/log", 1)
+    Registry(tmp_path / "states").add(mount)
+    raw = (packed / "index").read_bytes()
+    (state / "pack-index").write_bytes(raw)
+    (packed / "index").unlink()
+    assert chunks_of_files(packed, paths).tolist() == expected
+    # Not that of another pack, nor a damaged one.
+    for other in ((top / "path" / "index").read_bytes(), raw[:-1]):
+        (state / "pack-index").write_bytes(other)
+        with pytest.raises(PackError):
+            chunks_of_files(packed, paths)
+        (packed / "index").write_bytes(raw)
+        assert chunks_of_files(packed, paths).tolist() == expected
+        (packed / "index").unlink()
 
 
 def test_the_mount_table_has_the_source_of_a_mount() -> None:

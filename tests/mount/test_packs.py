@@ -13,6 +13,7 @@ import pytest
 
 from monarch.control.client import call
 from monarch.frameworks.announce import announce
+from monarch.order import chunks_of_files
 from monarch.packs.pack import Pack, chunk_name
 from tests.conftest import MonarchCommand, Mounted
 from tests.equipment.slowfs import SlowSource, unavailable
@@ -238,6 +239,36 @@ def test_a_pack_whose_file_system_is_lost_is_read_again_when_it_is_back(
         assert (mounted.path / first[1]).read_bytes() == (original / first[1]).read_bytes()
         slow.restart()
         wait_until(lambda: can_be_read(mounted.path / second[0]), "the pack is read again")
+        assert contents(mounted.path) == contents(original)
+        mounted.umount()
+
+
+@pytest.mark.modes("relay")
+def test_the_index_crosses_the_network_once_for_a_mount_and_its_trainers(
+    monarch: MonarchCommand,
+    original: Path,
+    packed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
+    monkeypatch.setenv("MONARCH_STATE_ROOT", monarch.environment()["MONARCH_STATE_ROOT"])
+    index = (packed / "index").stat().st_size
+    with SlowSource(packed, tmp_path / "slow") as slow:
+
+        def read() -> int:
+            return slow.counters()["read_bytes"]
+
+        before = read()
+        mounted = monarch.mount(slow.path)
+        assert index <= read() - before < 2 * index
+        before = read()
+        for root in (slow.path, mounted.path):
+            assert len(chunks_of_files(root, ["class0.txt", "class1/001.jpg"])) == 2
+        mounted.umount()
+        mounted = monarch.mount(slow.path)
+        assert read() - before < index
         assert contents(mounted.path) == contents(original)
         mounted.umount()
 

@@ -16,7 +16,7 @@ from monarch.packmount.source import PackSource, open_source
 from monarch.packs.pack import Pack, chunk_name, large_name
 from monarch.tiers.source import Source, identity_of, read_open
 from monarch.types import Identity
-from tests.packs.trees import contents, copied, make_tree, pack
+from tests.packs.trees import contents, copied, make_tree, pack, two_packs
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +243,54 @@ def test_an_index_that_is_damaged_is_refused(directory: Path) -> None:
     with pytest.raises(PackError):
         open_source(os.fsencode(directory))
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_the_index_is_read_at_the_source_once_for_all_mounts_of_a_node(
+    directory: Path, tmp_path: Path
+) -> None:
+    kept, index = tmp_path / "kept", directory / "index"
+    PackSource(os.fsencode(directory), kept=kept).close()
+    assert kept.read_bytes() == index.read_bytes()
+    assert kept.stat().st_mode & 0o777 == 0o600
+    raw = index.read_bytes()
+    index.unlink()
+    again = PackSource(os.fsencode(directory), kept=kept)
+    assert again.info.entries == len(again.files.chunk) - 1
+    again.close()
+    # One that is cut off, or is missing, is not used.
+    for content in (raw[:-1], b"", None):
+        kept.unlink() if content is None else kept.write_bytes(content)
+        with pytest.raises(PackError):
+            PackSource(os.fsencode(directory), kept=kept)
+    index.write_bytes(raw)
+    PackSource(os.fsencode(directory), kept=kept).close()
+    assert kept.read_bytes() == raw
+
+
+def test_the_kept_index_of_another_pack_is_not_used(tmp_path: Path) -> None:
+    packs, kept = two_packs(tmp_path), tmp_path / "kept"
+    for each in packs:
+        opened = PackSource(os.fsencode(each), kept=kept)
+        with Pack.open(os.fsencode(each)) as expected:
+            assert opened.files.digest.tolist() == expected.digest_of.tolist()
+        opened.close()
+        assert kept.read_bytes() == (each / "index").read_bytes()
+
+
+def test_an_index_that_is_not_sound_is_not_kept(directory: Path, tmp_path: Path) -> None:
+    index, kept = directory / "index", tmp_path / "kept"
+    raw = bytearray(index.read_bytes())
+    raw[-1] ^= 1
+    index.write_bytes(raw)
+    with pytest.raises(PackError):
+        PackSource(os.fsencode(directory), kept=kept)
+    assert not kept.exists()
+
+
+def test_a_mount_needs_no_room_for_the_index(directory: Path, tmp_path: Path) -> None:
+    opened = PackSource(os.fsencode(directory), kept=tmp_path / "missing" / "kept")
+    assert opened.info.entries
+    opened.close()
 
 
 def test_a_directory_is_no_pack(original: Path) -> None:
