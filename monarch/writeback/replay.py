@@ -36,10 +36,12 @@ def replay(
     *,
     now_ns: int,
     known: Callable[[int], Identity | None] = lambda number: None,
+    has_lost: Callable[[int], bool] = lambda number: False,
     progress: Progress = no_progress,
 ) -> dict[int, Ino]:
     """Applies ``ops``, with their sequence numbers, to ``names``. ``now_ns`` is the time of changes
-    without a recorded time. ``known`` returns the source's known version of the file of an object.
+    without a recorded time. ``known`` returns the source's known version of the file of an object,
+    and ``has_lost`` whether that file has none of the names of the object there.
     Returns the inodes of changes of files without an object, by sequence number: the extended
     attributes among these changes are not applied.
 
@@ -59,7 +61,7 @@ def replay(
             gone.add(op.object)
         try:
             version = known(op.object) or taken.get(op.object)
-            ino = _Replayed(names, op, now_ns, version, gone).do()
+            ino = _Replayed(names, op, now_ns, version, has_lost(op.object), gone).do()
             if ino is not None:
                 without_object[seq] = ino
         except Exception as error:
@@ -78,7 +80,8 @@ def replay(
 
 class _Replayed:
     """One operation, applied to the tree. ``version`` is the source's known version of its file;
-    ``gone`` has the objects that were removed before, and 0."""
+    ``is_lost``: that file has none of the names of the object there. ``gone`` has the objects that
+    were removed before, and 0."""
 
     def __init__(
         self,
@@ -86,9 +89,11 @@ class _Replayed:
         op: Op,
         now_ns: int,
         version: Identity | None,
+        is_lost: bool,
         gone: set[int],
     ) -> None:
         self._gone = gone
+        self._is_lost = is_lost
         self._names = names
         self._op = op
         self._version = version
@@ -276,6 +281,8 @@ class _Replayed:
     def _is_of_others(self, ino: Ino) -> bool:
         """Whether the source has another file than the known one in its place. A number that the
         source has used again shows in the owner, size and time."""
+        if self._is_lost:
+            return True
         known, there = self._version, self._names.at_source(ino)
         if known is None or there is None:
             return False

@@ -266,6 +266,11 @@ class SourceState:
         """Whether the source has a file of an object, in any version, under its name."""
         return number in self._known and number not in self._over
 
+    def has_lost(self, number: int) -> bool:
+        """Whether the source has had a file of an object, and not under the names of the object:
+        others have changed or removed it. The next content brings the file there."""
+        return number in self._known and number not in self._present
+
     def is_to_replace(self, op: Op) -> bool:
         """Whether a change is about a file that has replaced another one on the mount, and not yet
         at the source."""

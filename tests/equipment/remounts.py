@@ -387,11 +387,13 @@ class HistoryChecker:
         numbers = self.numbers_of_others(self.before.tree)
         self.theirs |= {path for path, it in self.before.tree.items() if it.ino in numbers}
         # Names, links and special files that meet a conflict on their way go no further, nor do
-        # files of the source whose unsynced bytes go with the machine.
+        # files of the source whose unsynced bytes go with the machine. A file of others keeps a
+        # name that it has got on its way, and that the mount has removed since.
         kept = {it.object for it in self.before.tree.values() if self.before.is_owed(it, kind)}
         for op in self.in_tier.waiting():
             is_named = op.kind == "rename" or (op.kind == "link" and op.object)
-            if is_named and op.object not in kept and self.is_theirs(op.path):
+            goes_on = op.object in kept and op.to in self.before.tree
+            if is_named and not goes_on and self.is_theirs(op.path):
                 self.theirs.add(op.to)
         owed = {it.content for it in self.before.tree.values() if self.before.is_owed(it, kind)}
         self.gone |= _contents(had) - _contents(has) - owed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -14,8 +15,10 @@ import trio
 import trio.testing
 
 from monarch.namespace.build import build
+from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_writer import SourceWriter
 from tests.equipment.remounts import KINDS, Tree, tree_of
+from tests.equipment.virtual_clock import until
 from tests.writeback.remount_histories import how, prepared
 from tests.writeback.remounts import Rig, Session
 
@@ -118,7 +121,7 @@ async def test_checkpoints_over_a_given_snapshot_prevent_no_mount(
     assert bare(tree_of(rig.source)) == bare(before)
 
 
-def read_only(*args: object) -> None:
+def read_only(*args: object, **more: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
@@ -242,3 +245,33 @@ async def test_a_file_that_went_to_the_source_directly_is_read_there_with_anothe
         async with rig.mount(works=False, **how(kind, rig)) as session:
             assert session.shown()[b"a"].content == b"old a"
     assert (await brought(rig))[b"a"].content == b"old a"
+
+
+@pytest.mark.promise(170)
+@pytest.mark.parametrize("kind", ["same", "new", "lost state", "refresh"])
+async def test_attributes_that_come_with_a_content_are_shown_until_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, kind: str
+) -> None:
+    """Others have changed a file with two names, so the source keeps both names as they are. The
+    file of the mount comes there with a content, and so does the mode that it has got."""
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        session.unlink(b"b")
+        await session.rename(b"c", b"b")
+        await session.chmod(b"b", 0o755)
+        session.kill()
+    os.utime(rig.source / "b", ns=(0, 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedContents, "open_place", read_only)
+        async with rig.mount(**how(kind, rig)) as session:
+            await until(lambda: [op.kind for op in rig.left.waiting()] == ["content"])
+            session.kill()
+    for _ in range(2):
+        async with rig.mount(works=False, **how(kind, rig)) as session:
+            assert session.shown()[b"b"].mode == 0o755
+    async with rig.mount() as session:
+        await session.drained()
+        await session.end()
+    (kept,) = rig.source.glob("b.monarch-conflict-*")
+    assert (stat.S_IMODE(kept.stat().st_mode), kept.read_bytes()) == (0o755, b"old b")
+    assert stat.S_IMODE((rig.source / "b").stat().st_mode) == 0o644
