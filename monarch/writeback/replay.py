@@ -20,7 +20,7 @@ from monarch.errors import MonarchError, Refused
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.posix import acl
-from monarch.types import SHOWING_CHANGES, WRITTEN_INO, Identity, Ino, Progress
+from monarch.types import SHOWING_CHANGES, WRITTEN_INO, Attributes, Identity, Ino, Progress
 from monarch.writeback.journal_found import PROGRESS_STEP, no_progress
 from monarch.writeback.op import Op
 
@@ -49,6 +49,10 @@ def replay(
     mount.
     """
     failed = 0
+    later: dict[int, list[bytes]] = {}
+    for _, op in ops:
+        if op.object and op.kind in ("rename", "link"):
+            later.setdefault(op.object, []).append(op.to)
     without_object: dict[int, Ino] = {}
     taken: dict[int, Identity | None] = {}
     gone: set[int] = {0}
@@ -61,7 +65,9 @@ def replay(
             gone.add(op.object)
         try:
             version = known(op.object) or taken.get(op.object)
-            ino = _Replayed(names, op, now_ns, version, has_lost(op.object), gone).do()
+            names_later = later.get(op.object, ())
+            replayed = _Replayed(names, op, now_ns, version, has_lost(op.object), names_later, gone)
+            ino = replayed.do()
             if ino is not None:
                 without_object[seq] = ino
         except Exception as error:
@@ -80,8 +86,8 @@ def replay(
 
 class _Replayed:
     """One operation, applied to the tree. ``version`` is the source's known version of its file;
-    ``is_lost``: that file has none of the names of the object there. ``gone`` has the objects that
-    were removed before, and 0."""
+    ``is_lost``: that file has none of the names of the object there. ``later`` are names that the
+    object gets later. ``gone`` has the objects that were removed before, and 0."""
 
     def __init__(
         self,
@@ -90,10 +96,12 @@ class _Replayed:
         now_ns: int,
         version: Identity | None,
         is_lost: bool,
+        later: Sequence[bytes],
         gone: set[int],
     ) -> None:
         self._gone = gone
         self._is_lost = is_lost
+        self._later = later
         self._names = names
         self._op = op
         self._version = version
@@ -317,6 +325,8 @@ class _Replayed:
             # Others have put another kind of entry there, or a link to another file, or the file
             # is to replace that one.
             ino = None
+        elif ino is None and (ino := self._found_elsewhere()) is not None:
+            self._name_again(ino, op.path)
         node = self._make(op.path) if ino is None else self._names.copy_up(ino)
         node.set_object(op.object)
         if op.kind == "content" or op.xattrs:
@@ -327,6 +337,20 @@ class _Replayed:
             self._have_attributes(node)
         for other in op.paths:
             self._name_again(node.ino, other)
+
+    def _found_elsewhere(self) -> Ino | None:
+        """The file that was copied up, if the snapshot has it under another of its names only: its
+        rename may be done at the source without a mark."""
+        op, names = self._op, self._names
+        if op.kind != "take" or op.was is None:
+            return None
+        for path in (*op.paths, *self._later):
+            ino = names.resolve(path)
+            there = None if ino is None else names.at_source(ino)
+            # Others may have changed its attributes, but not its bytes.
+            if there is not None and _has_bytes_of(there, op.was):
+                return ino
+        return None
 
     def _is_another(self, ino: Ino) -> bool:
         """Whether a file has an object of its own: others may have made one file of two that the
@@ -374,3 +398,9 @@ class _Replayed:
             return False
         numbers = [there.source_ino for ino in (old, new) if (there := at_source(ino)) is not None]
         return len(numbers) == 2 and numbers[0] != was.source_ino == numbers[1]
+
+
+def _has_bytes_of(there: Attributes, was: Identity) -> bool:
+    """Whether a file of the source is that of an identity, with the same bytes."""
+    same = (was.source_ino, was.size, was.mtime_ns)
+    return there.is_file and (there.source_ino, there.size, there.mtime_ns) == same

@@ -275,3 +275,26 @@ async def test_attributes_that_come_with_a_content_are_shown_until_it_comes(
     (kept,) = rig.source.glob("b.monarch-conflict-*")
     assert (stat.S_IMODE(kept.stat().st_mode), kept.read_bytes()) == (0o755, b"old b")
     assert stat.S_IMODE((rig.source / "b").stat().st_mode) == 0o644
+
+
+@pytest.mark.promise(170)
+@pytest.mark.parametrize("has_link", [False, True])
+async def test_a_file_renamed_there_without_a_mark_has_the_mode_that_others_gave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, has_link: bool
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    path, names = (b"b", {b"c", b"x"}) if has_link else (b"d/a", {b"x"})
+    async with rig.mount(works=False) as session:
+        await session.rename(path, b"x")
+        session.kill()
+    (rig.source / os.fsdecode(path)).rename(rig.source / "x")
+    (rig.source / "x").chmod(0o604)
+    async with rig.mount(**how("lost state", rig)) as session:
+        shown = session.shown()
+        assert {name: shown[name].mode for name in names} == dict.fromkeys(names, 0o604)
+        assert path not in shown
+        await session.drained()
+        await session.end()
+    there = tree_of(rig.source)
+    assert {name: there[name].mode for name in names} == dict.fromkeys(names, 0o604)
+    assert path not in there
