@@ -57,9 +57,9 @@ class Known:
     more.
 
     By object: ``known`` is the source's version of its file. ``over``: files that a rename on the
-    mount has replaced by this one, and that the source still has. ``ours``: staged files that may
-    have got its name. ``new``: the file was created on the mount. ``present``: the source has it
-    under its names.
+    mount has replaced by this one, and that the source still has; none if the file only has another
+    name there. ``ours``: staged files that may have got its name. ``new``: the file was created on
+    the mount. ``present``: the source has it under its names.
 
     ``made``: the source's version of entries without an object, by their inode number on the mount.
     ``given_up``: inode numbers of entries that were created on the mount and are not at the source
@@ -86,6 +86,8 @@ class Known:
             "known": [[number, *astuple(it)] for number, it in self.known.items()],
             "made": [[ino, *astuple(it)] for ino, it in self.made.items()],
             "over": [[number, *astuple(it)] for number, its in self.over.items() for it in its],
+            # Older versions do not know this.
+            "renamed": [number for number, its in self.over.items() if not its],
             "ours": [_staged_list(number, it) for number, its in self.ours.items() for it in its],
             "new": sorted(self.new),
             "present": sorted(self.present),
@@ -99,7 +101,7 @@ class Known:
     @classmethod
     def of(cls, record: Record) -> Known:
         """The inverse of ``record``. Raises KeyError, TypeError, ValueError if it is none."""
-        over: dict[int, tuple[Identity, ...]] = {}
+        over: dict[int, tuple[Identity, ...]] = dict.fromkeys(record.get("renamed", ()), ())
         for number, *it in record["over"]:
             over[number] = (*over.get(number, ()), Identity(*it))
         ours: dict[int, frozenset[Identity]] = {}

@@ -267,9 +267,9 @@ class SourceState:
         return number in self._known and number not in self._over
 
     def has_lost(self, number: int) -> bool:
-        """Whether the source has had a file of an object, and not under the names of the object:
-        others have changed or removed it. The next content brings the file there."""
-        return number in self._known and number not in self._present
+        """Whether no name of an object leads to its older version at the source: others have
+        changed that version, which kept its former name. The next content brings the file."""
+        return number in self._known and number in self._over
 
     def is_to_replace(self, op: Op) -> bool:
         """Whether a change is about a file that has replaced another one on the mount, and not yet

@@ -449,7 +449,9 @@ class HistoryChecker:
                 continue
             if self.is_beside_a_directory(path, there, now):
                 continue
-            _require_same(path, there, now, "at the source and here")
+            # A mode that others have given a file shows at the next mount.
+            here = self._with_mode_of_others(now.get(path), there.get(path))
+            _require_same(path, there, {path: here} if here else {}, "at the source and here")
             # What a reader would wait for, a rename that is to come, is not read here.
             if (was := self.before.tree.get(path)) is None or was.content != b"ENOENT":
                 was = self._with_mode_of_others(was, now.get(path))
