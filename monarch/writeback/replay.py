@@ -36,12 +36,12 @@ def replay(
     *,
     now_ns: int,
     known: Callable[[int], Identity | None] = lambda number: None,
-    has_lost: Callable[[int], bool] = lambda number: False,
+    has_older: Callable[[int], bool] = lambda number: True,
     progress: Progress = no_progress,
 ) -> dict[int, Ino]:
     """Applies ``ops``, with their sequence numbers, to ``names``. ``now_ns`` is the time of changes
     without a recorded time. ``known`` returns the source's known version of the file of an object,
-    and ``has_lost`` whether that file has none of the names of the object there.
+    and ``has_older`` whether that file has the name of the object there.
     Returns the inodes of changes of files without an object, by sequence number: the extended
     attributes among these changes are not applied.
 
@@ -64,9 +64,11 @@ def replay(
         elif op.kind == "gone":
             gone.add(op.object)
         try:
-            version = known(op.object) or taken.get(op.object)
+            there = known(op.object)
+            is_lost = there is not None and not has_older(op.object)
+            version = there or taken.get(op.object)
             names_later = later.get(op.object, ())
-            replayed = _Replayed(names, op, now_ns, version, has_lost(op.object), names_later, gone)
+            replayed = _Replayed(names, op, now_ns, version, is_lost, names_later, gone)
             ino = replayed.do()
             if ino is not None:
                 without_object[seq] = ino

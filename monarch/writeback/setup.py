@@ -305,7 +305,7 @@ def _replay(place: WriteStore, front: WriteFront, drain: Drain, progress: Progre
         ops,
         now_ns=file_now_ns(),
         known=state.identity,
-        has_lost=state.has_lost,
+        has_older=state.has_older,
         progress=progress,
     )
     waiting = sum(seq not in found.done for seq, _ in ops)

@@ -266,11 +266,6 @@ class SourceState:
         """Whether the source has a file of an object, in any version, under its name."""
         return number in self._known and number not in self._over
 
-    def has_lost(self, number: int) -> bool:
-        """Whether no name of an object leads to its older version at the source: others have
-        changed that version, which kept its former name. The next content brings the file."""
-        return number in self._known and number in self._over
-
     def is_to_replace(self, op: Op) -> bool:
         """Whether a change is about a file that has replaced another one on the mount, and not yet
         at the source."""
