@@ -242,7 +242,11 @@ def _exists(path: Path) -> bool:
 
 
 def _opened(path: Path) -> Snapshot:
-    return Snapshot.open(path, memory_max=memory_bytes(Path("/")) // _MEMORY_SHARE)
+    return Snapshot.open(path, memory_max=_memory_max())
+
+
+def _memory_max() -> int:
+    return memory_bytes(Path("/")) // _MEMORY_SHARE
 
 
 def _checked_at(path: Path, given: Path | None, state: Path) -> Snapshot:
@@ -278,13 +282,7 @@ def _checked_copy(given: Path, state: Path) -> Snapshot:
 def _checked(path: Path) -> Snapshot:
     """Opens the snapshot and checks every block, so that no reader finds damage. Raises
     SnapshotError."""
-    snapshot = _opened(path)
-    try:
-        snapshot.check()
-    except BaseException:
-        snapshot.close()
-        raise
-    return snapshot
+    return Snapshot.open_checked(path, memory_max=_memory_max())
 
 
 def _require_content(source: Source, snapshot: Snapshot) -> None:
