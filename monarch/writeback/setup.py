@@ -68,8 +68,8 @@ _LAST_COMMIT_S = 30.0
 @dataclass(slots=True)
 class WriteBack:
     """The parts of write-back for one mount, their tasks and their end. ``build_write_back`` makes
-    it. ``others`` is None if the source never changes, or the mount cannot be written; ``lease`` if
-    the mount cannot be written."""
+    it. ``others`` is None if nothing but this mount changes the source, or the mount cannot be
+    written; ``lease`` if the mount cannot be written."""
 
     place: WriteStore
     settings: WritebackSettings
@@ -277,14 +277,15 @@ def build_write_back(
     with collector_paused():
         _replay(place, front, drain, progress)
     others = Others(front, drain, source, kernel, read.is_open, waits=given.shared)
-    has_others = settings.absorbs and settings.snapshot.freshness != "never"
+    # Other writers change the absorbed paths of a source that never changes otherwise.
+    changes = given.shared or settings.snapshot.freshness != "never"
     return WriteBack(
         place,
         given,
         lease,
         drain,
         front,
-        others if has_others else None,
+        others if settings.absorbs and changes else None,
         Refusals(front, drain, kernel),
         Commits(place, table, given.commit),
     )

@@ -525,6 +525,17 @@ async def test_only_used_directories_are_checked_and_only_if_they_are_absorbed(
         assert session.write_back.others is None
 
 
+async def test_names_of_other_writers_are_shown_although_the_source_never_changes(
+    rig: Rig, clock: Clock
+) -> None:
+    async with rig.mount(freshness="never", writeback={"shared": True}) as session:
+        use(session, b"d")
+        (rig.source / "d/new").write_bytes(b"new")
+        (rig.source / "d/theirs").unlink()
+        await looked(session)
+        assert set(session.shown()) == {b"d", b"d/new", b"d/other"}
+
+
 @pytest.mark.promise(10)
 async def test_a_file_that_others_removed_is_gone_also_where_names_were_changed_here(
     rig: Rig, clock: Clock
