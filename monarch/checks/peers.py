@@ -41,6 +41,14 @@ def check_peers(mount: MountSettings, environ: Mapping[str, str]) -> Iterator[Ch
         else:
             yield Check(name, "ok", "this node is the only member: nothing listens")
         return
+    if mount.absorbs and mount.snapshot.file is None and mount.snapshot.freshness != "never":
+        yield Check(
+            name,
+            "warn",
+            "each node has its own snapshot: a node that mounts again when written files have"
+            " reached the source has another one than the others, and shares nothing with them",
+            "build one snapshot for all nodes, and name it with snapshot.file",
+        )
     members = counted(len(found.members), "member", "members")
     own = f"{members}, this one is {found.members[found.own]} at {found.address}"
     try:

@@ -329,11 +329,17 @@ class PeersCheck:
             named = ", ".join(out[:_SHOWN_NODES]) + (", ..." if report.out > _SHOWN_NODES else "")
             others = counted(report.members - 1, "other node", "other nodes")
             do_not = "does not share its" if report.out == 1 else "do not share their"
+            has_other_set = any(peer.out and peer.state == "other-set" for peer in report.peers)
             yield Problem(
                 "peers-out",
                 f"{report.out:,} of {others} {do_not} copies: {named}",
-                remedy="their files are read from the source, and kept by the next node;"
-                " docs/nodes.md has the remedy for each state",
+                remedy="their files are read from the source, and kept by the next node; "
+                + (
+                    "mount all nodes again with one snapshot (`--snapshot FILE`): the source may"
+                    " have changed since some of them were mounted"
+                    if has_other_set
+                    else "docs/nodes.md has the remedy for each state"
+                ),
             )
         if not report.address:
             yield Problem(

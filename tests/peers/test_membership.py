@@ -17,7 +17,12 @@ import pytest
 
 from monarch.checks.peers import _doubts, check_peers
 from monarch.config import load
-from monarch.config.settings import MountSettings, PeerSettings, WritebackSettings
+from monarch.config.settings import (
+    MountSettings,
+    PeerSettings,
+    SnapshotSettings,
+    WritebackSettings,
+)
 from monarch.daemon import run
 from monarch.errors import ConfigError, Unanswered, UsageError
 from monarch.packs.format import FORMAT
@@ -354,6 +359,25 @@ def test_doctor_names_members_that_are_no_other_nodes(
     (check,) = check_peers(given, {VARIABLE: SECRET})
     assert check.status == ("ok" if doubt is None else "warn")
     assert doubt is None or doubt in check.detail
+
+
+@pytest.mark.parametrize(
+    ("absorb", "snapshot", "is_said"),
+    [
+        ((), {}, False),
+        (("ckpt/**",), {}, True),
+        (("ckpt/**",), {"freshness": "never"}, False),
+        (("ckpt/**",), {"file": "/given"}, False),
+    ],
+)
+def test_doctor_says_that_a_node_that_mounts_again_has_another_snapshot(
+    engine: Path, absorb: tuple[str, ...], snapshot: dict[str, str], is_said: bool
+) -> None:
+    given = mount_settings(members="127.0.77.1,127.0.77.2", address="127.0.77.1", engine=engine)
+    more = {"absorb": absorb, "snapshot": SnapshotSettings.model_validate(snapshot)}
+    found = list(check_peers(given.model_copy(update=more), {VARIABLE: SECRET}))
+    said = [check.status for check in found if "another one than the others" in check.detail]
+    assert said == ["warn"] * is_said
 
 
 def test_doctor_says_that_other_nodes_do_not_reach_a_loopback_address() -> None:

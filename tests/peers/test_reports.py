@@ -38,6 +38,16 @@ def test_health_counts_and_names_the_nodes_that_are_left_out(
     assert problem.what.startswith(what)
 
 
+def test_health_has_the_remedy_for_nodes_with_another_snapshot() -> None:
+    sharing = sharing_of(1, 2)
+    for state, remedy in (("unreachable", "docs/nodes.md"), ("other-set", "with one snapshot")):
+        client = sharing._peers.clients[-1]
+        assert client is not None
+        client.trouble = state
+        (problem,) = PeersCheck(sharing.report).problems()
+        assert remedy in problem.remedy
+
+
 def test_all_nodes_that_are_left_out_are_counted_and_some_are_named() -> None:
     report = sharing_of(ANSWERING, OUT).report()
     assert report.out == OUT
