@@ -275,9 +275,7 @@ def build_sharing(
         coming_s=_COMING * patience_s,
         replicas=settings.peers.replicate,
         # As the read side: there are no partial copies otherwise.
-        most_held=limits.buffer_max // _HELD
-        if settings.foresight.parts and not settings.quotas
-        else None,
+        most_held=limits.buffer_max // _HELD if settings.foresight.parts else None,
     )
     files = SharedFiles(
         peers, snapshot, names, tiers.residency, hierarchy.records, tiers.controller, reads
