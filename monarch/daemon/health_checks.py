@@ -341,7 +341,7 @@ class PeersCheck:
                     else "docs/nodes.md has the remedy for each state"
                 ),
             )
-        if not report.address:
+        if not report.address and not report.is_starting:
             yield Problem(
                 "peers-engine",
                 "nginx or Caddy, which serves copies to the other nodes, does not run",

@@ -226,6 +226,7 @@ class Sharing:
             fetched_files=self._answers.fetched_files,
             fetched_bytes=self._answers.fetched_bytes,
             sent_bytes=engine.sent_bytes(),
+            is_starting=not engine.settled.is_set(),
             failures=dict(peers.failures),
             replicas=None if self.replicas is None else self.replicas.report(),
             peers=sorted(others, key=lambda each: (not each.out, -each.failed))[:_MOST_REPORTED],

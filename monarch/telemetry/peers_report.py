@@ -38,7 +38,7 @@ class ReplicasReport:
 class PeersReport:
     """The members of the job. ``own`` is the name of this node, which owns a part ``share`` of the
     files. ``address`` is where its engine answers, empty if it does not; ``starts`` counts its
-    starts. ``out`` counts the other nodes that are left out. ``peers`` has at most 256 nodes, those
+    starts, and ``is_starting`` until the first one has succeeded or failed. ``out`` counts the other nodes that are left out. ``peers`` has at most 256 nodes, those
     that are left out first. ``set`` identifies the snapshot. ``files`` and ``bytes`` came from
     other nodes; ``failures`` by kind are requests that did not bring bytes; ``not_kept`` requests
     were for files that their owner does not keep. ``fetched_*`` were read from the source for other
@@ -58,6 +58,7 @@ class PeersReport:
     fetched_files: int
     fetched_bytes: int
     sent_bytes: int | None
+    is_starting: bool
     failures: dict[str, int] = field(default_factory=dict)
     peers: list[PeerReport] = field(default_factory=list)
     replicas: ReplicasReport | None = None

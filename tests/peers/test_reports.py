@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import trio
 
 from monarch.daemon.health_checks import PeersCheck
 from monarch.daemon.peers import SharedFiles, Sharing
@@ -48,6 +49,15 @@ def test_health_has_the_remedy_for_nodes_with_another_snapshot() -> None:
         assert remedy in problem.remedy
 
 
+def test_health_names_an_engine_that_did_not_start_but_none_that_is_starting() -> None:
+    sharing = sharing_of(1, 0)
+    sharing._engine.port = None
+    assert [*PeersCheck(sharing.report).problems()] == []
+    sharing._engine.settled.set()
+    (problem,) = PeersCheck(sharing.report).problems()
+    assert problem.kind == "peers-engine"
+
+
 def test_all_nodes_that_are_left_out_are_counted_and_some_are_named() -> None:
     report = sharing_of(ANSWERING, OUT).report()
     assert report.out == OUT
@@ -81,7 +91,10 @@ def sharing_of(answering: int, out: int) -> Sharing:
     return Sharing(
         cast("Peers", peers),
         cast("Answers", SimpleNamespace(fetched_files=0, fetched_bytes=0)),
-        cast("Engine", SimpleNamespace(port=1, starts=1, sent_bytes=lambda: None)),
+        cast(
+            "Engine",
+            SimpleNamespace(port=1, starts=1, sent_bytes=lambda: None, settled=trio.Event()),
+        ),
         Site([], MemberKey("own", "ab" * 16, b"secret"), "127.0.0.1", [1]),
         "own",
         cast("SharedFiles", None),
