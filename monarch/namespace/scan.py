@@ -60,6 +60,8 @@ _NAMES_AHEAD = 250_000
 # A directory whose times are this close to the begin of the previous scan may have changed once
 # more within the same tick of the source's clock, after it was listed.
 _RACY_NS = 2_000_000_000
+# The most by which the clock of a node may be ahead of the source's.
+_AHEAD_NS = 24 * 3600 * 10**9
 
 # Threads whose calls to the source hang are waited for this long at the end, in seconds.
 CALL_WAIT_S = 2.0
@@ -134,6 +136,7 @@ class Scan:
         # Entries that the previous snapshot has must not be lost because a disk of the source fails
         # now.
         self._tolerated = _UNREADABLE if previous is None else _UNREADABLE - {errno.EIO}
+        self._settled_ns = settled_ns(previous) if previous is not None else 0
         self._root_device = 0
         self._numbering = Numbering()
         # The access control lists that the flags of a record refer to.
@@ -497,7 +500,7 @@ class Scan:
         found.unchanged = (
             not found.elsewhere
             and (was.mtime_ns, was.ctime_ns, was.source_ino) == (now[7], now[8], now[9])
-            and max(was.mtime_ns, was.ctime_ns) < previous.created_ns - _RACY_NS
+            and max(was.mtime_ns, was.ctime_ns) < self._settled_ns
         )
         self.unlisted += found.unchanged
 
@@ -505,6 +508,18 @@ class Scan:
         if directory.fd >= 0:
             os.close(directory.fd)
             directory.fd = -1
+
+
+def settled_ns(snapshot: Snapshot) -> int:
+    """A directory with earlier times, by the source's clock, has the names of the snapshot as long
+    as it has these times.
+
+    The clock of the node that has made the snapshot may be wrong. When its scan began, the source's
+    clock was at most as far behind the newest time that the scan has found as the scan took.
+    """
+    info = snapshot.info()
+    begun_ns = snapshot.newest_ns() - int(info.scan_seconds * 1e9)
+    return min(info.created_ns, max(begun_ns, info.created_ns - _AHEAD_NS)) - _RACY_NS
 
 
 def printable(path: bytes) -> str:

@@ -27,6 +27,7 @@ from monarch.config.write_patterns import is_staged
 from monarch.errors import MonarchError, Refused, SourceError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import NAME_BYTES
+from monarch.namespace.scan import settled_ns
 from monarch.posix.acl import Acls, narrowed
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
@@ -51,7 +52,8 @@ _MOST = 1000
 _WAIT_S = 1.0
 # After a comparison, a directory is not compared again for this many times the time that it took.
 _SHARE = 20
-# The age of a change below which another change may leave the times as they are, in seconds.
+# A change may leave the times of a directory as they are if it comes within this time, in seconds,
+# after the change that has set them.
 _YOUNG_S = 2.0
 # The file types that ``os.scandir`` distinguishes.
 _KINDS = frozenset({stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK})
@@ -62,12 +64,22 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 class _Listed:
     """A listing of a directory of the source. ``names`` is None if the directory is unchanged.
 
-    ``seen`` are the inode number and times by which a later change is noticed; None if a change
-    may leave them as they are.
+    ``times`` are the inode number and times that the directory had all the while; None if it was
+    changed meanwhile.
     """
 
-    seen: tuple[int, int, int] | None
+    times: tuple[int, int, int] | None
     names: Mapping[bytes, _Entry] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The inode number and times of a listed directory; ``since_s``: when they were first seen, in
+    real seconds. ``is_old``: a change after the listing gives the directory other times."""
+
+    times: tuple[int, int, int]
+    since_s: float
+    is_old: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +125,8 @@ class Others:
         # The time of the last use of each directory, the oldest first.
         self._used: dict[Ino, float] = {}
         self._not_covered: set[Ino] = set()
-        self._seen: dict[Ino, tuple[int, int, int]] = {}
+        self._seen: dict[Ino, _Seen] = {}
+        self._settled_ns = settled_ns(self._names.snapshot)
         self._next_s: dict[Ino, float] = {}
         self._looking: dict[Ino, trio.Event] = {}
         # The directories that are compared for their first use, and how long that was waited for in
@@ -247,7 +260,7 @@ class Others:
     ) -> None:
         if pending.names() is None:
             return
-        known = self._known(directory)
+        known, begun_s = self._known(directory), time.monotonic()
         try:
             listed = await self._threads.run(self._source.at_root, _listed, path, known)
         except (FileNotFoundError, NotADirectoryError):
@@ -281,8 +294,8 @@ class Others:
                 is_skipped |= not is_hidden
         self._unlisted.discard(directory)
         # If a name was left alone, the directory is listed again even if it does not change.
-        if listed.seen is not None and not touched and not is_skipped:
-            self._seen[directory] = listed.seen
+        if listed.times is not None and not touched and not is_skipped:
+            self._note_listed(directory, listed.times, begun_s)
         if changed:
             self._kernel.invalidate_listing(directory)
             self._kernel.invalidate_attributes(directory)
@@ -290,15 +303,23 @@ class Others:
     def _known(self, directory: Ino) -> tuple[int, int, int] | None:
         """The source's inode number and times of a directory whose names are known; else None.
 
-        A directory that had just changed when the snapshot was made may have changed once more
-        within the same tick of the source's clock, after it was listed."""
+        A directory that had just changed when it was listed may have changed once more within the
+        same tick of the source's clock."""
         seen = self._seen.get(directory)
-        if seen is None and not self._names.is_written(directory):
-            there = self._names.at_source(directory)
-            old_ns = self._names.snapshot.created_ns - _YOUNG_S * 1e9
-            if there is not None and max(there.mtime_ns, there.ctime_ns) < old_ns:
-                return there.source_ino, there.mtime_ns, there.ctime_ns
-        return seen
+        if seen is not None:
+            return seen.times if seen.is_old else None
+        there = None if self._names.is_written(directory) else self._names.at_source(directory)
+        if there is not None and max(there.mtime_ns, there.ctime_ns) < self._settled_ns:
+            return there.source_ino, there.mtime_ns, there.ctime_ns
+        return None
+
+    def _note_listed(self, directory: Ino, times: tuple[int, int, int], begun_s: float) -> None:
+        """Records the times of a directory whose listing has begun at ``begun_s``. The clocks of
+        this node and of the source may differ: times are as old as this mount has seen them."""
+        before, since_s = self._seen.get(directory), time.monotonic()
+        if before is not None and before.times == times:
+            since_s = before.since_s
+        self._seen[directory] = _Seen(times, since_s, begun_s - since_s >= _YOUNG_S)
 
     def _differing(
         self, directory: Ino, listed: Mapping[bytes, _Entry]
@@ -437,9 +458,7 @@ def _listed(root: int, path: bytes, known: tuple[int, int, int] | None) -> _List
             names = {
                 os.fsencode(entry.name): _Entry(entry.inode(), _kind(entry)) for entry in entries
             }
-        status = os.fstat(fd)
-        is_old = abs(time.time_ns() - status.st_ctime_ns) > _YOUNG_S * 1e9
-        return _Listed(before if is_old and _seen(status) == before else None, names)
+        return _Listed(before if _seen(os.fstat(fd)) == before else None, names)
 
 
 def _kind(entry: os.DirEntry[str]) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -26,8 +28,7 @@ def settled(source: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (source / top / f"{number:02}").write_bytes(b"content")
         (source / top / "link").symlink_to("00")
     os.link(source / "a" / "00", source / "b" / "hard")
-    monkeypatch.setattr(scan, "_RACY_NS", 20_000_000)
-    time.sleep(0.05)
+    monkeypatch.setattr(scan, "_RACY_NS", -3600 * 10**9)
     build(source, file)
     time.sleep(0.05)
     return source
@@ -114,6 +115,38 @@ def test_a_directory_changed_while_the_last_scan_ran_is_listed_again(
     """Within one tick of the source's clock a change leaves no trace in a directory's times."""
     monkeypatch.setattr(scan, "_RACY_NS", 3600 * 10**9)
     assert refresh(settled, file).unlisted == 0
+
+
+@pytest.mark.fault("M5")
+@pytest.mark.parametrize("ahead_s", [-3600, 0, 3600])
+def test_a_directory_that_has_just_changed_is_listed_again_whatever_the_clock_of_the_node(
+    source: Path, file: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    (source / "new").mkdir()
+    now_ns = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() + ahead_s * 10**9)
+    build(source, file)
+    assert refresh(source, file).unlisted == 0
+
+
+@pytest.mark.parametrize(
+    ("created_s", "newest_s", "settled_s"),
+    [
+        # The source's clock was at least at 990 when the scan began.
+        (1000, 1000, 988),
+        (5000, 1000, 988),
+        # Nothing has changed for days.
+        (10**6, 1000, 10**6 - 86400 - 2),
+        # The node's clock is behind, or times of the source are in the future.
+        (1000, 5000, 998),
+    ],
+)
+def test_the_time_before_which_directories_are_believed(
+    created_s: int, newest_s: int, settled_s: int
+) -> None:
+    summary = SimpleNamespace(created_ns=created_s * 10**9, scan_seconds=10.0)
+    snapshot = SimpleNamespace(info=lambda: summary, newest_ns=lambda: newest_s * 10**9)
+    assert scan.settled_ns(cast(Snapshot, snapshot)) == settled_s * 10**9
 
 
 def test_the_snapshot_of_another_source_is_refused(settled: Path, file: Path) -> None:

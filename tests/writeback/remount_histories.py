@@ -250,7 +250,11 @@ class MountHistory:
         self.rig = rig
         self.chance = chance
         # The two seconds of a mount are longer than a history, so it would always read everything.
-        rig.monkeypatch.setattr(scan, "_RACY_NS", int(_BELIEVED_S * 10**9))
+        # Source and mount have one clock.
+        believed_ns = int(_BELIEVED_S * 10**9)
+        rig.monkeypatch.setattr(
+            scan, "settled_ns", lambda snapshot: snapshot.created_ns - believed_ns
+        )
         self.checker = HistoryChecker(rig.source, rig.left)
         self.agreed = Agreed(rig.source)
         self.random_changes = RandomChanges(chance, self.checker.moved)

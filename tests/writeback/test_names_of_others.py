@@ -8,6 +8,7 @@ import random
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -215,17 +216,58 @@ async def test_a_name_that_came_in_the_tick_of_the_snapshot_is_shown(
     rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch, is_young: bool
 ) -> None:
     """The directory has the times of the snapshot. If they are older, it is not listed."""
+    times = others._seen((rig.source / "d").stat())
+    monkeypatch.setattr(others, "settled_ns", lambda snapshot: max(times[1:]) + (not is_young))
+    monkeypatch.setattr(others, "_seen", lambda status: times)
     async with rig.mount() as session:
-        there = session.names.at_source(session.ino(b"d"))
-        assert there is not None
-        times = there.source_ino, there.mtime_ns, there.ctime_ns
-        monkeypatch.setattr(others, "_seen", lambda status: times)
-        created_ns = there.ctime_ns + (0 if is_young else 3 * 10**9)
-        monkeypatch.setattr(session.names.snapshot, "created_ns", created_ns)
         (rig.source / "d/new").write_bytes(b"new")
         use(session, b"d")
         await looked(session)
         assert (b"d/new" in session.shown()) is is_young
+
+
+@pytest.mark.fault("M5")
+@pytest.mark.parametrize("ahead_s", [-3600, 0, 3600])
+async def test_names_that_come_in_one_tick_are_shown_whatever_the_clock_of_the_node(
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    now_ns = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() + ahead_s * 10**9)
+    times = others._seen((rig.source / "d").stat())
+    monkeypatch.setattr(others, "_seen", lambda status: times)
+    async with rig.mount() as session:
+        it = session.write_back.others
+        assert it is not None
+        use(session, b"d")
+        for name in ("one", "two"):
+            (rig.source / "d" / name).write_bytes(b"new")
+            await it._look_if_possible(session.ino(b"d"))
+            assert os.fsencode(f"d/{name}") in session.shown()
+
+
+async def test_a_directory_that_rests_is_listed_until_its_times_were_seen_for_two_seconds(
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, now_s, listings = others._listed, 1000.0, []
+
+    def counted(root: int, path: bytes, known: tuple[int, int, int] | None) -> Any:
+        answer = listed(root, path, known)
+        listings.append(answer.names is not None)
+        return answer
+
+    monkeypatch.setattr(others, "_listed", counted)
+    monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: now_s))
+    async with rig.mount() as session:
+        it = session.write_back.others
+        assert it is not None
+        use(session, b"d")
+        for _ in range(4):
+            await it._look_if_possible(session.ino(b"d"))
+            now_s += 1
+        assert listings == [True, True, True, False]
+        (rig.source / "d/new").write_bytes(b"new")
+        await it._look_if_possible(session.ino(b"d"))
+        assert b"d/new" in session.shown() and listings[4:] == [True]
 
 
 async def test_names_that_the_source_does_not_have_yet_stay(rig: Rig, clock: Clock) -> None:
