@@ -4,8 +4,9 @@
 
 TOKEN is the token of the mount's journal, so the next mount with the same journal takes over the
 lease at once. A mount renews its lease every 15 seconds by setting the file's times. A lease has
-expired if it was not renewed for 60 seconds, by the clock of the source's file system, or if its
-holder is a process of this machine that has ended.
+expired if it was not renewed for 60 seconds, or if its holder is a process of this machine that has
+ended. A mount that begins knows the age of a lease by the clock of the source's file system only.
+Later it sees the renewals, and its own clock tells the age: the clock of the source may jump.
 
 Where the daemon may not write at the root of the source, it puts the lease of each pattern into the
 nearest directory, at or above the paths of the pattern, in which it may write. Two mounts that
@@ -78,8 +79,9 @@ class Holder:
 
     ``since_ns`` is the time at which the lease was made, by the clock of the source's file system.
     ``undrained``: the mount has ended, and its tier holds changes that are not at the source.
-    ``age_s`` is the time between the last renewal and now, in seconds; a renewal in the future is
-    one before the clock was set back. ``uid`` is the owner of the file.
+    ``renewed_ns`` is the time of the last renewal, by that clock. ``age_s`` is the time between it
+    and now, in seconds; a renewal in the future is one before the clock was set back. ``uid`` is
+    the owner of the file.
     """
 
     token: str
@@ -92,6 +94,7 @@ class Holder:
     namespace: int = 0
     started: int = 0
     undrained: bool = False
+    renewed_ns: int = 0
     age_s: float = 0.0
     uid: int = 0
 
@@ -118,6 +121,16 @@ class Holder:
         if (self.boot, self.namespace) != (boot_now(), _pid_namespace()):
             return False
         return _started(self.pid) != self.started
+
+
+@dataclass(frozen=True, slots=True)
+class _Renewal:
+    """The last renewal of another lease: its time in the file, and when it was, by the clock of
+    this machine. ``looked_s``: when the file was last read."""
+
+    renewed_ns: int
+    at_s: float
+    looked_s: float
 
 
 def overlap(patterns: Sequence[str], others: Sequence[str]) -> bool:
@@ -201,6 +214,8 @@ class Lease:
         # this machine.
         self._now_ns = 0
         self._renewed_s = -math.inf
+        # The renewals that this mount has seen, by the inode number of the directory and the token.
+        self._renewals: dict[tuple[int, str], _Renewal] = {}
         self._is_released = False
         self.others: tuple[Holder, ...] = ()
         self.trouble = ""
@@ -299,7 +314,7 @@ class Lease:
         # The clock there continues if this mount cannot renew its lease, or has released it.
         now_ns = self._now_ns + int((time.monotonic() - self._renewed_s) * 1e9)
         # The lease is read by its name: it counts also behind many leases of others.
-        found = (_read(directory, token, now_ns) for directory in self._opened_all())
+        found = (self._read(directory, token, now_ns) for directory in self._opened_all())
         return any(holder is not None and holder.is_in_force for holder in found)
 
     # -- internal ------------------------------------------------------------------------------
@@ -379,13 +394,28 @@ class Lease:
             for name in _smallest(directory):
                 if name == self._me.token or name.endswith(_NEW):
                     continue
-                holder = _read(directory, name, self._now_ns)
+                holder = self._read(directory, name, self._now_ns)
                 if holder is None:
                     continue
                 compared += len(self._me.patterns) * len(holder.patterns)
                 if compared > _MOST_COMPARED or overlap(self._me.patterns, holder.patterns):
                     found[name] = holder
         return sorted(found.values(), key=lambda holder: (holder.since_ns, holder.token))
+
+    def _read(self, directory: int, name: str, now_ns: int) -> Holder | None:
+        """As the function. The age of a lease that was read before is by this machine's clock."""
+        holder = _read(directory, name, now_ns)
+        if holder is None:
+            return None
+        key, now_s = (os.fstat(directory).st_ino, name), time.monotonic()
+        at_s, before = now_s - holder.age_s, self._renewals.pop(key, None)
+        if before is not None:
+            is_same = before.renewed_ns == holder.renewed_ns
+            at_s = before.at_s if is_same else max(at_s, before.looked_s)
+        self._renewals[key] = _Renewal(holder.renewed_ns, at_s, now_s)
+        while len(self._renewals) > _MOST:
+            del self._renewals[next(iter(self._renewals))]
+        return replace(holder, age_s=now_s - at_s)
 
     def _opened_all(self) -> Iterator[int]:
         """Descriptors of the directories in which others may have put leases for the same paths,
@@ -451,7 +481,7 @@ def _write(directory: int, holder: Holder) -> int:
     staged = holder.token + _NEW
     # The name, age and owner are those of the file.
     fields = asdict(holder)
-    for name in ("token", "age_s", "uid"):
+    for name in ("token", "renewed_ns", "age_s", "uid"):
         del fields[name]
     with suppress(FileNotFoundError):
         os.unlink(staged, dir_fd=directory)
@@ -482,6 +512,7 @@ def _read(directory: int, name: str, now_ns: int) -> Holder | None:
             namespace=int(raw["namespace"]),
             started=int(raw["started"]),
             undrained=bool(raw["undrained"]),
+            renewed_ns=status.st_mtime_ns,
             age_s=abs(now_ns - status.st_mtime_ns) / 1e9,
             uid=status.st_uid,
         )

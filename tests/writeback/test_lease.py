@@ -7,9 +7,11 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -290,6 +292,50 @@ def test_a_lease_from_before_the_clock_was_set_back_expires(
     first.renew()
     elsewhere("two")
     assert [holder.token for holder in take("cc", share=True).others] == ["aa", "bb"]
+
+
+@pytest.mark.promise(167, 331)
+@pytest.mark.fault("M5")
+@pytest.mark.parametrize("jump_s", [3600, -3600])
+def test_a_lease_stays_in_force_while_it_is_renewed_when_the_clock_of_the_source_jumps(
+    take: Take,
+    elsewhere: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    jump_s: int,
+) -> None:
+    now, utime, write = 1000.0, os.utime, leases._write
+
+    def jumped(path: str, **more: Any) -> None:
+        times = time.time_ns() + jump_s * 10**9
+        utime(path, ns=(times, times), **more)
+
+    def written(directory: int, holder: leases.Holder) -> int:
+        write(directory, holder)
+        jumped(holder.token, dir_fd=directory)
+        return os.stat(holder.token, dir_fd=directory).st_mtime_ns
+
+    def others(lease: Lease) -> list[str]:
+        lease.renew()
+        assert lease.is_in_force("aa") == bool(lease.others)
+        return [holder.token for holder in lease.others]
+
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now))
+    elsewhere("one")
+    first = take("aa", share=True)
+    elsewhere("two")
+    second = take("bb", share=True)
+    monkeypatch.setattr(os, "utime", jumped)
+    monkeypatch.setattr(leases, "_write", written)
+    now += 15
+    assert others(second) == ["aa"]
+    first.renew()
+    now += leases.STALE_S - 1
+    assert others(second) == ["aa"]
+    # The node of the first has died.
+    now += leases.STALE_S + 1
+    assert others(second) == []
+    first.renew()
+    assert others(second) == ["aa"]
 
 
 @pytest.mark.promise(169)
