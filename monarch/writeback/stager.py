@@ -255,9 +255,14 @@ class Stager:
     def _is_short(self, entry: Entry, version: Identity) -> bool:
         """Whether an object has lost bytes, and was not truncated since."""
         op = entry.op
+        is_changed = op.mtime_ns is not None and (
+            version.mtime_ns > op.mtime_ns
+            # A process has set a time in the future, and a later change has set both times anew.
+            or (op.mtime_ns > entry.recorded_ns and version.mtime_ns == version.ctime_ns)
+        )
         return (
             version.size < op.size
-            and (op.mtime_ns is None or version.mtime_ns <= op.mtime_ns)
+            and not is_changed
             and not any(later.kind in ("content", "attr") for later in self._order.behind(entry))
         )
 

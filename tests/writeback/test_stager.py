@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +22,7 @@ from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.journal import Journal
 from monarch.writeback.mover import Courtesy, Mover
-from monarch.writeback.objects import Objects
+from monarch.writeback.objects import Objects, object_path
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Marks
 from monarch.writeback.queue_entry import Entry
@@ -31,6 +33,7 @@ from monarch.writeback.steps import Steps
 from monarch.writeback.wakeups import Wakeups
 from tests.writeback.files_in_use import FilesInUse
 from tests.writeback.remounts import Rig
+from tests.writeback.test_damaged_objects import FUTURE_NS
 
 
 class Stage:
@@ -184,6 +187,18 @@ async def test_a_file_that_is_truncated_while_its_object_is_opened_is_not_lost(
     assert stage.order.lost == {}
     # The close of the file records another content.
     assert (entry.skipped, stage.files.skipped) == (True, [1])
+
+
+@pytest.mark.promise(73)
+async def test_a_truncated_object_with_a_time_in_the_future_is_not_lost(stage: Stage) -> None:
+    entry = stage.put(1, b"0123456789")
+    path = object_path(stage.root / "absorbed", 1)
+    os.utime(path, ns=(FUTURE_NS, FUTURE_NS))
+    entry.op = replace(entry.op, mtime_ns=FUTURE_NS)
+    entry.recorded_ns = time.time_ns()
+    os.truncate(path, 4)
+    await stage.stager.stage(entry, in_turn=True)
+    assert (stage.order.lost, stage.part(1).read_bytes()) == ({}, b"0123")
 
 
 async def test_a_file_that_is_written_all_the_time_is_left_to_its_close(
