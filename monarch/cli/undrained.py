@@ -226,8 +226,8 @@ Examples:
 def retry(mountpoint: Path, path: str | None, as_json: bool) -> int:
     """Try again now the changes that the source refused: those of PATH, or all.
 
-    The exit code is 0 if the source accepted them, 1 if it refuses one again, and 13 if it does not
-    answer within a minute; then they are tried when the source answers.
+    The exit code is 0 if the source refuses none of them any more, 1 if it refuses one again, and
+    13 if it does not answer within a minute; then they are tried when the source answers.
     """
     return _show_refused(_asked(mountpoint, "retry", path), as_json)
 

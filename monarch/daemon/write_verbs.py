@@ -207,13 +207,14 @@ class WrittenVerbs:
         return self._refused().to_dict()
 
     async def _retry(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
-        """Tries refused changes again: those at ``path``, or all."""
+        """Tries refused changes again; the answer has those at ``path``, or all. None there is
+        refused if the drain was faster than this request: that is success."""
         write_back, path = self.write_back, None
         if params.get("path") is not None:
             write_back, path = self._write_back_and_path(params)
         if write_back is not None:
             with _patience():
-                await write_back.refusals.retry(path)
+                await write_back.refusals.retry()
         return self._refused(path or b"").to_dict()
 
     async def _discard(self, params: dict[str, Any], send: Send) -> dict[str, Any]:

@@ -84,14 +84,8 @@ class Refusals:
         self._drain.queue.set_aside({refusal.seq for refusal in self._about(path)})
         await self._drain.progress.retry()
 
-    async def retry(self, path: bytes | None) -> None:
-        """Tries all refused changes again, and waits for the results.
-
-        Raises UsageError if ``path`` is given, the source refuses nothing there, and it accepts
-        other changes.
-        """
-        if path is not None and not self._drain.stopped:
-            self._about(path)
+    async def retry(self) -> None:
+        """Tries all refused changes again, and waits for the results."""
         await self._drain.progress.retry()
 
     async def discard(self, path: bytes) -> Sequence[bytes]:

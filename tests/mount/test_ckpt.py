@@ -754,13 +754,12 @@ def test_a_refused_change_is_set_aside_retried_and_given_up(absorb: Absorb, tree
     wait_until(lambda: mount.alarm() == ["written-set-aside"], "it is forgotten")
     assert mount.ckpt("retry", "ckpt/x", code=1)["refused"][0]["path"] == "ckpt/x"
     (source / "ckpt/x").unlink()
-    assert mount.run("ckpt", "retry", mount.mounted.path, "ckpt/x").out == (
-        "the source refuses nothing\n"
-    )
+    # The drain may be faster than the command, as the second time.
+    for _ in range(2):
+        taken = mount.run("ckpt", "retry", mount.mounted.path, "ckpt/x")
+        assert (taken.code, taken.out) == (0, "the source refuses nothing\n")
     whole = mount.run("ckpt", "discard", mount.mounted.path, ".")
     assert whole.code == 2 and "no path is named" in whole.err
-    again = mount.run("ckpt", "retry", mount.mounted.path, "ckpt/x")
-    assert again.code == 2 and "the source refuses nothing at 'ckpt/x'" in again.err
     at = mount.mounted.path / "ckpt"
     assert (at / "y/file").read_bytes() == b"beneath"
     assert "removed on the mount: ckpt/y\n" in (

@@ -242,7 +242,7 @@ async def test_an_extended_attribute_waits_for_room_unless_it_is_too_large(
         assert list(log.dropped_xattrs) == ([] if size == 1 else [(b"a", b"user.note")])
         is_full = False
         if size == 1:
-            await session.write_back.refusals.retry(None)
+            await session.write_back.refusals.retry()
         await session.drained()
     assert ("user.note" in os.listxattr(rig.source / "a")) is (size == 1)
 

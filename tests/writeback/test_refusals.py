@@ -81,7 +81,7 @@ async def test_a_change_set_aside_does_not_block_its_user_and_stays_aside_over_a
             session.write_back.place.journal.shorten()
     (rig.source / "d/new").unlink()
     async with rig.mount() as session:
-        await session.write_back.refusals.retry(None)
+        await session.write_back.refusals.retry()
         await session.drained()
         assert (rig.source / "d/new/deep/file").read_bytes() == b"deep beneath"
         assert session.write_back.refusals.list() == []
@@ -97,13 +97,11 @@ async def test_a_retry_asks_the_source_at_once(
                 await trio.sleep(1)
         tries = session.write_back.refusals.list()[0].tries
         begun = trio.current_time()
-        await session.write_back.refusals.retry(b"d/new")
+        await session.write_back.refusals.retry()
         assert session.write_back.refusals.list()[0].tries == tries + 1
         (rig.source / "d/new").unlink()
-        await session.write_back.refusals.retry(None)
+        await session.write_back.refusals.retry()
         assert session.write_back.refusals.list() == [] and trio.current_time() - begun < 5
-        with pytest.raises(UsageError, match="refuses nothing at 'd/new'"):
-            await session.write_back.refusals.retry(b"d/new")
 
 
 def _read_only(*_: object) -> None:
@@ -147,10 +145,10 @@ async def test_a_failure_for_all_changes_is_not_called_a_refusal(
             assert re.match(f"{what}.*'weights': .*{name}", refusals.stopped())
             # A retry ends as soon as the source was asked once more.
             failures = session.write_back.drain.backlog().failures
-            await refusals.retry(b"weights")
+            await refusals.retry()
             assert session.write_back.drain.backlog().failures > failures
             assert refusals.list() == []
-        await refusals.retry(None)
+        await refusals.retry()
         await session.drained()
         assert session.write_back.drain.stopped is None
 
