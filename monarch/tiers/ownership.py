@@ -233,8 +233,14 @@ class SharedCopies:
 
 
 def shared_copies(tier: Path) -> Iterator[SharedCopies]:
-    """The copies of each mount in the tier at this path. Raises OSError."""
+    """The copies of each mount in the tier at this path. Raises TierError if a symbolic link is in
+    the place of their directory, which may lead to another tier; OSError."""
     private = tier / PRIVATE
+    if private.is_symlink():
+        raise TierError(
+            f"tier {os.fspath(tier)!r}: its directory {PRIVATE!r} is a symbolic link",
+            hint="name the tier that the link leads to",
+        )
     for path, fd, source, state in _mounts(private) if private.is_dir() else ():
         if os.fstat(fd).st_uid != os.geteuid():
             continue
@@ -251,14 +257,16 @@ def shared_copies(tier: Path) -> Iterator[SharedCopies]:
 def _mounts(private: Path) -> Iterator[tuple[Path, int, str, str]]:
     """Of each mount with copies: its directory, a descriptor of that until the next one, its source
     and its state directory. Raises OSError."""
-    for path in [private, *(private / name for name in sorted(os.listdir(private)))]:
-        try:
-            fd = os.open(path, DIRECTORY)
-        except OSError:
-            continue
-        with closing_fd(fd):
-            if (note := _read_note(fd)) is not None:
-                yield path, fd, str(note.get("source", "")), str(note.get("state", ""))
+    with closing_fd(os.open(private, DIRECTORY)) as shared:
+        for name in [".", *sorted(os.listdir(shared))]:
+            try:
+                fd = os.open(name, DIRECTORY, dir_fd=shared)
+            except OSError:
+                continue
+            with closing_fd(fd):
+                if (note := _read_note(fd)) is not None:
+                    source, state = str(note.get("source", "")), str(note.get("state", ""))
+                    yield private / name, fd, source, state
 
 
 def other_mounts(own: Path) -> list[tuple[str, str]]:
@@ -277,8 +285,13 @@ def other_sources(own: Path) -> list[str]:
 def remove_copies(held: SharedCopies) -> None:
     """Removes the files that Monarch has made there, recognised by their names. Raises LockedError
     if a daemon uses them, and OSError."""
+    directory = Path(held.directory)
+    is_own = directory.name != PRIVATE
     with ExitStack() as opened:
-        fd = opened.enter_context(closing_fd(os.open(held.directory, DIRECTORY)))
+        shared = os.open(directory.parent if is_own else directory, DIRECTORY)
+        opened.callback(os.close, shared)
+        fd = os.open(directory.name if is_own else ".", DIRECTORY, dir_fd=shared)
+        opened.callback(os.close, fd)
         opened.callback(Lock(fd, f"{held.directory!r}", "monarch evict").release)
         for name in [*_copies(fd), *Contents(fd).staged_copies()]:
             os.unlink(name, dir_fd=fd)
@@ -292,9 +305,9 @@ def remove_copies(held: SharedCopies) -> None:
         for name in ("tier.part", "tier.json", "lock"):
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=fd)
-    if Path(held.directory).name != PRIVATE:
-        with suppress(OSError):
-            os.rmdir(held.directory)
+        if is_own:
+            with suppress(OSError):
+                os.rmdir(directory.name, dir_fd=shared)
 
 
 def _copies(fd: int) -> Iterator[str]:

@@ -131,6 +131,12 @@ def test_copies_of_a_source_that_is_not_mounted_are_shown_and_dropped(
     file.write_text(f"mounts: {{b: {{{mount}, tiers: ['{tier}:10MiB']}}}}\n")
     checks = json.loads(monarch("doctor", "-c", str(file), "--json", check=False).stdout)
     assert f"it also holds copies of {source}" in json.dumps(checks)
+    # Of another tier that a link leads to nothing is dropped.
+    linked = monarch.directory / "linked"
+    linked.mkdir()
+    (linked / "monarch").symlink_to(tier / "monarch")
+    done = monarch("evict", "--tier", str(linked), "--all", check=False)
+    assert (done.returncode, "is a symbolic link" in one_line(done)) == (6, True), done.stderr
     lines = monarch("evict", "--tier", str(tier)).stdout.splitlines()
     assert sorted(line.partition(", last used")[0] for line in lines) == sorted(
         [f"{source}: 4 copies, 15.6 KiB", f"{other}: 8 copies, 23.4 KiB"]
