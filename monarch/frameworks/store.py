@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -29,8 +30,8 @@ from monarch.errors import CheckpointError
 from monarch.frameworks.format import TRAILER_BYTES, parse, parse_header, trailer
 from monarch.frameworks.owner import Owner
 from monarch.posix.files import closing_fd
-from monarch.posix.private_directory import open_private, read_private
-from monarch.text import MiB
+from monarch.posix.private_directory import open_private, private_opener
+from monarch.text import MiB, format_bytes
 from monarch.types import XATTR_DURABLE
 
 MANIFEST = "manifest"
@@ -38,6 +39,10 @@ _VERSION = 1
 # Names of earlier versions have no token.
 _NAME = re.compile(r"step-(\d+)-(\d+)(-[0-9a-f]{8})?\.ckpt")
 _PART = re.compile(r"\..+\.part")
+# The most bytes of a manifest, which is read into memory, and the most of its damaged lines that
+# are named.
+_MOST_BYTES = 64 * MiB
+_MOST_DAMAGED = 100
 # The size of a read or write. There are few of them, since a thread waits up to 5 ms for Python's
 # lock after each, beside a busy trainer.
 PIECE_BYTES = 8 * MiB
@@ -343,6 +348,8 @@ class CheckpointStore:
         lines = [json.dumps({"version": _VERSION})]
         lines += [json.dumps(asdict(each), separators=(",", ":")) for each in checkpoints]
         content = b"".join(map(_line, lines))
+        if len(content) > _MOST_BYTES:
+            raise _too_large(self.directory / MANIFEST)
         part, _, _ = self.stage(MANIFEST, [content])
         try:
             os.replace(part, self.directory / MANIFEST)
@@ -384,13 +391,16 @@ def _read_manifest(directory: Path, shown: Path | None = None) -> _Manifest:
     """Reads the manifest. A damaged line is reported; its file will be adopted again."""
     found, where = _Manifest([], []), (shown or directory) / MANIFEST
     try:
-        content = read_private(directory / MANIFEST)
+        with open(directory / MANIFEST, "rb", opener=private_opener) as file:
+            content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         return found
-    for number, line in enumerate(content.splitlines(), 1):
+    if len(content) > _MOST_BYTES:
+        raise _too_large(where)
+    for number, line in enumerate(io.BytesIO(content), 1):
         try:
-            text = line[17:].decode()
-            if line + b"\n" != _line(text):
+            text = line[17:].decode().removesuffix("\n")
+            if line.removesuffix(b"\n") + b"\n" != _line(text):
                 raise ValueError("damaged")
             raw = json.loads(text)
             if number > 1:
@@ -398,7 +408,8 @@ def _read_manifest(directory: Path, shown: Path | None = None) -> _Manifest:
                 continue
             version = raw["version"]
         except (KeyError, TypeError, ValueError):
-            found.troubles.append(f"{where}: line {number} is damaged")
+            if len(found.troubles) < _MOST_DAMAGED:
+                found.troubles.append(f"{where}: line {number} is damaged")
             continue
         if version != _VERSION:
             raise CheckpointError(
@@ -406,6 +417,13 @@ def _read_manifest(directory: Path, shown: Path | None = None) -> _Manifest:
                 hint="use the Monarch that wrote it, or another directory",
             )
     return found
+
+
+def _too_large(where: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{where} has more than {format_bytes(_MOST_BYTES)}",
+        hint="remove checkpoints, or use another directory",
+    )
 
 
 def entry_of(raw: dict[str, Any]) -> Checkpoint:

@@ -195,6 +195,30 @@ def test_a_manifest_of_a_newer_monarch_is_refused_and_kept(tmp_path: Path) -> No
     assert content in (tmp_path / store.MANIFEST).read_bytes()
 
 
+@pytest.mark.fault("Security")
+def test_a_manifest_takes_a_limited_amount_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 10)
+    manifest = tmp_path / store.MANIFEST
+    size = manifest.stat().st_size
+    with manifest.open("ab") as file:
+        file.write(b"\n" * 100_000)
+    troubles = store._read_manifest(tmp_path).troubles
+    assert len(troubles) == store._MOST_DAMAGED and "line 3 is damaged" in troubles[0]
+    # It takes no room on the disk.
+    os.truncate(manifest, 1 << 40)
+    for read in (list_checkpoints, Checkpointer):
+        with pytest.raises(CheckpointError, match="has more than 64 MiB"):
+            read(tmp_path)
+    os.truncate(manifest, size)
+    monkeypatch.setattr(store, "_MOST_BYTES", size + 10)
+    assert steps(tmp_path) == [10]
+    with pytest.raises(CheckpointError, match="has more than"):
+        save(tmp_path, 20)
+    assert steps(tmp_path) == [10]
+
+
 def test_a_name_in_the_manifest_leads_nowhere_else(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     save(directory, 10, 20)
