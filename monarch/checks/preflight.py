@@ -452,6 +452,7 @@ def check_apart(settings: MountSettings, records: Sequence[MountRecord]) -> None
     for what, path in [*directories, *files.items()]:
         if path is not None:
             mountpoints.require_outside(path, what)
+    directories.append(("mount point", settings.mountpoint))
     for record in records:
         if alive(record) and record.mountpoint != os.fspath(settings.mountpoint):
             theirs = [("source", Path(record.source))]

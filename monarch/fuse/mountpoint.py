@@ -109,6 +109,12 @@ def check(mountpoint: Path, source: Path) -> None:
             errno=errno.ELOOP,
             hint="mount its source, or a directory of that",
         )
+    if inner := _monarch_below(real_source):
+        raise SourceError(
+            f"the Monarch mount {inner!r} lies in the {origin}",
+            errno=errno.ELOOP,
+            hint="unmount it, or name a source without it: its files are at its own source",
+        )
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise MountPointError(
@@ -122,6 +128,14 @@ def monarch_above(path: str) -> str:
     # The longest mount point is the nearest; of two at one place the later hides the earlier.
     nearest = max(reversed(above), key=lambda it: len(it.mount_point.parts), default=None)
     return str(nearest.mount_point) if nearest is not None and nearest.kind == MONARCH_TYPE else ""
+
+
+def _monarch_below(path: str) -> str:
+    """The mount point of a Monarch mount of this user in the directory ``path``; empty if there is
+    none."""
+    own = (it for it in mount_table() if it.kind == MONARCH_TYPE and it.user == os.geteuid())
+    mounts = (str(it.mount_point) for it in own)
+    return next((mounted for mounted in mounts if _inside(mounted, path)), "")
 
 
 def check_tier(tier: Path, source: Path, mountpoint: Path) -> None:

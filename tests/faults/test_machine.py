@@ -232,6 +232,33 @@ def test_a_mount_in_a_mount_or_of_a_mount_is_refused(
     assert (outer.path / "full/file").read_bytes() == contents("full/file", 1)
 
 
+@pytest.mark.modes("auto")
+@pytest.mark.fault("M1")
+@pytest.mark.promise(109)
+def test_a_mount_in_the_source_of_another_is_refused(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    """Else a file would count as safe at the source that lies in the tier of another mount."""
+    outer, inner = tree({"empty": None, "file": 1}), tmp_path / "inner"
+    inner.mkdir()
+    (inner / "file").write_bytes(b"inner")
+    first = monarch.mount(outer)
+    own = ["--state", f"{tmp_path}/s", "--tier", f"{tmp_path}/t:1MiB"]
+    command = ["mount", str(inner), str(outer / "empty"), *own]
+    done = monarch(*command, check=False)
+    words = f"lies in the source {str(outer)!r} of the mount {str(first.path)!r}"
+    assert (done.returncode, words in one_line(done)) == (2, True), done.stderr
+    first.umount()
+    # The other mount is first.
+    monarch(*command)
+    more = ["--state", f"{tmp_path}/s2", "--tier", f"{tmp_path}/t2:1MiB"]
+    done = monarch("mount", str(outer), str(first.path), *more, check=False)
+    words = f"the Monarch mount {str(outer / 'empty')!r} lies in the source"
+    assert (done.returncode, words in one_line(done)) == (4, True), done.stderr
+    monarch("umount", str(outer / "empty"))
+    assert_nothing_is_left(monarch)
+
+
 @pytest.mark.fault("M1", "M2")
 @pytest.mark.promise(12)
 def test_readers_of_a_killed_daemon_get_an_error_at_once_and_the_next_mount_serves(
