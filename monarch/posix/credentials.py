@@ -32,6 +32,8 @@ _SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "s39
 # Version 3 of linux/capability.h: two words each of effective, permitted, inheritable.
 _CAPABILITIES_3 = 0x20080522
 _CAPABILITY_WORDS = "=6I"
+# The flag of unshare for the umask and the current directory (sched.h).
+_CLONE_FS = 0x200
 # The right to exceed quotas, and to use the blocks that ext4 keeps (linux/capability.h).
 _CAP_SYS_RESOURCE = 1 << 24
 # The argument with which setfsuid and setfsgid return the id and change nothing.
@@ -118,6 +120,20 @@ def keep_quotas() -> None:
         words = list(struct.unpack(_CAPABILITY_WORDS, _capabilities()))
         words[0] &= ~_CAP_SYS_RESOURCE
         _set_capabilities(struct.pack(_CAPABILITY_WORDS, *words))
+
+
+@contextmanager
+def without_umask() -> Iterator[None]:
+    """Lets this thread make entries with their whole mode. The other threads of the process keep
+    the umask; so does this one if the kernel refuses it a umask of its own."""
+    if _LIBC.unshare(_CLONE_FS) != 0:
+        yield
+        return
+    before = os.umask(0)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager

@@ -51,15 +51,18 @@ class SourceAttributes:
         has_owner = self._set_owner(fd, op)
         # Set before the mode, which may remove the right to set them.
         refused = self._set_xattrs(fd, op) if op.xattrs else ()
-        if op.mode is not None and not stat.S_ISLNK(os.fstat(fd).st_mode):
+        now_mode = os.fstat(fd).st_mode
+        if op.mode is not None and not stat.S_ISLNK(now_mode):
             mode = stat.S_IMODE(op.mode)
             if acl.ACCESS in refused:
                 mode = acl.narrowed(mode, acl.Acls(op.xattrs[acl.ACCESS] or b""))
-            if not has_owner:
+            if not (has_owner or stat.S_ISDIR(now_mode)):
                 # Set-ID bits would give the rights of the wrong user.
                 mode &= ~SPECIAL_BITS
             try:
-                os.chmod(path_of(fd), mode)
+                # The kernel may remove a set-group-ID bit at a chmod to the same mode.
+                if mode != stat.S_IMODE(now_mode):
+                    os.chmod(path_of(fd), mode)
             except OSError as error:
                 self._raise_if_supported("modes", error, op)
         if op.mtime_ns is not None or op.atime_ns is not None:

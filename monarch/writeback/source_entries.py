@@ -12,7 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from monarch.posix.credentials import Credentials, acting_as
+from monarch.posix.credentials import (
+    Credentials,
+    acting_as,
+    can_act_as_others,
+    without_umask,
+)
 from monarch.posix.files import born_ns, closing_fd, status_at
 from monarch.text import errno_words
 from monarch.tiers.source import identity_of
@@ -49,9 +54,13 @@ class SourceEntries:
         """A directory that others have made is shared with them, and keeps its attributes."""
         by = creator(op)
         fd, name = directories.of(op.path, by, make=True)
+        # Closed, until it has its attributes. A user outside the group of a set-group-ID directory
+        # can make one with that bit, and cannot set its mode without losing the bit.
+        keeps_group = os.fstat(fd).st_mode & (op.mode or 0) & stat.S_ISGID and not op.xattrs
+        mode = stat.S_IMODE(op.mode or 0) if keeps_group and not can_act_as_others() else 0o700
         try:
-            with acting_as(by):
-                os.mkdir(name, 0o700, dir_fd=fd)
+            with acting_as(by), without_umask():
+                os.mkdir(name, mode, dir_fd=fd)
         except (FileExistsError, PermissionError):
             there = status_at(fd, name)
             if there is None or not stat.S_ISDIR(there.st_mode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,34 @@ def test_an_ordinary_user_mounts_reads_twice_and_unmounts(monarch: MonarchComman
         done = user("umount", str(mnt))
         assert done.returncode == 0, done.stderr
         assert str(mnt) not in user.mounts()
+
+
+@pytest.mark.promise(77)
+@pytest.mark.modes("auto")
+@pytest.mark.parametrize("umask", ["0", "027"])
+def test_directories_made_in_one_of_a_foreign_group_keep_that_group_as_locally(
+    monarch: MonarchCommand, umask: str
+) -> None:
+    with ordinary_user(monarch.case) as user:
+        tops = {name: user.mkdir(name) for name in ("local", "source")}
+        mnt = user.mkdir("mnt")
+        for top in tops.values():
+            (top / "team").mkdir()
+            os.chown(top / "team", 0, 2000)
+            (top / "team").chmod(0o2777)
+        tier = ("--tier", f"{user.directory}/home/tier:64MiB")
+        done = user("mount", str(tops["source"]), str(mnt), *tier, "-o", "write=absorb")
+        assert done.returncode == 0, done.stderr
+        make = f"umask {umask}; cd $0/team && mkdir -p d/below && mkdir -m 0755 e && echo 1 > d/f"
+        for top in (tops["local"], mnt):
+            done = user.run("sh", "-c", make, str(top))
+            assert done.returncode == 0, done.stderr
+        assert user("umount", str(mnt)).returncode == 0
+        found = {}
+        for name, top in tops.items():
+            entries = {path.relative_to(top): path.stat() for path in (top / "team").rglob("*")}
+            found[name] = {path: (oct(it.st_mode), it.st_gid) for path, it in entries.items()}
+        assert found["source"] == found["local"] and len(found["local"]) == 4
 
 
 # Announces the files of a directory, and reads half of another one, in a random order.
