@@ -245,17 +245,19 @@ def test_a_mount_in_the_source_of_another_is_refused(
     first = monarch.mount(outer)
     own = ["--state", f"{tmp_path}/s", "--tier", f"{tmp_path}/t:1MiB"]
     command = ["mount", str(inner), str(outer / "empty"), *own]
-    done = monarch(*command, check=False)
-    words = f"lies in the source {str(outer)!r} of the mount {str(first.path)!r}"
-    assert (done.returncode, words in one_line(done)) == (2, True), done.stderr
-    first.umount()
-    # The other mount is first.
-    monarch(*command)
-    more = ["--state", f"{tmp_path}/s2", "--tier", f"{tmp_path}/t2:1MiB"]
-    done = monarch("mount", str(outer), str(first.path), *more, check=False)
-    words = f"the Monarch mount {str(outer / 'empty')!r} lies in the source"
-    assert (done.returncode, words in one_line(done)) == (4, True), done.stderr
-    monarch("umount", str(outer / "empty"))
+    try:
+        done = monarch(*command, check=False)
+        words = f"lies in the source {str(outer)!r} of the mount {str(first.path)!r}"
+        assert (done.returncode, words in one_line(done)) == (2, True), done.stderr
+        first.umount()
+        # The other mount is first.
+        monarch(*command)
+        more = ["--state", f"{tmp_path}/s2", "--tier", f"{tmp_path}/t2:1MiB"]
+        done = monarch("mount", str(outer), str(first.path), *more, check=False)
+        words = f"the Monarch mount {str(outer / 'empty')!r} lies in the source"
+        assert (done.returncode, words in one_line(done)) == (4, True), done.stderr
+    finally:
+        monarch("umount", str(outer / "empty"), check=False)
     assert_nothing_is_left(monarch)
 
 
