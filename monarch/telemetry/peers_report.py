@@ -38,12 +38,13 @@ class ReplicasReport:
 class PeersReport:
     """The members of the job. ``own`` is the name of this node, which owns a part ``share`` of the
     files. ``address`` is where its engine answers, empty if it does not; ``starts`` counts its
-    starts, and ``is_starting`` until the first one has succeeded or failed. ``out`` counts the other nodes that are left out. ``peers`` has at most 256 nodes, those
-    that are left out first. ``set`` identifies the snapshot. ``files`` and ``bytes`` came from
-    other nodes; ``failures`` by kind are requests that did not bring bytes; ``not_kept`` requests
-    were for files that their owner does not keep. ``fetched_*`` were read from the source for other
-    nodes. ``sent_bytes`` were sent by the engine, with the heads of its answers; None: not known.
-    ``replicas``: None without ``writeback.replicate``."""
+    starts, and ``is_starting`` until the first one has succeeded or failed. ``out`` counts the
+    other nodes that are left out. ``peers`` has at most 256 nodes, those that are left out first.
+    ``set`` identifies the snapshot. ``files`` and ``bytes`` came from other nodes; ``failures`` by
+    kind are requests that did not bring bytes; ``not_kept`` requests were for files that their
+    owner does not keep. ``fetched_*`` were read from the source for other nodes. ``sent_bytes``
+    were sent by the engine, with the heads of its answers; None: not known. ``replicas``: None
+    without ``writeback.replicate``."""
 
     members: int
     own: str
