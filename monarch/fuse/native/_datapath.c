@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/time.h>
 #include <unistd.h>
 
@@ -60,6 +61,7 @@ static void *reader_main(void *argument) {
     }
     free(thread->message);
     free(thread->data);
+    splice_close(thread);
     STORE(thread->state, THREAD_ENDED);
     return NULL;
 }
@@ -98,6 +100,7 @@ static bool spawn(struct datapath *dp) {
         STORE(thread->source_since_ns, 0);
         STORE(thread->begin_ns, 0);
         thread->place = NULL;
+        thread->has_pipe = false;
         thread->message = malloc(MESSAGE_BYTES + 1);
         thread->data = malloc(DATA_BYTES);
         STORE(thread->state, THREAD_RUNS);
@@ -338,6 +341,8 @@ int start(struct datapath *dp, int device, int channel, int threads) {
     dp->clone_count = 1;
     open_clones(dp, threads);
     dp->device = device;
+    struct stat status;
+    dp->takes_pages = fstat(device, &status) == 0 && S_ISCHR(status.st_mode);
     dp->channel = channel;
     int error = start_thread(&dp->replier, replier_main, dp);
     dp->started = error == 0;

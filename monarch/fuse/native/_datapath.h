@@ -2,8 +2,8 @@
  *
  *      kernel  <-- device (and its clones) -->  readers  -- what Python must decide -->  pyfuse3
  *                                                  |                                        |
- *                      pread + write, or a         |                                        |
- *                      backing file's number       '-- snapshot blocks, residency table     |
+ *                      splice, or pread + write,   |                                        |
+ *                      or a backing file's number  '-- snapshot blocks, residency table     |
  *              <-----------------------------------  replier  <-------- its answers --------'
  *
  * Readers take requests from the device. They answer names and attributes from the snapshot's
@@ -31,6 +31,7 @@
  *   _pending.c   the table of waiting requests; requests passed to Python, and their answers
  *   _waiting.c   requests that wait for the source or for another request, and their callers
  *   _events.c    events and counts for Python
+ *   _splice.c    answers that are not read into memory
  *   _names.c, _opens.c, _fetch.c, _pack.c, _peers.c, _absorbed.c, _missing.c, _direct.c: one
  *                subject each, without the others
  *   _python.c    the interface to Python, with _python_files.c, _python_direct.c, _python_packs.c,
@@ -193,6 +194,8 @@ struct thread {
     uint64_t source_since_ns; /* the begin of the current call of the source, 0: none; atomic */
     uint64_t begin_ns; /* the arrival of the request being answered, 0 if there is none; atomic */
     uint8_t *message, *data;
+    int pipe[2]; /* _splice.c */
+    bool has_pipe;
 };
 
 struct datapath {
@@ -224,6 +227,7 @@ struct datapath {
     int clones[MAX_CLONES], clone_count;
     int no_open, cache_listings, decide_opens, want_passthrough;
     int idle_target;
+    bool takes_pages; /* splice sends one message to the device; to a socket it may send several */
 
     /* Set by the kernel's answer to INIT. */
     int serving, passthrough, no_open_agreed, no_opendir_agreed; /* atomic */
@@ -311,6 +315,10 @@ struct tally *tally_of(struct thread *thread, uint8_t tier);
 void count_open(struct thread *thread, uint8_t tier, uint64_t begin);
 void count_read(struct thread *thread, uint8_t tier, size_t bytes, uint64_t begin);
 uint32_t session_of(uint32_t pid);
+
+/* -- _splice.c --------------------------------------------------------------------------------- */
+
+void splice_close(struct thread *thread);
 
 /* -- _pending.c -------------------------------------------------------------------------------- */
 

@@ -56,18 +56,26 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
     uint64_t left = in->offset < whole ? whole - in->offset : 0;
     size_t wanted = in->size < left ? in->size : (size_t)left;
     /* A file of the source may have grown since it was opened; a copy does not change. */
-    ssize_t got = tier ? read_all(fd, thread->data, wanted, in->offset)
-                       : read_source(thread, fd, thread->data, in->size, in->offset);
+    bool is_in_pipe = tier && splice_take(thread, request, fd, wanted, in->offset);
+    ssize_t got = is_in_pipe ? (ssize_t)wanted
+                  : tier     ? read_all(fd, thread->data, wanted, in->offset)
+                             : read_source(thread, fd, thread->data, in->size, in->offset);
     if (got < 0 || (size_t)got < wanted)
         return false;
-    if (first && !put_event(thread->dp, request->nodeid, tier, NULL, request))
+    if (first && !put_event(thread->dp, request->nodeid, tier, NULL, request)) {
+        if (is_in_pipe)
+            splice_close(thread);
         return false;
+    }
     if (entry && tier == 0)
         note_reached(entry, in->offset, in->offset + (uint64_t)got);
     if (first)
         count_open(thread, tier, begin);
     count_read(thread, tier, (size_t)got, begin);
-    answer(thread, request, thread->data, (size_t)got);
+    if (is_in_pipe)
+        splice_answer(thread, request, wanted);
+    else
+        answer(thread, request, thread->data, (size_t)got);
     return true;
 }
 

@@ -48,6 +48,12 @@ bool reading_resume(struct thread *thread, const struct in_header *request,
                     struct open_inode *entry, bool fresh, uint64_t begin);
 void do_read(struct thread *thread, struct in_header *request, size_t size, uint64_t begin);
 
+/* -- _splice.c --------------------------------------------------------------------------------- */
+
+bool splice_take(struct thread *thread, const struct in_header *request, int fd, size_t size,
+                 uint64_t offset);
+void splice_answer(struct thread *thread, const struct in_header *request, size_t size);
+
 /* -- _writing.c -------------------------------------------------------------------------------- */
 
 void do_write(struct thread *thread, struct in_header *request, size_t size);

@@ -1,0 +1,90 @@
+"""Reads of copies that the datapath answers through a pipe, and those beside its limits."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.mount.observe import account, copy_of, epoch, settled, wait_until
+
+pytestmark = pytest.mark.modes("relay", "no_open")
+
+KiB, MiB = 1 << 10, 1 << 20
+CONTENT = {"large": contents("large", 2 * MiB + 12_345)}
+# The least and the largest answer that goes through a pipe, and their neighbours, in pages.
+PAGES = (1, 3, 4, 5, 27, 32, 61, 62, 63, 64, 65, 256)
+
+
+def warm(monarch: MonarchCommand, tree: Tree) -> Mounted:
+    source = tree(CONTENT)
+    mounted = monarch.mount(source)
+    epoch(mounted, CONTENT)
+    settled(mounted)
+    return mounted
+
+
+@contextmanager
+def directly(path: Path) -> Iterator[Callable[[int, int], bytes]]:
+    """A function that reads so many bytes at an offset in one request, without readahead."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    with mmap.mmap(-1, MiB) as room, memoryview(room) as view:
+
+        def read(size: int, offset: int) -> bytes:
+            return bytes(view[: os.preadv(fd, [view[:size]], offset)])
+
+        yield read
+    os.close(fd)
+
+
+def read_into_memory(mounted: Mounted) -> int:
+    """The bytes that the daemon has read into its memory so far."""
+    fields = Path(f"/proc/{mounted.pid}/io").read_text().split()
+    return int(fields[fields.index("rchar:") + 1])
+
+
+def test_reads_of_each_size_at_each_offset_have_the_bytes_of_the_copy(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    mounted = warm(monarch, tree)
+    content = CONTENT["large"]
+    with directly(mounted.path / "large") as read:
+        for pages in PAGES:
+            for offset in (0, 1, 4096, 100_001, MiB, len(content) - 5000, len(content)):
+                size = pages * 4096
+                assert read(size, offset) == content[offset : offset + size]
+
+
+def test_the_bytes_of_a_copy_are_not_read_into_the_memory_of_the_daemon(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    mounted = warm(monarch, tree)
+    before = read_into_memory(mounted)
+    with directly(mounted.path / "large") as read:
+        for number in range(200):
+            assert len(read(128 * KiB, number % 8 * 4096)) == 128 * KiB
+    # Of 25 MiB; the daemon reads other files meanwhile.
+    assert read_into_memory(mounted) - before < 2 * MiB
+
+
+def test_a_copy_that_ends_within_an_answer_is_read_on_at_the_source(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("tier fast: copy of .* dropped")
+    mounted = warm(monarch, tree)
+    content = CONTENT["large"]
+    with (mounted.path / "large").open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert os.pread(file.fileno(), 100_000, 0) == content[:100_000]
+        os.truncate(copy_of(mounted, "large"), MiB + 50_000)
+        assert os.pread(file.fileno(), 100_000, MiB) == content[MiB : MiB + 100_000]
+        # The thread's next answers begin with their own bytes.
+        assert os.pread(file.fileno(), 100_000, 200_000) == content[200_000:300_000]
+    wait_until(lambda: not account(mounted)["handles"]["open_files"], "the release arrived")
+    epoch(mounted, CONTENT)
