@@ -32,6 +32,8 @@ _COMMON = f"""\
     timeouts {{
       read_header 5s
       read_body 5s
+      # A member gives up long before that.
+      write 60s
       idle 75s
     }}
   }}

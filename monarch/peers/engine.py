@@ -70,7 +70,7 @@ _MOST_WORDS = 500
 # The kernel refuses to make a file of the engine longer, so no client can fill the disk with its
 # log.
 _MOST_LOG = 1 * MiB
-# nginx limits its connections. Caddy does not, and uses some 60 KiB for each.
+# nginx limits its connections. Caddy does not, and uses 20 to 110 KiB for each.
 _MOST_FILES = 4096
 
 

@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import trio
 
 from monarch.config.settings import PeerSettings
 from monarch.errors import UsageError
+from monarch.peers import caddy as configurations
 from monarch.peers import engine as engines
 from monarch.peers.hello import hello_request
 from monarch.peers.membership import membership
@@ -109,6 +110,27 @@ def test_connections_of_strangers_cost_a_limited_number_of_descriptors(
         client = node.client()
         assert (await trio.to_thread.run_sync(client.get, f"d/{FIRST}", 5)).data == b"bytes"
         client.close()
+        assert node.engine.starts == 1
+
+    with_node(tmp_path, check)
+
+
+@pytest.mark.promise(332)
+def test_a_program_that_reads_no_answers_holds_no_connection_for_ever(
+    tmp_path: Path, caddy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configurations, "_COMMON", configurations._COMMON.replace("60s", "1s"))
+
+    def send_only(port: int) -> None:
+        """Requests without a token, until Caddy ends the connection."""
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
+            many = request("/", token="").replace(b"Connection: close\r\n", b"") * 1000
+            with suppress(ConnectionResetError, BrokenPipeError):
+                while True:
+                    stranger.sendall(many)
+
+    async def check(node: Node) -> None:
+        await trio.to_thread.run_sync(send_only, node.port)
         assert node.engine.starts == 1
 
     with_node(tmp_path, check)
