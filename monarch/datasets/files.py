@@ -111,26 +111,32 @@ class Dataset:
         if isinstance(names, str | bytes | os.PathLike):
             raise TypeError(f"get_many takes several names, not one: {names!r}; see get")
         wanted = tuple(names)
-        if into is not None:
-            return self._fill(wanted, memoryview(into).cast("B"))
-        if not wanted:
-            return []
-        buffer = self._buffer(len(wanted) * self._mean_bytes)
-        found, needed, unread = self._read(wanted, buffer.data, has_gaps=True)
+        # A data set that is closed meanwhile is read to the end of the call.
+        with self._directory.using() as directory:
+            if into is not None:
+                return self._fill(directory, wanted, memoryview(into).cast("B"))
+            return self._read_new(directory, wanted) if wanted else []
+
+    def _read_new(self, directory: int, names: tuple[Name, ...]) -> list[memoryview]:
+        """Reads the files into memory of this object."""
+        buffer = self._buffer(len(names) * self._mean_bytes)
+        found, needed, unread = self._read(directory, names, buffer.data, has_gaps=True)
         views = _views(buffer.data.toreadonly(), found)
         if unread:
-            self._read_rest(wanted, _places(found), views)
-        self._mean_bytes = max(1.0, needed / len(wanted))
+            self._read_rest(directory, names, _places(found), views)
+        self._mean_bytes = max(1.0, needed / len(names))
         return views
 
-    def _read_rest(self, names: tuple[Name, ...], places: Places, views: list[memoryview]) -> None:
+    def _read_rest(
+        self, directory: int, names: tuple[Name, ...], places: Places, views: list[memoryview]
+    ) -> None:
         """Replaces the views of the files for which there was no room."""
         left = np.flatnonzero(places[:, 0] == _NO_ROOM)
         while len(left):
             # Their sizes are known now, unless they grow.
             more = np.empty(int(places[left, 1].sum()), np.uint8)
             rest = tuple(names[index] for index in left)
-            found, _, _ = self._read(rest, more.data, has_gaps=False)
+            found, _, _ = self._read(directory, rest, more.data, has_gaps=False)
             places[left] = _places(found)
             again = _views(more.data.toreadonly(), found)
             for index, view in zip(left.tolist(), again, strict=True):
@@ -162,25 +168,25 @@ class Dataset:
         self._buffers.extend((*reversed(used), found))
         return found
 
-    def _fill(self, names: tuple[Name, ...], into: memoryview) -> list[memoryview]:
-        found, needed, unread = self._read(names, into, has_gaps=False)
+    def _fill(self, directory: int, names: tuple[Name, ...], into: memoryview) -> list[memoryview]:
+        found, needed, unread = self._read(directory, names, into, has_gaps=False)
         if unread:
             raise ValueError(
                 f"{len(names)} files have {needed:,} bytes, and the buffer {len(into):,}"
             )
         return _views(into, found)
 
-    def _read(self, names: tuple[Name, ...], buffer: memoryview, *, has_gaps: bool) -> Found:
+    def _read(
+        self, directory: int, names: tuple[Name, ...], buffer: memoryview, *, has_gaps: bool
+    ) -> Found:
         """Reads the files into ``buffer``, one behind the other, or with gaps where that is faster.
         Raises OSError."""
         most = min(self._threads, max(1, len(names)))
-        with self._directory.using() as directory:
-            found, needed, unread = self._read_at_once(directory, names, buffer, most, has_gaps)
-            if unread:
-                places = _places(found)
-                needed += self._read_again(directory, names, buffer, most, has_gaps, places)
-                found, unread = places.tobytes(), _count_unread(places)
+        found, needed, unread = self._read_at_once(directory, names, buffer, most, has_gaps)
         if unread:
+            places = _places(found)
+            needed += self._read_again(directory, names, buffer, most, has_gaps, places)
+            found, unread = places.tobytes(), _count_unread(places)
             self._require_read(names, places)
         return found, needed, unread
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -79,6 +80,12 @@ class LmdbFile:
             raise
         version = Version(status.st_size, status.st_mtime_ns, meta.transaction, meta.page_bytes)
         return cls(found, fd, meta, version)
+
+    def share(self) -> LmdbFile:
+        """Another object of the open file, which is closed with the last of them."""
+        shared = copy.copy(self)
+        shared._shared = self._shared.share()
+        return shared
 
     def read_into(self, into: memoryview, offset: int) -> None:
         """Fills ``into`` with the bytes from ``offset`` on. Raises LmdbError if the file ends."""

@@ -101,11 +101,13 @@ class LmdbReader:
             raise IndexError(f"an index from {min(asked)} to {max(asked)}, of {len(self)}")
         wanted = np.array(asked, np.int64)
         offsets, lengths = self._table.offsets[wanted], self._table.lengths[wanted]
+        # A reader that is closed meanwhile reads to the end of the call.
+        file = self._file.share()
         if self._whole_extents:
             for extent in np.unique(offsets // EXTENT_BYTES).tolist():
-                self._file.fetch(extent * EXTENT_BYTES, EXTENT_BYTES)
-        with naming(self.path):
-            return self._read(offsets, lengths)
+                file.fetch(extent * EXTENT_BYTES, EXTENT_BYTES)
+        with naming(file.path):
+            return _read(file, offsets, lengths)
 
     def extents(self) -> npt.NDArray[np.int64]:
         """For each record the extent of 4 MiB in which its value begins, of shape (n,).
@@ -153,32 +155,6 @@ class LmdbReader:
             with naming(self.path):
                 raise LmdbError("was changed since it was opened", hint="open it again")
 
-    def _read(
-        self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint32]
-    ) -> list[memoryview]:
-        page_bytes = self._file.meta.page_bytes
-        # The header of an overflow page is read with its value, and compared.
-        large = is_overflow(offsets, page_bytes)
-        before = large * np.uint64(HEADER_BYTES)
-        begins = offsets - before
-        ranges = list(merged(begins, lengths + before))
-        # Not filled with zeros first.
-        buffer = np.empty(sum(found.length for found in ranges), np.uint8).data
-        values = [buffer] * len(offsets)
-        place = 0
-        self._file.read_ranges(buffer, ranges)
-        for found in ranges:
-            for member in found.members.tolist():
-                offset, length = int(offsets[member]), int(lengths[member])
-                begin = place + offset - found.offset
-                if large[member]:
-                    head = buffer[begin - HEADER_BYTES : begin]
-                    require_overflow(head, offset, length, page_bytes)
-                values[member] = buffer[begin : begin + length].toreadonly()
-            place += found.length
-        self._file.require_unchanged()
-        return values
-
 
 def _opened(
     path: AnyPath, index: AnyPath | None, progress: Progress | None = None
@@ -193,3 +169,31 @@ def _opened(
     except BaseException:
         file.close()
         raise
+
+
+def _read(
+    file: LmdbFile, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint32]
+) -> list[memoryview]:
+    """The values at these places of a file."""
+    page_bytes = file.meta.page_bytes
+    # The header of an overflow page is read with its value, and compared.
+    large = is_overflow(offsets, page_bytes)
+    before = large * np.uint64(HEADER_BYTES)
+    begins = offsets - before
+    ranges = list(merged(begins, lengths + before))
+    # Not filled with zeros first.
+    buffer = np.empty(sum(found.length for found in ranges), np.uint8).data
+    values = [buffer] * len(offsets)
+    place = 0
+    file.read_ranges(buffer, ranges)
+    for found in ranges:
+        for member in found.members.tolist():
+            offset, length = int(offsets[member]), int(lengths[member])
+            begin = place + offset - found.offset
+            if large[member]:
+                head = buffer[begin - HEADER_BYTES : begin]
+                require_overflow(head, offset, length, page_bytes)
+            values[member] = buffer[begin : begin + length].toreadonly()
+        place += found.length
+    file.require_unchanged()
+    return values

@@ -50,10 +50,21 @@ class SharedFd:
     @contextmanager
     def using(self) -> Iterator[int]:
         """Gives the descriptor for a block. Raises ValueError after ``close``."""
+        kept = self._open()
+        yield kept.fd
+
+    def share(self) -> SharedFd:
+        """Another object with the descriptor. It is closed with the last of them. Raises ValueError
+        after ``close``."""
+        shared = SharedFd.__new__(SharedFd)
+        shared._kept, shared._what = self._open(), self._what
+        return shared
+
+    def _open(self) -> _Kept:
         kept = self._kept
         if kept is None:
             raise ValueError(f"{self._what} is closed")
-        yield kept.fd
+        return kept
 
     def close(self) -> None:
         self._kept = None
@@ -66,7 +77,9 @@ class _Kept:
         self.fd = fd
 
     def __del__(self) -> None:
-        os.close(self.fd)
+        # A finalizer of the same garbage may still use this object: it must meet no other file.
+        fd, self.fd = self.fd, -1
+        os.close(fd)
 
 
 def status_at(directory_fd: int, name: str | bytes) -> os.stat_result | None:

@@ -280,14 +280,16 @@ def slow(tmp_path: Path) -> Iterator[SlowSource]:
 
 
 @pytest.mark.promise(250)
+@pytest.mark.parametrize("repeats", [1, 300_000], ids=["small", "without room at first"])
 def test_a_data_set_that_is_closed_during_a_call_reads_no_other_directory(
-    reader: str, slow: SlowSource, tmp_path: Path
+    reader: str, slow: SlowSource, tmp_path: Path, repeats: int
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
+    right = b"right" * repeats
     for name in ("first", "second"):
-        (slow.root / name).write_bytes(b"right")
-        (other / name).write_bytes(b"wrong")
+        (slow.root / name).write_bytes(right)
+        (other / name).write_bytes(b"wrong" * repeats)
     found: list[list[memoryview]] = []
     dataset = Dataset(slow.path, threads=1)
     reading = threading.Thread(target=lambda: found.append(dataset.get_many(["first", "second"])))
@@ -303,10 +305,39 @@ def test_a_data_set_that_is_closed_during_a_call_reads_no_other_directory(
     finally:
         slow.rules()
         reading.join()
-    assert found == [[b"right", b"right"]]
+    assert found == [[right, right]]
     with pytest.raises(ValueError, match="closed"):
         dataset.get("second")
     assert os.fspath(slow.path) not in _open_files()
+
+
+class _ReadsAtItsEnd:
+    """Reads a file of a data set when both are garbage of one cycle."""
+
+    def __init__(self, dataset: Dataset, other: Path, found: list[object]) -> None:
+        self.dataset, self.other, self.found = dataset, other, found
+        self.cycle = self
+        # Its descriptor is then finalized first.
+        gc.collect()
+
+    def __del__(self) -> None:
+        # Gets the number of the descriptor if that was closed.
+        with closing_fd(os.open(self.other, os.O_RDONLY | os.O_DIRECTORY)):
+            try:
+                self.found.append(bytes(self.dataset.get("name")))
+            except OSError as error:
+                self.found.append(error.errno)
+
+
+@pytest.mark.promise(250)
+def test_a_data_set_in_the_garbage_reads_no_other_directory(reader: str, tmp_path: Path) -> None:
+    for content in ("right", "wrong"):
+        (tmp_path / content).mkdir()
+        (tmp_path / content / "name").write_text(content)
+    found: list[object] = []
+    _ReadsAtItsEnd(Dataset(tmp_path / "right"), tmp_path / "wrong", found)
+    gc.collect()
+    assert found in ([errno.EBADF], [b"right"])
 
 
 def _open_files() -> Iterator[str]:
