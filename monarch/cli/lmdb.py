@@ -30,7 +30,9 @@ _DIFFERENT = 1
 # The differences that are shown.
 _MOST_SHOWN = 10
 
-_FILE = click.argument("file", type=click.Path(path_type=Path))
+# What may not be read is no mistake of the command line, and has an exit code of its own.
+_FILE = click.argument("file", type=click.Path(path_type=Path, readable=False))
+_INDEX = click.Path(path_type=Path, dir_okay=False, readable=False)
 
 
 @click.group()
@@ -59,7 +61,7 @@ command line."""
     "-o",
     "--output",
     required=True,
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=_INDEX,
     metavar="FILE.mlx",
     help="The file to write.",
 )
@@ -127,7 +129,7 @@ is stale; 2 a mistake on the command line."""
 @click.option(
     "--index",
     "index_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=_INDEX,
     metavar="FILE.mlx",
     help="Check whether this index is of the present version of FILE.",
 )

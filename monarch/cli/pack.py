@@ -30,8 +30,9 @@ _DAMAGED = 1
 # The sizes of groups of chunks for which `info` shows figures.
 _GROUPS = (1, 8, 40, 100)
 
-_PACK = click.argument("pack", type=click.Path(path_type=Path))
-_DIRECTORY = click.Path(path_type=Path)
+# What may not be read is no mistake of the command line, and has an exit code of its own.
+_DIRECTORY = click.Path(path_type=Path, readable=False)
+_PACK = click.argument("pack", type=_DIRECTORY)
 _QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 _JOBS = click.option(
     "-j",

@@ -239,6 +239,8 @@ class Output:
         hint = "the chunks written so far are kept: run the same command again"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "make room and run the same command again: the chunks written so far are kept"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            hint = "name a directory in which you may write"
         return PackError(f"{self.name}: the pack cannot be written: {error.strerror}", hint=hint)
 
     def _content(self, name: bytes, most: int) -> bytes | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +109,31 @@ def test_info_shows_the_file_and_whether_an_index_is_of_it(
         run("info", directory, "--index", index)
     with pytest.raises(LmdbError, match="not an LMDB file"):
         run("info", index)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize("closed", ["data.mdb", "data.mlx"])
+def test_a_file_that_the_user_may_not_read_is_no_mistake_of_the_command_line(
+    directory: Path, closed: str
+) -> None:
+    # The directories of pytest are closed to other users.
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        top.chmod(0o755)
+        shutil.copy2(directory / "data.mdb", top / "data.mdb")
+        run("index", top / "data.mdb", "-o", top / "data.mlx", "-q")
+        for file in top.iterdir():
+            file.chmod(0o600 if file.name == closed else 0o644)
+        child = os.fork()
+        if child == 0:
+            is_refused = False
+            try:
+                os.setgroups([])
+                os.setresgid(1234, 1234, 1234)
+                os.setresuid(1234, 1234, 1234)
+                run("info", top / "data.mdb", "--index", top / "data.mlx")
+            except PermissionError as error:
+                is_refused = error.filename == str(top / closed)
+            finally:
+                os._exit(0 if is_refused else 1)
+        assert os.waitpid(child, 0)[1] == 0

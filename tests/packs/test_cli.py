@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from monarch.posix import signals
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.waiting import wait_until
+from tests.packs.test_unpack import as_user, needs_root
 from tests.packs.trees import contents, make_tree
 
 
@@ -63,6 +65,62 @@ def test_a_file_that_could_not_be_read_has_one_line(
     (line,) = result.stderr.splitlines()
     assert line.endswith("class0/line\\nbreak: it cannot be opened: Permission denied")
     assert "run the same command again" in str(result.exception)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("{closed}", "-o", "{top}/pack"), 4),
+        (("{top}/tree", "-o", "{closed}"), 14),
+        (("info", "{closed}"), 14),
+        (("verify", "{closed}"), 14),
+        (("unpack", "{closed}", "-o", "{top}/again"), 14),
+        (("index", "--rebuild", "{closed}"), 14),
+    ],
+)
+def test_a_directory_that_the_user_may_not_read_is_no_mistake_of_the_command_line(
+    arguments: tuple[str, ...], code: int
+) -> None:
+    # The directories of pytest are closed to other users.
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        top.chmod(0o755)
+        (top / "tree").mkdir()
+        (top / "closed").mkdir(mode=0o300)
+        words = [word.format(top=top, closed=top / "closed") for word in arguments]
+        assert exit_code_as(1234, *words) == code
+        assert sorted(os.listdir(top)) == ["closed", "tree"]
+        assert os.listdir(top / "closed") == []
+
+
+def exit_code_as(user: int, *arguments: str) -> int:
+    """The exit code for an ordinary user, in a process of its own: the real user decides, too."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            error = run(*arguments).exception
+            code = getattr(error, "exit_code", 98) if error is not None else 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@needs_root
+def test_a_directory_in_which_the_user_may_not_write_has_a_remedy_that_helps() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        top.chmod(0o755)
+        (top / "tree").mkdir()
+        (top / "of root").mkdir(mode=0o755)
+        with as_user(1234):
+            result = run(top / "tree", "-o", top / "of root")
+        assert isinstance(result.exception, PackError)
+        assert str(result.exception).endswith("denied; name a directory in which you may write")
 
 
 @pytest.mark.parametrize("size", ["0", "1KiB", "2GiB", "many"])
