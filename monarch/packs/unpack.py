@@ -35,6 +35,8 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SET_ID = stat.S_ISUID | stat.S_ISGID
 _DEVICES = (stat.S_IFCHR, stat.S_IFBLK)
+# The number of no user and of no group: chown leaves the present one.
+_NO_ONE = (1 << 32) - 1
 # Bytes of the name of the tree in that of the unfinished tree. A name has at most 255 bytes.
 _MOST_PREFIX = 200
 # The root of the tree has this number. Directories that are kept open.
@@ -301,6 +303,8 @@ class _Unpacking:
         if not self._is_root:
             return True
         try:
+            if _NO_ONE in (record.uid, record.gid):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             chown(uid=record.uid, gid=record.gid)
         except OSError as error:
             # In a user namespace root may only set the users that are mapped there.

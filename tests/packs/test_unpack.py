@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 
 from monarch.errors import PackError, UsageError
 from monarch.packs import unpack as unpacking
+from monarch.packs.format import Entry
 from monarch.packs.index import Index
 from monarch.packs.pack import Pack
 from monarch.packs.unpack import UnpackReport, unpack
 from monarch.posix.files import closing_fd, empty_directory
 from monarch.posix.openat2 import open_beneath
-from tests.packs.test_format import NAMES
+from tests.packs.test_damage import hostile, rebuilt
+from tests.packs.test_format import FILE, FOLDER, NAMES
 from tests.packs.trees import contents, deep_tree, make_tree, pack, shown
 
 # User 1000 may read.
@@ -194,6 +196,19 @@ def test_another_user_owns_all_files_that_it_unpacks() -> None:
             assert (status.st_uid, status.st_gid) == (1234, 1234)
             expected = 0o6755 if path == top / "asked/mine" else 0o755
             assert stat.S_IMODE(status.st_mode) == expected
+
+
+@needs_root
+@pytest.mark.promise(224)
+@pytest.mark.parametrize("field", ["uid", "gid"])
+def test_an_owner_that_no_file_can_have_is_listed(tmp_path: Path, field: str) -> None:
+    entry = Entry(b"of no one", FILE | 0o6755)._replace(**{field: (1 << 32) - 1})
+    top = hostile(tmp_path, [Entry(b"", FOLDER), entry], [])
+    rebuilt(top)
+    report = unpacked(top, tmp_path / "tree", set_id=True)
+    ((path, what),) = report.left_out
+    assert (path, "cannot be set" in what) == (b"of no one", True)
+    assert stat.S_IMODE((tmp_path / "tree/of no one").stat().st_mode) == 0o755
 
 
 @needs_root
