@@ -109,11 +109,12 @@ def encode_index(entries: Iterable[Entry], chunks: Sequence[ChunkFile]) -> bytes
     table["table_digest"] = [chunk.table_digest for chunk in chunks]
     table["count"] = counts
     table["first"][1:] = np.cumsum(table["count"][:-1])
-    files = records["mode"] & 0o170000 == stat.S_IFREG
-    first_names = files & (records["link"] == np.arange(len(records)))
+    files, file_bytes = _totals(records)
+    if file_bytes > MOST_SIZE:
+        raise PackError("the files have more bytes than a pack can have")
     plain = _HEADER.pack(
         *(INDEX_MAGIC, VERSION, RECORD_DTYPE.itemsize, len(records) - 1, len(chunks), placed.size),
-        *(len(heap), int(files.sum()), int(records["size"][first_names].sum())),
+        *(len(heap), files, file_bytes),
     )
     head = plain + _DIGEST.pack(xxhash.xxh3_64_intdigest(plain))
     arrays = (records, table, children, placed)
@@ -177,7 +178,6 @@ def _records(
     for field in ("digest", "mtime_ns", "chunk", "offset", "mode", "uid", "gid", "size"):
         rows[field] = [getattr(entry, field) for entry in bytes_of]
     is_file = rows["mode"] & 0o170000 == stat.S_IFREG
-    is_folder = rows["mode"] & 0o170000 == stat.S_IFDIR
     rows["digest"][is_file & (rows["size"] == 0)] = EMPTY_DIGEST
     rows["name_length"] = [len(name) for name in names]
     rows["target_length"] = [len(entry.target) for entry in ordered]
@@ -192,14 +192,30 @@ def _records(
     counts[0] = 0
     records["children"] = counts
     rows["first_child"] = np.cumsum(counts)[:-1]
-    folders = np.bincount(rows["parent"][is_folder], minlength=len(records))
-    of_file = np.bincount(records["link"], minlength=len(records))
-    rows["nlink"] = np.where(is_folder, 2 + folders[1:], np.where(is_file, of_file[link], 1))
+    rows["nlink"] = _link_counts(records)
     texts = zip(names, ordered, bytes_of, strict=True)
     heap = b"".join(
         text for name, entry, of in texts for text in (name, entry.target, of.xattrs) if text
     )
     return records, heap
+
+
+def _link_counts(records: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The number of links of each record, without that of element 0."""
+    kind, link = records["mode"][1:] & 0o170000, records["link"][1:].astype(np.int64)
+    is_folder = kind == stat.S_IFDIR
+    folders = np.bincount(records["parent"][1:][is_folder], minlength=len(records))
+    names = np.bincount(link, minlength=len(records))
+    return np.where(is_folder, 2 + folders[1:], np.where(kind == stat.S_IFREG, names[link], 1))
+
+
+def _totals(records: npt.NDArray[Any]) -> tuple[int, int]:
+    """The number of the files, and their bytes; those of a file with several names once."""
+    is_file = records["mode"] & 0o170000 == stat.S_IFREG
+    is_first = is_file & (records["link"] == np.arange(len(records)))
+    # Their sum may leave the range of 64 bits.
+    upper, lower = np.divmod(records["size"][is_first], np.uint64(1 << 32))
+    return int(is_file.sum()), (int(upper.sum()) << 32) + int(lower.sum())
 
 
 def _text_places(
@@ -411,12 +427,16 @@ class Index:
             and not bool(((chunk < LARGE) & (size > MOST_CHUNK)).any())
             and not bool((has_bytes & ~is_file).any())
             and not bool((is_file & ~has_bytes & (size > 0)).any())
+            and bool((is_file | (size == records["target_length"][1:])).all())
             and bool(((chunk >= LARGE) | (chunk < len(self.chunks))).all())
         )
         if not is_sound:
             raise PackError("an entry of the index has its bytes in an impossible place")
         self._require_sound_links(is_file)
         _require_own_large(self.records)
+        files, nbytes = _totals(records)
+        if (files, nbytes) != (self.files, self.file_bytes) or nbytes > MOST_SIZE:
+            raise PackError("the header of the index counts other files or bytes than there are")
         self._require_sound_extents()
 
     def _require_sound_links(self, is_file: npt.NDArray[np.bool_]) -> None:
@@ -429,6 +449,7 @@ class Index:
             np.array_equal(self.records[name][here], self.records[name][first])
             for name in ("chunk", "offset", "size", "digest", "link", "mode")
         )
+        same = same and np.array_equal(self.records["nlink"][1:], _link_counts(self.records))
         if not same or bool((first == 0).any()):
             raise PackError("the names of a file in the index contradict each other")
 

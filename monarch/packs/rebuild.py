@@ -11,7 +11,7 @@ from pathlib import Path
 
 from monarch.errors import NewerPack, PackError
 from monarch.packs.directory import DESCRIPTION, INDEX, MARK, TREE, naming, require_known
-from monarch.packs.format import LARGE, MOST_SIZE, NONE, ORDERS, PAYLOAD, Entry, Header
+from monarch.packs.format import LARGE, ORDERS, PAYLOAD, Entry, Header
 from monarch.packs.format import TREE as TREE_KIND
 from monarch.packs.index import ChunkFile, encode_index
 from monarch.packs.output import lock, write_file
@@ -60,8 +60,6 @@ class Tables:
         header = next((each for each in headers if each is not None), None)
         if header is None:
             raise PackError("no chunk can be read", hint="pack the source again")
-        if sum(entry.size for entry in self.entries if entry.chunk != NONE) > MOST_SIZE:
-            raise PackError("the files have more bytes than a pack can have")
         raw = encode_index(self.entries, [_chunk_file(chunk) for chunk in self.chunks])
         large = sum(entry.chunk == LARGE for entry in self.entries)
         return raw, summary_of(

@@ -257,8 +257,10 @@ def test_directories_and_links_that_are_lost_with_a_chunk_leave_a_sound_index() 
         [*SMALL, Entry(b"c", FILE, size=1, chunk=1, offset=9)],
         [*SMALL, Entry(b"c", FILE, size=3, chunk=0, offset=300, group=1)],
         [*SMALL, *(Entry(name, FILE, size=9, chunk=LARGE, offset=1) for name in (b"c", b"d"))],
+        [*SMALL, Entry(b"c", FILE, size=(1 << 64) - 1, chunk=0, offset=1)],
+        [*SMALL, Entry(b"c", FILE, size=1 << 63, chunk=LARGE, offset=1)],
     ],
-    ids=range(5),
+    ids=range(7),
 )
 def test_entries_that_contradict_each_other_make_no_index(entries: list[Entry]) -> None:
     with pytest.raises(PackError):
@@ -270,8 +272,6 @@ def test_entries_that_contradict_each_other_make_no_index(entries: list[Entry]) 
     [
         Entry(b"c", FILE, size=1, chunk=0, offset=201),
         Entry(b"c", FILE, size=1, chunk=0, offset=203),
-        Entry(b"c", FILE, size=(1 << 64) - 1, chunk=0, offset=1),
-        Entry(b"c", FILE, size=1 << 63, chunk=LARGE, offset=1),
         Entry(b"c", FILE, size=(1 << 30) + 1, chunk=1),
         Entry(b"..", FOLDER),
         Entry(b"nul\0", FOLDER),
@@ -283,7 +283,7 @@ def test_entries_that_contradict_each_other_make_no_index(entries: list[Entry]) 
         Entry(b"c", stat.S_IFLNK | 0o777, target=b"t" * 4096),
         Entry(b"/".join([b"n" * 255] * 257), FOLDER),
     ],
-    ids=range(14),
+    ids=range(12),
 )
 def test_an_index_of_impossible_entries_is_not_sound(entry: Entry) -> None:
     chunks = [*CHUNKS, ChunkFile(1 << 40, 2)]
@@ -319,6 +319,46 @@ def test_bytes_and_texts_of_a_pack_belong_to_one_entry(
     raw = bytearray(encode_index([*SMALL, *entries], CHUNKS))
     Index(bytes(raw)).require_sound()
     change(np.frombuffer(raw, RECORD_DTYPE, len(SMALL) + 3, HEADER_BYTES))
+    with pytest.raises(PackError):
+        Index(bytes(raw)).require_sound()
+
+
+@pytest.mark.promise(226)
+@pytest.mark.parametrize("field", ["files", "bytes"])
+def test_an_index_whose_header_counts_other_files_is_not_sound(field: str) -> None:
+    raw = bytearray(encode_index(SMALL, CHUNKS))
+    raw[{"files": 48, "bytes": 56}[field]] += 1
+    raw[64:72] = xxhash.xxh3_64_intdigest(bytes(raw[:64])).to_bytes(8, "little")
+    with pytest.raises(PackError, match="counts other"):
+        Index(bytes(raw)).require_sound()
+
+
+@pytest.mark.promise(226)
+@pytest.mark.parametrize(("field", "value"), [("nlink", 7), ("nlink", 0), ("size", 1 << 62)])
+@pytest.mark.parametrize("kind", [stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO])
+def test_an_index_whose_numbers_do_not_fit_its_entries_is_not_sound(
+    kind: int, field: str, value: int
+) -> None:
+    entry = Entry(b"z", kind | 0o755, target=b"to" if kind == stat.S_IFLNK else b"")
+    raw = bytearray(encode_index([*SMALL, entry], CHUNKS))
+    Index(bytes(raw)).require_sound()
+    np.frombuffer(raw, RECORD_DTYPE, len(SMALL) + 2, HEADER_BYTES)[field][-1] = value
+    with pytest.raises(PackError):
+        Index(bytes(raw)).require_sound()
+
+
+@pytest.mark.promise(226)
+@pytest.mark.parametrize("size", [1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_an_index_of_more_bytes_than_a_pack_can_have_is_not_sound(size: int) -> None:
+    entries = [
+        Entry(name, FILE, size=1, chunk=LARGE, offset=number)
+        for number, name in enumerate((b"y", b"z"), 5)
+    ]
+    raw = bytearray(encode_index([*SMALL, *entries], CHUNKS))
+    np.frombuffer(raw, RECORD_DTYPE, len(SMALL) + 3, HEADER_BYTES)["size"][-2:] = size
+    # As far as the field can have them.
+    raw[56:64] = ((12 + 2 * size) % (1 << 64)).to_bytes(8, "little")
+    raw[64:72] = xxhash.xxh3_64_intdigest(bytes(raw[:64])).to_bytes(8, "little")
     with pytest.raises(PackError):
         Index(bytes(raw)).require_sound()
 
