@@ -134,7 +134,7 @@ class Handlers:
     ) -> tuple[Attributes, bool]:
         """A new file that is open, and whether its writes may bypass the kernel's page cache."""
         made = await self.writing.operations.create(parent, name, mode=mode, by=by, umask=umask)
-        self._serve_attributes(parent)
+        self._changed(parent)
         return made, self.is_direct(flags, made.mode)
 
     def is_direct(self, flags: int, mode: int) -> bool:
@@ -172,19 +172,19 @@ class Handlers:
             made = await operations.make(
                 parent, name, mode=mode, by=by, umask=umask, rdev=rdev, target=target
             )
-        self._serve_attributes(parent)
+        self._changed(parent)
         return made
 
     async def link(self, ino: Ino, parent: Ino, name: bytes, by: Credentials) -> Attributes:
         linked = await self.writing.operations.link(ino, parent, name, by=by)
-        self._serve_attributes(parent)
+        self._changed(parent)
         return linked
 
     async def unlink(self, parent: Ino, name: bytes, by: Credentials) -> None:
         operations = self.writing.operations
         await operations.require_removable(parent, name, is_directory=False)
         operations.unlink(parent, name, by=by)
-        self._serve_attributes(parent)
+        self._changed(parent)
 
     async def rmdir(self, parent: Ino, name: bytes, by: Credentials) -> None:
         others, ino = self._filesystem.others, self.names.lookup(parent, name)
@@ -193,14 +193,14 @@ class Handlers:
         operations = self.writing.operations
         await operations.require_removable(parent, name, is_directory=True)
         operations.rmdir(parent, name, by=by)
-        self._serve_attributes(parent)
+        self._changed(parent)
 
     async def rename(
         self, parent: Ino, name: bytes, to_parent: Ino, to_name: bytes, flags: int, by: Credentials
     ) -> None:
         operations = self.writing.operations
         await operations.rename(parent, name, to_parent, to_name, flags, by=by)
-        self._serve_attributes(parent, to_parent)
+        self._changed(parent, to_parent)
 
     async def setattr(self, ino: Ino, by: Credentials, **wanted: int | None) -> Attributes:
         if wanted.get("size") is not None:
@@ -214,8 +214,13 @@ class Handlers:
     async def release(self, ino: Ino) -> None:
         self._filesystem.release(ino)
 
-    def _serve_attributes(self, *directories: Ino) -> None:
-        """The kernel asks for those of a directory after each name that was given or taken."""
+    def _changed(self, *directories: Ino) -> None:
+        """Names were given or taken in these directories; the kernel asks for the attributes of
+        each after that."""
+        others = self._filesystem.others
+        if others is not None:
+            for directory in directories:
+                others.changed_here(directory)
         if self._datapath is None:
             return
         # What is not known now is asked for: the change itself is made.

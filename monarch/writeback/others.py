@@ -147,6 +147,12 @@ class Others:
             self._forget(next(iter(self._used)))
         return True
 
+    def changed_here(self, directory: Ino) -> None:
+        """Names in a directory were changed through this mount, which is a use of it. The source
+        may keep what others have changed there, and no time of the directory tells that."""
+        self._seen.pop(directory, None)
+        self.used(directory)
+
     async def catch_up(self, directory: Ino) -> bool:
         """Records the use of a directory. If it was not used for a while, this waits until its
         names are those of the source, or for a second. Returns whether it has waited."""

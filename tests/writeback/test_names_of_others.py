@@ -87,6 +87,16 @@ async def looked(session: Session) -> None:
             await trio.lowlevel.checkpoint()
 
 
+def handlers_of(session: Session) -> Handlers:
+    filesystem: Any = SimpleNamespace(
+        names=session.names,
+        others=session.write_back.others,
+        writing=session.front,
+        latest=lambda attributes: attributes,
+    )
+    return Handlers(filesystem, None, lambda what: None, lambda *hint: 0)
+
+
 async def test_files_of_others_are_not_listed_as_written(rig: Rig, clock: Clock) -> None:
     async with rig.mount() as session:
         await session.write(b"d/mine", b"mine")
@@ -159,11 +169,7 @@ async def test_with_other_writers_the_first_use_of_a_directory_waits_for_its_nam
         others._waits = True
         # This process may be stopped for a while.
         monkeypatch.setattr(others._threads, "oldest_s", lambda: 0.0)
-        filesystem: Any = SimpleNamespace(
-            names=session.names, others=others, latest=lambda attributes: attributes
-        )
-        handlers = Handlers(filesystem, None, lambda what: None, lambda *hint: 0)
-        ino = session.ino(b"d")
+        handlers, ino = handlers_of(session), session.ino(b"d")
         for use in ("first", "after a while"):
             (rig.source / "d" / use).write_bytes(b"new")
             (rig.source / "d" / f"{use}, too").mkdir()
@@ -285,6 +291,127 @@ async def test_names_that_the_source_does_not_have_yet_stay(rig: Rig, clock: Clo
         await looked(session)
         assert set(session.shown()) == before | {b"d/new"}
         assert session.shown()[b"d/mine"].content == b"mine"
+
+
+@pytest.mark.promise(79)
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("removed", ["sub", "other"])
+async def test_a_removed_name_that_the_source_keeps_for_others_is_shown_again(
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch, removed: str, is_known: bool
+) -> None:
+    """The directory above has the same times at the source. ``is_known``: it was compared."""
+    # A directory that was changed a moment ago is listed again in any case.
+    monkeypatch.setattr(others, "_YOUNG_S", 0.0)
+    (rig.source / "d/sub").mkdir()
+    async with rig.mount() as session:
+        if is_known:
+            (rig.source / "d/new").write_bytes(b"new")
+            use(session, b"d")
+            await looked(session)
+        for name in ("sub/theirs", "other"):
+            (rig.source / "d" / name).write_bytes(b"of others")
+        handlers, ino = handlers_of(session), session.ino(b"d")
+        if removed == "sub":
+            await handlers.rmdir(ino, b"sub", ROOT)
+        else:
+            await handlers.unlink(ino, b"other", ROOT)
+        await session.drained()
+        await looked(session)
+        assert b"d/" + os.fsencode(removed) in session.shown()
+        there = {path: it.content for path, it in tree_of(rig.source).items() if it.kind == "file"}
+        assert await all_shown(session) == there
+        assert there[b"d/other"] == there[b"d/sub/theirs"] == b"of others"
+
+
+async def all_shown(session: Session) -> dict[bytes, bytes]:
+    """The contents that a process finds that goes through the tree, and later once more."""
+    await listed(session)
+    await looked(session)
+    return {path: it.content for path, it in session.shown().items() if it.kind == "file"}
+
+
+@pytest.mark.promise(78, 79)
+@pytest.mark.parametrize("instead", ["directory", "file", "link", "renamed"])
+async def test_files_of_others_in_a_directory_that_was_replaced_are_shown(
+    rig: Rig, clock: Clock, instead: str
+) -> None:
+    (rig.source / "d/sub").mkdir()
+    async with rig.mount() as session:
+        await session.mkdir(b"made")
+        await session.write(b"made/mine", b"mine")
+        await session.drained()
+        handlers, ino = handlers_of(session), session.ino(b"d")
+        (rig.source / "d/sub/theirs").write_bytes(b"of others")
+        await handlers.rmdir(ino, b"sub", ROOT)
+        match instead:
+            case "directory":
+                await handlers.make(ino, b"sub", stat.S_IFDIR | 0o755, 0, ROOT)
+            case "file":
+                await session.write(b"d/sub", b"mine")
+            case "link":
+                await session.symlink(b"d/sub", b"other")
+            case "renamed":
+                await handlers.rename(session.ino(b""), b"made", ino, b"sub", 0, ROOT)
+        await session.drained()
+        for _ in range(2):
+            shown = await all_shown(session)
+        there = {path: it.content for path, it in tree_of(rig.source).items() if it.kind == "file"}
+        assert shown == there and shown[b"d/sub/theirs"] == b"of others"
+        assert sorted(shown.values()).count(b"mine") == (2 if instead == "file" else 1)
+
+
+@pytest.mark.promise(79)
+@pytest.mark.parametrize("is_shown", [True, False])
+async def test_files_of_others_in_a_directory_that_was_renamed_are_shown(
+    rig: Rig, clock: Clock, is_shown: bool
+) -> None:
+    async with rig.mount() as session:
+        await session.mkdir(b"made")
+        await session.mkdir(b"made/sub")
+        await session.write(b"made/mine", b"mine")
+        await session.drained()
+        handlers = handlers_of(session)
+        (rig.source / "made/deep").mkdir()
+        for name in ("made/theirs", "made/deep/theirs"):
+            (rig.source / name).write_bytes(b"of others")
+        if is_shown:
+            use(session, b"made")
+            await looked(session)
+            await listed(session)
+            assert b"made/deep/theirs" in session.shown()
+        (rig.source / "made/sub/theirs").write_bytes(b"of others")
+        await handlers.rmdir(session.ino(b"made"), b"sub", ROOT)
+        await handlers.rename(session.ino(b""), b"made", session.ino(b"d"), b"made", 0, ROOT)
+        await session.drained()
+        for _ in range(2):
+            shown = await all_shown(session)
+        there = {path: it.content for path, it in tree_of(rig.source).items() if it.kind == "file"}
+        assert shown == there and len(there) == 6
+
+
+@pytest.mark.promise(128)
+@pytest.mark.parametrize("kind", sorted({*remounts.KINDS} - {"full"}))
+async def test_files_of_others_in_a_directory_whose_removal_waited_are_shown(
+    rig: Rig, clock: Clock, kind: str
+) -> None:
+    (rig.source / "d/sub").mkdir()
+    async with rig.mount(works=False) as session:
+        session.rmdir(b"d/sub")
+    (rig.source / "d/sub/theirs").write_bytes(b"of others")
+    there = {b"d/theirs": b"old", b"d/other": b"old", b"d/sub/theirs": b"of others"}
+    async with rig.mount(**remount_histories.how(kind, rig)) as session:
+        # What is there in a new snapshot does not wait for the drain.
+        assert (b"d/sub" in session.shown()) is (kind == "lost state")
+        await session.drained()
+        if session.write_back.others is not None and kind != "elsewhere":
+            use(session, b"d")
+            await looked(session)
+            assert await all_shown(session) == there
+        await session.end()
+    async with rig.mount() as session:
+        shown = session.shown()
+        assert {path: it.content for path, it in shown.items() if it.kind == "file"} == there
+        await session.end()
 
 
 @pytest.mark.promise(134)
