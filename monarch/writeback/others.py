@@ -13,6 +13,7 @@ used for a while.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -57,6 +58,9 @@ _SHARE = 20
 _YOUNG_S = 2.0
 # The file types that ``os.scandir`` distinguishes.
 _KINDS = frozenset({stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK})
+# The errors for the path of a directory that the source does not have: ELOOP if a link has the
+# place of a directory above.
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -269,7 +273,9 @@ class Others:
         known, begun_s = self._known(directory), time.monotonic()
         try:
             listed = await self._threads.run(self._source.at_root, _listed, path, known)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in _MISSING:
+                raise
             if not is_unlinked:
                 # The comparison of the directory above hides it, if it is missing there.
                 self.used(self._names.attributes(directory).parent)

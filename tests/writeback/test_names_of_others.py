@@ -623,7 +623,10 @@ async def test_a_file_that_is_given_up_is_read_to_its_end(
 KINDS: dict[str, Callable[[Path], object]] = {
     "file": lambda path: path.write_bytes(b"now a file"),
     "empty": lambda path: path.mkdir(),
-    "full": lambda path: [path.mkdir(), (path / "in").write_bytes(b"in")],
+    "full": lambda path: [
+        (path / "deep").mkdir(parents=True),
+        (path / "deep/in").write_bytes(b"in"),
+    ],
     "link": lambda path: path.symlink_to("other"),
     "fifo": lambda path: os.mkfifo(path),
 }
