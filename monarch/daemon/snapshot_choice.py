@@ -332,7 +332,7 @@ def _is_the_root_of(source: Source, kept: Snapshot, changes: Earlier) -> bool:
     # A file has another inode number after a change of it was drained.
     names += [(name, 0) for name in islice(changes.roots, _KNOWN_BY) if name]
     for name, ino in names:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             if source.status(name).st_ino == ino or not ino:
                 return True
     # Changes may have removed all of them.

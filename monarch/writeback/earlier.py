@@ -28,6 +28,7 @@ from monarch.types import WRITTEN_INO, Identity, Ino, Progress
 from monarch.writeback.history import Numbered, followed, names_of
 from monarch.writeback.journal import Replay, read_replay
 from monarch.writeback.journal_found import boot_now, no_progress, token_of
+from monarch.writeback.lease import DIRECTORY as LEASES
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.store import directory_of, snapshot_known
@@ -39,7 +40,8 @@ class Earlier:
     lacks; ``snapshot_id``: the snapshot that the journal of these changes, or of the last mount
     if there are none. ``changed``: the paths of files that were changed in place, drained or
     not. ``roots``: the names in the root of the source that changes concern, and whether the
-    source must have them now: all changes of them are drained, and none has removed them."""
+    source must have them now: all changes of them are drained, and none has removed them. Among
+    them are the leases of the mounts."""
 
     undone: int
     snapshot_id: str
@@ -60,6 +62,9 @@ def earlier(settings: MountSettings, progress: Progress = no_progress) -> Earlie
                 continue
             found = read_replay(directory, progress=progress)
             changed |= changed_in_place(found)
+            if token := token_of(directory):
+                # A mount leaves its lease there if it ends before all is drained.
+                roots[LEASES + b"/" + os.fsencode(token)] = False
             roots |= _roots(found)
             ops = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
             if (ops and not undone) or not snapshot_id:
@@ -155,7 +160,8 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     content of a file that was open when its daemon was killed.
     """
     ops = found.ops
-    undone = [op for _, op in _undone(found)]
+    waiting = [(seq, op) for seq, op in ops if seq not in found.done]
+    undone = [op for _, op in waiting]
     new = _unrecorded(found, objects)
     new |= {op.object for op in undone if op.kind == "content"}
     # Another program may have removed the old name, at the source, of a file to be renamed. A file
@@ -198,9 +204,7 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
         if op.kind == "through" and op.object in new:
             through.append((seq, op))
     done = [*first.values(), *chain.from_iterable(published.values())]
-    yield from merge(
-        sorted([*done, *through], key=itemgetter(0)), _undone(found), key=itemgetter(0)
-    )
+    yield from merge(sorted([*done, *through], key=itemgetter(0)), waiting, key=itemgetter(0))
 
 
 def _unrecorded(found: Replay, objects: Objects, *, are_known: bool = False) -> set[int]:
@@ -220,10 +224,6 @@ def _unrecorded(found: Replay, objects: Objects, *, are_known: bool = False) -> 
             if (status.st_size, status.st_mtime_ns) != recorded[number]:
                 new.add(number)
     return new
-
-
-def _undone(found: Replay) -> Iterator[Numbered]:
-    return ((seq, op) for seq, op in found.ops if seq not in found.done)
 
 
 @dataclass(frozen=True, slots=True)

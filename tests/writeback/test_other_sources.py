@@ -12,6 +12,7 @@ import pytest
 import trio.testing
 
 from monarch.errors import SourceError
+from monarch.writeback.lease import DIRECTORY as LEASES
 from tests.mount.command import needs_root
 from tests.writeback.remounts import Rig
 
@@ -131,3 +132,23 @@ async def test_a_source_without_a_name_that_must_be_there_is_not_taken_for_anoth
         await session.drained()
         await session.end()
     assert (rig.source / "new").read_bytes() == b"2"
+
+
+@pytest.mark.promise(178)
+async def test_a_source_is_recognised_by_the_lease_that_its_last_mount_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    rig = Rig(tmp_path, monkeypatch)
+    (rig.source / "a").write_bytes(b"of the source")
+    (rig.source / "d").mkdir()
+    async with rig.mount(works=False) as session:
+        session.unlink(b"a")
+        await session.write(b"new", b"of the mount", synced=True)
+        await session.end(abandoned=True)
+    # As by a drain that was killed before it could record that, and by others.
+    (rig.source / "a").unlink()
+    (rig.source / "d").rename(rig.source / "renamed")
+    async with rig.mount() as session:
+        await session.drained()
+        await session.end()
+    assert set(os.listdir(os.fsencode(rig.source))) - {LEASES} == {b"new", b"renamed"}
