@@ -344,6 +344,13 @@ class HistoryChecker:
             and any(at.startswith(path + _BESIDE) for at in there)
         )
 
+    def is_kept_for_others(self, path: bytes, there: Tree) -> bool:
+        """Whether it is a directory that was removed on the mount, and stays at the source for
+        something of others in it."""
+        it = there.get(path)
+        is_removed = it is not None and it.kind == "dir" and path not in self.before.tree
+        return is_removed and self.has_theirs(path, there)
+
     def is_of_others(self, it: Shown) -> bool:
         """Whether bytes are of others, or were replaced by theirs."""
         return it.content.startswith(b"others'") or it.content in self.gone
@@ -433,9 +440,10 @@ class HistoryChecker:
             message = f"{path!r} is {it} after {before.way} and {kind}, and was {was}"
             assert (it and it.bare) == (was and was.bare), message
 
-    def check_drained(self, now: Tree, trouble: str | None) -> None:
+    def check_drained(self, now: Tree, trouble: str | None, *, is_compared: bool = False) -> None:
         """A mount has drained all that the source accepts, and shows ``now``; ``trouble``: the
-        reason that it reports for what is left."""
+        reason that it reports for what is left. ``is_compared``: the mount has compared the names
+        with the source since."""
         there = self.at_source()
         self._check_losses_reported(now, there, trouble)
         theirs = self.numbers_of_others(now)
@@ -448,6 +456,11 @@ class HistoryChecker:
             if any(self.is_of_others(it) for it in found):
                 continue
             if self.is_beside_a_directory(path, there, now):
+                continue
+            if self.is_kept_for_others(path, there):
+                # A mount shows it again when it compares the names.
+                if is_compared or path in now:
+                    _require_same(path, there, now, "at the source and here")
                 continue
             # A mode that others have given a file shows at the next mount.
             here = self._with_mode_of_others(now.get(path), there.get(path))

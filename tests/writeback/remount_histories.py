@@ -349,14 +349,27 @@ class MountHistory:
             self.checker.before = Ending(self._begun(session, kind), "clean")
             with trio.move_on_after(_PATIENCE_S):
                 await session.drained()
+            is_compared = await session.looked()
             now, trouble = session.shown(), session.write_back.drain.backlog().trouble
-            self.checker.check_drained(now, trouble)
+            self.checker.check_drained(now, trouble, is_compared=is_compared)
+            if is_compared and trouble is None:
+                self._require_all_names(now)
             await session.end(abandoned=trouble is not None)
         self._ended(Ending(now, "clean"))
         self.checker.check_nothing_left(trouble)
         async with self.rig.mount(refreshed=True) as session:
             assert bool(self.rig.put_off) == (trouble is not None)
-            self._begun(session, "refresh")
+            shown = self._begun(session, "refresh")
+            if trouble is None:
+                self._require_all_names(shown)
+
+    def _require_all_names(self, shown: Tree) -> None:
+        """A mount shows all that the source has, and nothing else."""
+        there = self.checker.at_source()
+        differing = {
+            path: (shown.get(path), there.get(path)) for path in shown.keys() ^ there.keys()
+        }
+        assert not differing, differing
 
 
 def how(kind: str, rig: Rig) -> dict[str, Any]:

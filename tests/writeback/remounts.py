@@ -408,6 +408,25 @@ class Session:
         await drain._wakeups.until(lambda: not len(drain.queue))
         await self.rig.come_to_rest()
 
+    async def looked(self) -> bool:
+        """All directories were compared with the source, as those are that processes use; whether
+        this mount does that."""
+        others = self.write_back.others
+        if others is None or not others._covers(ROOT_INO, b"any"):
+            return False
+        looked: set[Ino] = set()
+        while left := {ROOT_INO, *self._directories()} - looked:
+            for ino in sorted(left):
+                while (looking := others._looking.get(ino)) is not None:
+                    await looking.wait()
+                await others._look_if_possible(ino)
+            looked |= left
+        await self.rig.come_to_rest()
+        return True
+
+    def _directories(self) -> Iterator[Ino]:
+        return (attributes.ino for _, attributes in self._entries() if attributes.is_dir)
+
     # -- what is seen --------------------------------------------------------------------------
 
     def shown(self) -> Tree:
