@@ -263,6 +263,11 @@ class MountHistory:
     def others_act(self, kind: str) -> None:
         self.checker.others_act(self._others.act, kind)
 
+    def _how(self, kind: str) -> dict[str, Any]:
+        """As ``how``. A mount of a source without a name is refused unless it is refreshed."""
+        more = how(kind, self.rig)
+        return more if self.checker.at_source() else more | {"refreshed": True}
+
     def _begun(self, session: Session, kind: str) -> Tree:
         """A mount shows what it must; what that is."""
         shown = session.shown()
@@ -281,7 +286,7 @@ class MountHistory:
         if others:
             act = partial(self._others.act, self.chance.choice(IN_PLACE))
             self.checker.others_act(act, kind)
-        async with self.rig.mount(**how(kind, self.rig)) as session:
+        async with self.rig.mount(**self._how(kind)) as session:
             self._begun(session, kind)
             await session.end(abandoned=True)
             shown = session.shown()
@@ -290,7 +295,7 @@ class MountHistory:
 
     async def lived(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """One session of random steps, ended somehow."""
-        chance, more = self.chance, how(kind, self.rig)
+        chance, more = self.chance, self._how(kind)
         way = chance.choice(["kill", "kill", "kill", "abandon", "clean"])
         turn, passed = chance.randrange(1, 60), 0
         steps = chance.randrange(0, 14)
@@ -345,7 +350,7 @@ class MountHistory:
 
     async def ended(self, kind: str) -> None:
         """A last mount drains all that the source accepts, and reports the rest."""
-        async with self.rig.mount(**how(kind, self.rig)) as session:
+        async with self.rig.mount(**self._how(kind)) as session:
             self.checker.before = Ending(self._begun(session, kind), "clean")
             with trio.move_on_after(_PATIENCE_S):
                 await session.drained()
