@@ -114,7 +114,7 @@ class _Replayed:
         op = self._op
         if op.file:
             return self._change_file()
-        if op.object and op.kind in ("rename", "link", "unlink", "attr", "xattr"):
+        if op.object and op.kind in ("rename", "link", "attr", "xattr"):
             self._have_object()
         match op.kind:
             case "create" | "mkdir" | "symlink" | "mknod":

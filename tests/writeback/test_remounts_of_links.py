@@ -1,0 +1,86 @@
+"""Mounts with a newer snapshot after changes of one name of a file that has several."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from monarch.writeback.op import Op
+from monarch.writeback.source_contents import StagedContents
+from monarch.writeback.source_entries import SourceEntries
+from monarch.writeback.source_writer import SourceWriter
+from tests.equipment.remounts import tree_of
+from tests.writeback.remount_histories import how, prepared
+from tests.writeback.remounts import Rig, Session
+
+
+@pytest.mark.promise(128, 129)
+@pytest.mark.parametrize("is_written", [True, False])
+@pytest.mark.parametrize("is_forgotten", [True, False])
+async def test_a_file_keeps_its_content_if_another_one_had_its_other_name_and_was_removed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    is_written: bool,
+    is_forgotten: bool,
+) -> None:
+    """The source still has the first file under both names. ``is_forgotten``: the mount has removed
+    the object of the other one."""
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        if is_written:
+            await session.write(b"b", b"first", synced=True)
+        await session.write(b"x", b"other", synced=True)
+        await session.rename(b"x", b"b")
+        if is_written:
+            await session.write(b"c", b"last", synced=True)
+        session.unlink(b"b")
+        expected = session.shown()
+    with monkeypatch.context() as patched:
+        _refuse_removals(patched)
+        patched.setattr(StagedContents, "open_place", _full)
+        patched.setattr(SourceWriter, "has_room", lambda *_: False)
+        async with rig.mount() as session:
+            while _waiting(session) & {"create", "rename"}:
+                await trio.sleep(0.1)
+            await trio.sleep(20 * is_forgotten)
+            assert ("gone" in _waiting(session)) == is_forgotten
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        assert _bare(session.shown()) == _bare(expected)
+    await _end(rig)
+    assert _bare(tree_of(rig.source)) == _bare(expected)
+
+
+async def _end(rig: Rig) -> None:
+    async with rig.mount() as session:
+        await session.drained()
+        await session.end()
+
+
+def _waiting(session: Session) -> set[str]:
+    return {entry.op.kind for entry in session.write_back.drain.queue.entries()}
+
+
+def _bare(tree: Any) -> dict[bytes, Any]:
+    return {path: it.bare for path, it in tree.items()}
+
+
+def _refuse_removals(patched: pytest.MonkeyPatch) -> None:
+    unlink = SourceEntries.unlink
+
+    def refused(entries: SourceEntries, directories: Any, op: Op, *more: Any, **named: Any) -> None:
+        if op.kind == "unlink":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(entries, directories, op, *more, **named)
+
+    patched.setattr(SourceEntries, "unlink", refused)
+
+
+def _full(*_: object, **__: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
