@@ -41,6 +41,8 @@ _NEAR_PART = 16
 _PAUSE = 4096
 # Files with copies that are passed before other tasks run: an order may have millions of them.
 _MOST_PASSED = 1024
+# Fewer opens than this cost less one by one.
+_MANY = 8
 # The share of a window that must be beneath one directory: the rest may be other programs.
 _MAJORITY = 0.9
 
@@ -142,7 +144,7 @@ class Foresight:
     ) -> None:
         """As ``opened`` for each of ``inos``, at least one, in an array of type I, each by the one
         of ``processes`` at its place (None: unknown)."""
-        stream = self._stream_of_all(inos, job)
+        stream = self._stream_of_all(inos, job) if len(inos) >= _MANY else None
         if stream is None:
             for ino, process in zip(inos, processes or repeat(0), strict=False):
                 self.opened(Ino(ino), job, process)

@@ -761,6 +761,29 @@ def test_an_open_of_a_shuffled_lot_takes_less_than_one_step() -> None:
     assert steps < opens
 
 
+def test_few_opens_together_cost_hardly_more_than_one_by_one() -> None:
+    """In the first epoch each open is recorded alone, since it precedes a decision. Counted are the
+    calls of functions, also of those in C."""
+    steps = [0, 0]
+    for together in (False, True):
+        job = Job(rate=0, is_filled=False)
+        files = job.files(TRAIN)
+
+        def count(frame: FrameType, event: str, argument: object, side: int = together) -> None:
+            steps[side] += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            for ino in shuffled(files, 1):
+                if together:
+                    job.foresight.opened_all(array("I", [ino]), JOB, [7])
+                else:
+                    job.foresight.opened(Ino(ino), JOB, 7)
+        finally:
+            sys.setprofile(None)
+    assert steps[1] < steps[0] + 5 * len(files)
+
+
 def test_memory_grows_by_at_most_16_bytes_a_file() -> None:
     """A job reads all files of a directory in the same order, and another one begins there."""
     files = 60_000
