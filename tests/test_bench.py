@@ -236,6 +236,7 @@ def test_the_cost_of_an_open_is_measured_without_a_mount(tmp_path: Path) -> None
     rows = {row["name"]: row for row in json.loads((tmp_path / "report.json").read_text())["rows"]}
     assert rows["an open without foresight"]["median"] > 0
     assert rows["an open, added by foresight"]["median"] > 0
+    assert rows["an open in a recognised order, added by foresight"]["median"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmark.open_cost import BAR_US, OpenCost
+from scripts.benchmark.open_cost import BAR_US, Cost, OpenCost
 from scripts.benchmark.requirements import require_slow_source
 from scripts.benchmark.rows import BenchError, Result, Row, measure
 from scripts.datasets.main import make
@@ -167,9 +167,14 @@ def _rows(announced: float, unmodified: float, is_latency: bool) -> Iterator[Row
 
 
 def _open_cost(work: Path, rounds: int) -> list[Result[Any]]:
-    rows: list[Row[tuple[float, float]]] = [
-        Row("an open, added by foresight", operator.itemgetter(1), "us", bar=BAR_US),
-        Row("an open without foresight", operator.itemgetter(0), "us"),
+    rows: list[Row[Cost]] = [
+        Row("an open, added by foresight", operator.attrgetter("added"), "us", bar=BAR_US),
+        Row(
+            "an open in a recognised order, added by foresight",
+            operator.attrgetter("added_recognised"),
+            "us",
+        ),
+        Row("an open without foresight", operator.attrgetter("without"), "us"),
     ]
     with closing(OpenCost(work / "opens")) as cost:
         return measure(rows, cost.measure, rounds)

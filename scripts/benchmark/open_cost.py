@@ -1,9 +1,9 @@
 """What foresight costs the daemon for an open that the datapath has answered.
 
 The readers of a file system below the kernel get the events of such opens in lots, as from the
-datapath: shuffled epochs of files that have copies. The same events go to the readers of a daemon
-that foresees nothing, in turns. Only processor time counts, so a slow disk or a full machine does
-not.
+datapath: epochs of files that have copies, each in another random order, or all in the same order,
+which is recognised. The same events go to the readers of a daemon that foresees nothing, in turns.
+Only processor time counts, so a slow disk or a full machine does not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.config.settings import ForesightSettings
@@ -23,6 +24,7 @@ from monarch.types import Ino
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.interfaces import Served
 from monarch.vfs.readers import Readers
+from scripts.benchmark.rows import BenchError
 from tests.vfs.rig import FakeFastPath, Rig
 
 # The most microseconds that foresight may cost an open.
@@ -42,56 +44,41 @@ class _Nothing(Foresight):
         return
 
 
-class OpenCost:
-    """The two sides. ``work`` is an empty directory for the files."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds of an open without foresight; what foresight adds to it in epochs with different
+    orders; and what it adds in epochs with the same order."""
 
-    def __init__(self, work: Path) -> None:
-        source = work / "source"
-        for number in range(FILES):
-            path = source / f"{number % DIRECTORIES:03}" / f"{number:06}"
-            if number < DIRECTORIES:
-                path.parent.mkdir(parents=True)
-            path.touch()
-        self._fast = FakeFastPath()
-        self._rig = Rig(work / "rig", source, fast=self._fast)
-        snapshot = self._rig.snapshot
-        settings = ForesightSettings()
-        # Without foresight, and with it.
+    without: float
+    added: float
+    added_recognised: float
+
+
+class _Pair:
+    """The readers without foresight, and those with it, which get the same opens. ``epoch`` returns
+    the files of the next epoch in the order of their opens."""
+
+    def __init__(self, rig: Rig, fast: FakeFastPath, epoch: Callable[[], list[Ino]]) -> None:
+        snapshot, settings = rig.snapshot, ForesightSettings()
+        self._fast, self._epoch, self._left = fast, epoch, list[Ino]()
+        self.foresight = Foresight(snapshot, settings, lambda ino: True, lambda files: True)
         self._sides = [
-            FileSystem(self._rig.read_side, Epochs(snapshot.entries), foresight, None).readers
-            for foresight in (_Nothing(snapshot, settings), Foresight(snapshot, settings))
+            FileSystem(rig.read_side, Epochs(snapshot.entries), each, None).readers
+            for each in (_Nothing(snapshot, settings), self.foresight)
         ]
-        self._files = [
-            Ino(ino)
-            for ino in range(1, snapshot.entries + 1)
-            if snapshot.attributes(Ino(ino)).is_file
-        ]
-        self._chance = random.Random(1)
-        self._epoch: list[Ino] = []
 
-    def close(self) -> None:
-        self._rig.close()
+    def slice(self, turn: int) -> list[float]:
+        """Microseconds of processor time of each open, of both sides."""
+        if len(self._left) < LOT * LOTS:
+            self._left = self._epoch()
+        inos, self._left = self._left[: LOT * LOTS], self._left[LOT * LOTS :]
+        times = [0.0, 0.0]
+        # In turns: the first side finds colder caches.
+        for side in (0, 1) if turn % 2 else (1, 0):
+            times[side] = self._time(self._sides[side], inos)
+        return times
 
-    def measure(self) -> tuple[float, float]:
-        """Microseconds of an open without foresight, and what foresight adds to them."""
-        times: tuple[list[float], list[float]] = [], []
-        for turn in range(SLICES):
-            inos = self._next(LOT * LOTS)
-            # In turns: the first side finds colder caches.
-            for side in (0, 1) if turn % 2 else (1, 0):
-                times[side].append(self._slice(self._sides[side], inos))
-        added = [theirs - ours for ours, theirs in zip(*times, strict=True)]
-        return statistics.median(times[0]), statistics.median(added)
-
-    def _next(self, count: int) -> list[Ino]:
-        """The next opens of shuffled epochs."""
-        if len(self._epoch) < count:
-            self._epoch = self._chance.sample(self._files, len(self._files))
-        taken, self._epoch = self._epoch[:count], self._epoch[count:]
-        return taken
-
-    def _slice(self, readers: Readers, inos: Sequence[Ino]) -> float:
-        """Microseconds of processor time of each open."""
+    def _time(self, readers: Readers, inos: Sequence[Ino]) -> float:
         process, session, user = os.getpid(), os.getsid(0), os.getuid()
         events: list[Served] = [(ino, 1, None, process, session, user) for ino in inos]
         lots = [events[start : start + LOT] for start in range(0, len(events), LOT)]
@@ -100,3 +87,47 @@ class OpenCost:
             self._fast.events = lot
             readers.catch_up()
         return (time.thread_time() - begin) / len(events) * 1e6
+
+
+class OpenCost:
+    """``work`` is an empty directory for the files."""
+
+    def __init__(self, work: Path) -> None:
+        source = work / "source"
+        for number in range(FILES):
+            path = source / f"{number % DIRECTORIES:03}" / f"{number:06}"
+            if number < DIRECTORIES:
+                path.parent.mkdir(parents=True)
+            path.touch()
+        fast = FakeFastPath()
+        self._rig = Rig(work / "rig", source, fast=fast)
+        snapshot, chance = self._rig.snapshot, random.Random(1)
+        files = [
+            Ino(ino)
+            for ino in range(1, snapshot.entries + 1)
+            if snapshot.attributes(Ino(ino)).is_file
+        ]
+        same = chance.sample(files, len(files))
+        self._shuffled = _Pair(self._rig, fast, lambda: chance.sample(files, len(files)))
+        self._recognised = _Pair(self._rig, fast, lambda: list(same))
+        # After two epochs the order is known.
+        for turn in range(2 * FILES // (LOT * LOTS)):
+            self._recognised.slice(turn)
+
+    def close(self) -> None:
+        self._rig.close()
+
+    def measure(self) -> Cost:
+        # Not in turns: each would find the caches full of the other.
+        shuffled, same = (
+            [pair.slice(turn) for turn in range(SLICES)]
+            for pair in (self._shuffled, self._recognised)
+        )
+        report = self._recognised.foresight.report(counts_opens=True)
+        if [stream.pattern for stream in report.streams] != ["same order"]:
+            raise BenchError("the order of the opens was not recognised")
+        return Cost(
+            statistics.median(without for without, _ in shuffled),
+            statistics.median(having - without for without, having in shuffled),
+            statistics.median(having - without for without, having in same),
+        )
