@@ -424,8 +424,8 @@ def build_fetch_ahead(
 
 
 def follow_removals(readers: Readers, read: ReadSide, tiers: Tiers) -> None:
-    """Has the epochs leave out the files that are removed or written through the mount, or gone
-    from the source. Those of an earlier mount are known from the journal."""
+    """Has the epochs and the rules leave out the files that are removed or written through the
+    mount, or gone from the source. Those of an earlier mount are known from the journal."""
     names = read.names
 
     def left(ino: Ino) -> None:
@@ -433,10 +433,14 @@ def follow_removals(readers: Readers, read: ReadSide, tiers: Tiers) -> None:
         readers.catch_up()
         tiers.epochs.left(ino)
         tiers.foresight.left(ino)
+        tiers.rules.left(ino)
 
-    tiers.foresight.left_before(
-        [ino for ino in differing(tiers.residency) if names.is_gone(ino) or names.is_rewritten(ino)]
-    )
+    before = [
+        ino for ino in differing(tiers.residency) if names.is_gone(ino) or names.is_rewritten(ino)
+    ]
+    tiers.foresight.left_before(before)
+    for ino in before:
+        tiers.rules.left(ino)
     read.promotions.left = left
 
 

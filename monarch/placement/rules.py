@@ -74,12 +74,15 @@ class Rule:
 
 @dataclass(slots=True)
 class Count:
-    """The files of a rule and those that have copies; sizes are in bytes."""
+    """The files of a rule in the snapshot, and those that have copies; sizes are in bytes.
+    ``left_files``: the pinned files that were removed or written since."""
 
     files: int = 0
     bytes: int = 0
     resident_files: int = 0
     resident_bytes: int = 0
+    left_files: int = 0
+    left_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,8 @@ class Rules:
         self.counts = [Count() for _ in self.rules]
         self._names = names
         self._tiers = np.frombuffer(residency.tiers_table, np.uint8)
+        # Whether each entry is a pinned one that has left.
+        self._has_left = np.zeros(names.entries + 1, np.bool_)
         patterns = [PathPattern(rule.match) for rule in rules]
         self._root = _state((n, pattern, pattern.start) for n, pattern in enumerate(patterns))
         self._kept: dict[Ino, _State] = {}
@@ -142,8 +147,18 @@ class Rules:
         rule = self.of(ino)
         return rule is not None and rule.pin
 
+    def left(self, ino: Ino) -> None:
+        """Records that an entry was removed, or is written: a pinned file gets no copy until it is
+        ``placed``, since a process has found it at the source again."""
+        if self.is_pinned(ino) and not self._has_left[ino]:
+            self._has_left[ino] = True
+            self._leave(ino, 1)
+
     def placed(self, ino: Ino, size: int) -> None:
         """Records that a file has got a copy of ``size`` bytes."""
+        if ino <= self._names.entries and self._has_left[ino]:
+            self._has_left[ino] = False
+            self._leave(ino, -1)
         self._changed(ino, 1, size)
 
     def removed(self, ino: Ino, size: int) -> None:
@@ -155,6 +170,13 @@ class Rules:
             count = self.counts[number]
             count.resident_files += files
             count.resident_bytes += size
+
+    def _leave(self, ino: Ino, files: int) -> None:
+        if ino < self._counted:
+            _, sizes, _ = self._names.files_in(range(ino, ino + 1))
+            count = self.counts[self._number(ino)]
+            count.left_files += files * len(sizes)
+            count.left_bytes += files * sum(sizes.tolist())
 
     # -- all files of the rules ------------------------------------------------------------------
 
@@ -175,20 +197,20 @@ class Rules:
         self.is_measured = True
 
     def pinned(self) -> Iterator[list[Ino]]:
-        """The pinned files that have no copy, in slices. A slice may be empty."""
+        """The pinned files that have no copy and have not left, in slices. A slice may be empty."""
         for _, parts in self._walk():
             yield [
                 Ino(ino)
                 for number, (inos, _, _) in parts
                 if self.rules[number].pin
-                for ino in inos[self._tiers[inos] == 0].tolist()
+                for ino in inos[(self._tiers[inos] == 0) & ~self._has_left[inos]].tolist()
             ]
 
     @property
     def misses_pinned(self) -> bool:
-        """Whether a pinned file has no copy. Only after ``measure``."""
+        """Whether a pinned file that has not left has no copy. Only after ``measure``."""
         return any(
-            rule.pin and count.resident_files < count.files
+            rule.pin and count.resident_files < count.files - count.left_files
             for rule, count in zip(self.rules, self.counts, strict=True)
         )
 
@@ -205,6 +227,9 @@ class Rules:
         count.bytes += sum(sizes.tolist())
         count.resident_files += int(np.count_nonzero(resident))
         count.resident_bytes += sum(sizes[resident].tolist())
+        has_left = self._has_left[inos]
+        count.left_files += int(np.count_nonzero(has_left))
+        count.left_bytes += sum(sizes[has_left].tolist())
         places, kept = self._buckets(keys), self.kept_bytes(inos, sizes)
         np.add.at(self._curve, places, kept)
         if rule.tier is not None and not rule.pin:
@@ -256,19 +281,21 @@ class Rules:
         return shares, self._left(capacities)[0]
 
     def excess(self, ledger: Ledger) -> int:
-        """Bytes of pinned files that do not fit into the tiers, as far as they are counted."""
+        """Bytes of pinned files that do not fit into the tiers, as far as they are counted. Those
+        that have left need no room."""
         return self._left([ledger.usable(tier) for tier in ledger.tiers])[1]
 
     def _left(self, capacities: Sequence[int]) -> tuple[list[int], int]:
         """What the pinned files leave of each capacity, and their bytes that do not fit."""
         left, anywhere, excess = list(capacities), 0, 0
         for rule, count in zip(self.rules, self.counts, strict=True):
-            if rule.pin and rule.tier is not None:
-                taken = min(count.bytes, left[rule.tier - 1])
+            pinned = count.bytes - count.left_bytes if rule.pin else 0
+            if rule.tier is None:
+                anywhere += pinned
+            else:
+                taken = min(pinned, left[rule.tier - 1])
                 left[rule.tier - 1] -= taken
-                excess += count.bytes - taken
-            elif rule.pin:
-                anywhere += count.bytes
+                excess += pinned - taken
         for index, free in enumerate(left):
             taken = min(anywhere, free)
             left[index] -= taken

@@ -113,13 +113,24 @@ def test_rules_pin_exclude_and_direct_files_and_status_shows_it(
 def test_pinned_files_that_do_not_fit_are_one_problem(
     monarch: MonarchCommand, tree: Tree, configured: Configured
 ) -> None:
+    monarch.expects_log("is gone from the source")
     tree({**TRAIN, **VAL})
     made = mounted(monarch, configured("[{match: val, pin: true, tier: ram}]", ram=15 * SIZE))
+
+    def problems() -> dict[str, dict[str, str]]:
+        return {problem["kind"]: problem for problem in account(made)["health"]["problems"]}
+
     wait_until(lambda: len(resident(made, VAL)) == 15, "as many as fit are fetched")
-    problem = next(p for p in account(made)["health"]["problems"] if p["kind"] == "pins-too-large")
+    problem = problems()["pins-too-large"]
     assert "40 KiB of pinned files do not fit" in problem["what"]
     assert "pin fewer files" in problem["remedy"]
-    epoch(made, VAL)
+    kept = {name: VAL[name] for name in resident(made, VAL)}
+    for name in set(VAL) - set(kept):
+        (made.source / name).unlink()
+        with pytest.raises(OSError):
+            (made.path / name).read_bytes()
+    wait_until(lambda: "pins-too-large" not in problems(), "the removed files need no room")
+    epoch(made, kept)
 
 
 def test_rules_that_are_wrong_are_refused_in_one_line(

@@ -24,7 +24,7 @@ from monarch.placement.policy import FirstCome, Item, Lru, NoEvict, Placement, P
 from monarch.placement.residency import Residency
 from monarch.placement.rules import Rule, Rules
 from monarch.posix.buckets import BUCKETS, buckets
-from monarch.types import Ino
+from monarch.types import ROOT_INO, Ino
 
 TIERS = ["ram", "nvme"]
 SIZE = 100
@@ -385,6 +385,34 @@ def test_pinned_files_that_do_not_fit_are_counted_and_evict_no_other_pinned_file
     assert len(mount.resident()) == 23
     mount.ledger.hold(2, 5 * SIZE)
     assert mount.rules.excess(mount.ledger) == 42 * SIZE
+
+
+@pytest.mark.promise(191)
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_pinned_files_that_were_removed_need_no_room(snapshot: Snapshot, is_counted: bool) -> None:
+    rules = [rule("val/**", pin=True), rule("raw/**", pin=True, tier="ram")]
+    mount = Mount(snapshot, rules, [15 * SIZE, 8 * SIZE])
+    raw, val = sorted(mount.under(b"raw/")), sorted(mount.under(b"val/"))
+    removed = {*raw[:30], *val[:16]}
+    if is_counted:
+        mount.measure()
+    for ino in [*removed, *removed, snapshot.lookup(ROOT_INO, b"raw"), Ino(snapshot.entries + 1)]:
+        assert ino is not None
+        mount.rules.left(ino)
+    if not is_counted:
+        mount.measure()
+    assert mount.rules.excess(mount.ledger) == 0
+    assert {ino for inos in mount.rules.pinned() for ino in inos} == {*raw, *val} - removed
+    for ino in {*raw, *val} - removed:
+        mount.fetch(ino)
+    assert not mount.rules.misses_pinned
+    assert [count.files for count in mount.rules.counts] == [20, 40], "those of the snapshot"
+    # A process has opened one that is back at the source.
+    mount.fetch(raw[0])
+    assert [count.left_files for count in mount.rules.counts] == [16, 29]
+    assert not mount.rules.misses_pinned
+    mount.controller.dropped(raw[0], SIZE)
+    assert mount.rules.misses_pinned
 
 
 def test_a_tier_that_another_program_has_filled_gets_no_pinned_files(snapshot: Snapshot) -> None:
