@@ -492,16 +492,18 @@ class Announcements:
 
     def next_use(self, ino: Ino) -> float:
         """The time of the next open of a file, or of the one that is being answered; infinite if
-        it is not known."""
-        return min((order.next_use(ino) for order in self._orders.values()), default=math.inf)
+        it is not known. An order whose readers have paused does not count: they may be stopped for
+        long, while those of other orders continue."""
+        return min((order.next_use(ino) for order in self._busy), default=math.inf)
 
     def use_after(self, ino: Ino) -> float:
         """The time of the open after ``next_use``."""
-        return min((order.use_after(ino) for order in self._orders.values()), default=math.inf)
+        return min((order.use_after(ino) for order in self._busy), default=math.inf)
 
     def repeats_within(self, begin: float, end: float) -> bool:
-        """Whether an order has a file twice from ``begin`` to ``end``."""
-        return any(order.repeats_within(begin, end) for order in self._orders.values())
+        """Whether an order has a file twice from ``begin`` to ``end``; which orders as in
+        ``next_use``."""
+        return any(order.repeats_within(begin, end) for order in self._busy)
 
     def readers_of(self, ino: Ino) -> int:
         """How many orders have a file in their windows, so that it will soon be opened."""

@@ -253,3 +253,28 @@ def test_copies_of_a_job_that_was_killed_leave_for_those_of_the_next_job(policy:
     announced.extend(Announcer(2, 2, 2), Piece(1, 0, entries))
     hits = [sum(job.read(epoch)) for epoch in epochs]
     assert hits == [0, FILES // 4, FILES // 4]
+
+
+@pytest.mark.promise(188)
+@pytest.mark.parametrize("policy", ["no_evict", "first_come", "lru"])
+def test_copies_of_a_job_that_is_stopped_leave_for_those_of_a_job_that_reads(policy: str) -> None:
+    """As by SIGSTOP, for longer than a minute, with the tiers full of files that it would read
+    again."""
+    job = Job(policy, [10] * FILES, [10 * FILES // 4])
+    rng, files = random.Random(1), [Ino(2 + n) for n in range(FILES)]
+    first, second = files[: FILES // 2], files[FILES // 2 :]
+    order = [ino for _ in range(2) for ino in rng.sample(first, len(first))]
+    job.announce(order)
+    job.read(order[: FILES // 2])
+    announced = job.foresight.announced
+    key = announced.key_of(Announcer(1, 1, 1), 1)
+    announced.mark(key, is_idle=True)
+    epochs = [rng.sample(second, len(second)) for _ in range(3)]
+    announced.begin(Announcer(2, 2, 2), 1)
+    entries = array("I", [ino for epoch in epochs for ino in epoch])
+    announced.extend(Announcer(2, 2, 2), Piece(1, 0, entries))
+    hits = [sum(job.read(epoch)) for epoch in epochs]
+    assert hits == [0, FILES // 4, FILES // 4]
+    assert announced.next_use(order[-1]) == math.inf
+    announced.mark(key, is_idle=False)
+    assert announced.next_use(order[-1]) < math.inf
