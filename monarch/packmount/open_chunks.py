@@ -7,6 +7,7 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -33,11 +34,17 @@ class Used:
 
 
 class OpenChunks:
-    """Descriptors of chunks. The one that was used last stays open longest. In any thread."""
+    """Descriptors of chunks. The one that was used last stays open longest. In any thread.
+
+    A chunk is opened once for all that need it at the same time: besides the calls, a further open
+    makes some clients of file systems, such as FUSE, forget the pages that they have of the file.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: OrderedDict[int, _OpenChunk] = OrderedDict()
+        # The chunks that a thread is opening, for those that wait for it.
+        self._opening: dict[int, Future[None]] = {}
         self._lend: Callable[[int, int], None] = _ignore
         self._take_back: Callable[[int], None] = _ignore
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -52,14 +59,7 @@ class OpenChunks:
     def using(self, chunk: int, open_chunk: Callable[[int], int]) -> Iterator[Used]:
         """A descriptor of a chunk, from ``open_chunk`` if there is none. It is not kept if reading
         fails. Raises OSError."""
-        with self._lock:
-            opened = self._open.get(chunk)
-            if opened is not None:
-                self._open.move_to_end(chunk)
-                opened.users += 1
-        opens = 0
-        if opened is None:
-            opened, opens = self._kept(chunk, open_chunk(chunk)), 1
+        opened, opens = self._used(chunk, open_chunk)
         try:
             yield Used(opened.fd, opens)
         except OSError:
@@ -68,20 +68,41 @@ class OpenChunks:
         finally:
             self._leave(opened)
 
+    def _used(self, chunk: int, open_chunk: Callable[[int], int]) -> tuple[_OpenChunk, int]:
+        """A descriptor with one more user, and the opens that it took. Raises OSError."""
+        while True:
+            with self._lock:
+                opened = self._open.get(chunk)
+                if opened is not None:
+                    self._open.move_to_end(chunk)
+                    opened.users += 1
+                    return opened, 0
+                other = self._opening.get(chunk)
+                if other is None:
+                    mine = self._opening[chunk] = Future()
+                    break
+            # The error of the other thread is that of this one, too: a source that fails slowly is
+            # not asked by one thread after the other.
+            other.result()
+        try:
+            return self._kept(chunk, open_chunk(chunk)), 1
+        except OSError as error:
+            mine.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                del self._opening[chunk]
+            if not mine.done():
+                mine.set_result(None)
+
     def _kept(self, chunk: int, fd: int) -> _OpenChunk:
-        """Keeps a new descriptor, or uses that of a thread that has opened the chunk meanwhile."""
+        """Keeps a new descriptor, with one user."""
         fresh = _OpenChunk(fd, users=1)
         dropped = []
         with self._lock:
-            other = self._open.get(chunk)
-            if other is not None:
-                other.users += 1
-                dropped.append(fresh.fd)
-                fresh = other
-            else:
-                self._open[chunk] = fresh
-                with suppress(OSError):
-                    self._lend(chunk, fd)
+            self._open[chunk] = fresh
+            with suppress(OSError):
+                self._lend(chunk, fd)
             while len(self._open) > self._most:
                 number, oldest = self._open.popitem(last=False)
                 self._take_back(number)
