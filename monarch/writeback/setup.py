@@ -322,7 +322,9 @@ def _replay(place: WriteStore, front: WriteFront, drain: Drain, progress: Progre
     front.object_table.attributes.take_up(ops, found.done, changed)
     front.source.take_up()
     _release(front, found.damaged)
-    place.objects.sweep({op.object for _, op in ops} | found.doubted.keys())
+    # A file that is only to be removed at the source has no bytes to bring there.
+    used = {op.object for _, op in ops if op.kind not in ("unlink", "gone")}
+    place.objects.sweep(used | found.doubted.keys())
     recorder.record_unrecorded(found)
     place.found = found.without_history()
     place.journal.taken_up()

@@ -57,6 +57,24 @@ async def test_a_file_keeps_its_content_if_another_one_had_its_other_name_and_wa
     assert _bare(tree_of(rig.source)) == _bare(expected)
 
 
+@pytest.mark.promise(128)
+async def test_the_object_of_a_removed_file_is_removed_with_another_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount() as session:
+        await session.write(b"new", b"new", synced=True)
+        await session.drained()
+        # The drain continues with the next turn of the event loop.
+        session.unlink(b"new")
+        assert 1 in session.write_back.place.objects.numbers()
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        assert b"new" not in session.shown()
+        assert 1 not in session.write_back.place.objects.numbers()
+    await _end(rig)
+    assert not (rig.source / "new").exists()
+
+
 async def _end(rig: Rig) -> None:
     async with rig.mount() as session:
         await session.drained()
