@@ -41,7 +41,9 @@ log = logging.getLogger(__name__)
 
 _MOST_HEAD = 4096
 _MOST_CONNECTIONS = 512
-_BACKLOG = 128
+# The most that Linux allows by default. An engine whose connection is refused answers 502 to its
+# client, which then takes this node for broken; the event loop accepts one in each round.
+_BACKLOG = 4096
 _IDLE_S = 120.0
 _SET = rb"GET /[0-9a-f]{32}/"
 _FILE = re.compile(_SET + rb"(?:d|c/[0-9a-f]{2})/([0-9]{1,10}) HTTP/1\.[01]\r\n")

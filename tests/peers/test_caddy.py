@@ -56,6 +56,7 @@ def caddy(monkeypatch: pytest.MonkeyPatch) -> Path:
         test_engine.test_a_member_with_another_secret_is_refused_and_says_so,
         test_engine.test_the_proofs_are_of_the_port_at_which_the_hello_arrived,
         test_engine.test_an_engine_that_is_killed_is_started_again,
+        test_engine.test_each_of_many_requests_at_once_gets_an_answer,
     ],
     ids=lambda check: check.__name__.removeprefix("test_"),
 )

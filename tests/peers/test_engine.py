@@ -10,6 +10,7 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -241,6 +242,30 @@ def test_granules_come_from_the_engine_if_the_file_has_them_and_otherwise_from_t
         client.close()
 
     with_node(tmp_path, check)
+
+
+@pytest.mark.promise(271)
+def test_each_of_many_requests_at_once_gets_an_answer(tmp_path: Path) -> None:
+    """The daemon is at work meanwhile, and accepts no connection of the engine."""
+    many, statuses = 400, list[int]()
+    asked = request(f"/{SET}/d/{REFUSED}")
+
+    async def check(node: Node) -> None:
+        with ExitStack() as cleanup:
+            where = ("127.0.0.1", node.port)
+            made = [
+                cleanup.enter_context(socket.create_connection(where, timeout=60))
+                for _ in range(many)
+            ]
+            for connection in made:
+                connection.sendall(asked)
+            # Not trio.sleep: it holds the event loop up.
+            time.sleep(0.5)
+            for connection in made:
+                statuses.append(status_of(await trio.to_thread.run_sync(connection.recv, 4096)))
+
+    with_node(tmp_path, check)
+    assert statuses == [404] * many
 
 
 def test_a_fetch_that_fails_is_answered_as_not_kept(tmp_path: Path) -> None:
