@@ -17,6 +17,7 @@ import os
 import shlex
 import stat
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,13 +65,19 @@ def write_index(path: AnyPath, index: Index) -> int:
         *(len(table), len(table.heap), table.flags, 0, xxhash.xxh3_64_intdigest(rest)),
     )
     target = Path(path)
-    with unfinished_file(target.parent) as (part, file):
-        file.write(header + _CHECK.pack(xxhash.xxh3_64_intdigest(header)))
-        file.write(rest)
-        file.flush()
-        sync_path(part)
-        part.rename(target)
-    sync_path(target.parent)
+    try:
+        with unfinished_file(target.parent) as (part, file):
+            file.write(header + _CHECK.pack(xxhash.xxh3_64_intdigest(header)))
+            file.write(rest)
+            file.flush()
+            sync_path(part)
+            part.rename(target)
+        # A user may have the right to make files in a directory and not that to open it.
+        with suppress(PermissionError):
+            sync_path(target.parent)
+    except OSError as error:
+        # Instead of the unfinished file, which the user did not name.
+        raise OSError(error.errno, error.strerror, os.fspath(target)) from error
     return HEADER_BYTES + len(rest)
 
 

@@ -137,3 +137,35 @@ def test_a_file_that_the_user_may_not_read_is_no_mistake_of_the_command_line(
             finally:
                 os._exit(0 if is_refused else 1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize("rights", [0o333, 0o555], ids=["not to be listed", "not to be written"])
+def test_an_index_is_written_where_its_user_may_make_files_and_is_named_otherwise(
+    directory: Path, rights: int
+) -> None:
+    # The directories of pytest are closed to other users.
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        top.chmod(0o755)
+        shutil.copy2(directory / "data.mdb", top / "data.mdb")
+        (top / "data.mdb").chmod(0o644)
+        (top / "to").mkdir()
+        (top / "to").chmod(rights)
+        output = top / "to/data.mlx"
+        child = os.fork()
+        if child == 0:
+            is_right = False
+            try:
+                os.setgroups([])
+                os.setresgid(1234, 1234, 1234)
+                os.setresuid(1234, 1234, 1234)
+                is_right = (
+                    run("index", top / "data.mdb", "-o", output, "-q") == 0 and rights == 0o333
+                )
+            except PermissionError as error:
+                is_right = rights == 0o555 and error.filename == str(output)
+            finally:
+                os._exit(0 if is_right else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert os.listdir(top / "to") == (["data.mlx"] if rights == 0o333 else [])
