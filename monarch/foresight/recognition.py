@@ -149,6 +149,9 @@ def left_out(
     ``step`` apart, and a ``share`` of them has files."""
     count, most = 0, math.ceil(_MOST_LEFT_OUT / share)
     for place in places:
+        if place >= step and order[place - step] in read:
+            # The usual case, which takes no loop.
+            continue
         # No file is left out before the first one.
         for before in range(place - step, max(-1, place - step * most - 1), -step):
             if order[before] in read:

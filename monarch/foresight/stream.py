@@ -177,11 +177,14 @@ class _Order:
         self._known = 0
         self.extend()
 
-    def extend(self) -> None:
-        if self._known < len(self.positions):
-            end = min(self._known + _SLICE, len(self.positions))
-            self._places[self.positions[self._known : end]] = np.arange(self._known, end)
-            self._known = end
+    def extend(self) -> bool:
+        """Makes the next slice known; whether there was one."""
+        if self._known == len(self.positions):
+            return False
+        end = min(self._known + _SLICE, len(self.positions))
+        self._places[self.positions[self._known : end]] = np.arange(self._known, end)
+        self._known = end
+        return True
 
     def place(self, position: int) -> int | None:
         """The place of a position; None if the epoch did not read it, or it is not known yet."""
@@ -222,6 +225,9 @@ class Stream:
         self._window: list[int] = []
         self._before: list[int] = []
         self._recent: deque[list[int]] = deque(maxlen=_EARLIER + 1 + _LATER)
+        # The places of each of these windows in the order of the last epoch, and that order.
+        self._places: deque[list[int]] = deque(maxlen=self._recent.maxlen)
+        self._placed_in: _Order | None = None
         self._window_size = recognition.window_of(self._n)
         # Whether one process has opened all files of the last window.
         self._has_one_process = False
@@ -359,6 +365,7 @@ class Stream:
             self._window = now.last_window
             self._recent.clear()
             self._recent.append(self._window)
+            self._placed_in = None
             self._processes.clear()
         self._processes |= processes
         if passes.ends_pass(len(self._run), self._seen.count):
@@ -423,6 +430,7 @@ class Stream:
 
     def _judge(self) -> None:
         self.subtree.look()
+        self._find_places()
         self._count_inner_repeats()
         vote, found = self._look()
         if vote in _LOCAL:
@@ -438,15 +446,28 @@ class Stream:
             self._recognised(vote, found)
         self._vote, self._voted = vote, found
 
+    def _find_places(self) -> None:
+        """Finds the places of the last window, and of those before if they may have others now."""
+        last = self._last
+        if last is None:
+            return
+        if last.extend() or self._placed_in is not last:
+            self._places.clear()
+            self._places.extend(map(last.places, self._recent))
+            self._placed_in = last
+        else:
+            self._places.append(last.places(self._window))
+
     def _count_passed(self, pattern: Pattern) -> None:
         """Counts the files of an order that a window has, and those that it leaves out, as soon as
         the other readers have had their time for them. Before that they count for now."""
         recent = self._recent
-        window, read = recent[max(0, len(recent) - 1 - _LATER)], set[int]().union(*recent)
+        number = max(0, len(recent) - 1 - _LATER)
+        window, read = recent[number], set[int]().union(*recent)
         order: Sequence[int] = range(self._n)
         places, step, share = window, self.step, 1.0
         if pattern == "same order" and self._last is not None:
-            order, places, step = self._last.order, self._last.places(window), 1
+            order, places, step = self._last.order, self._places[number], 1
         else:
             # Not all places have a file that can be read.
             share = max(LEAST_FILES, self.subtree.count) / self._n
@@ -467,16 +488,14 @@ class Stream:
     def _look(self) -> tuple[Pattern, Locality | None]:
         """What the tests say of the window; where it is, if it is local."""
         window = self._window
-        if self._last is not None:
-            self._last.extend()
         # In a small directory the workers may have batches in all parts, so no window is local.
         is_small = self._window_size < recognition.WINDOW
         spread: Pattern = "shuffled"
         if self._last is not None and len(self._last.positions) >= LEAST_FILES:
-            known = self._last.places(window)
+            known = self._places[-1]
             if len(known) >= _KNOWN * len(window):
                 found = recognition.locality(known, len(self._last.positions))
-                before = self._last.places(self._before)
+                before = self._places[-2] if len(self._places) > 1 else []
                 if (is_small or found is not None) and recognition.advances(known, before):
                     if found is not None:
                         return "same order", found
@@ -513,7 +532,7 @@ class Stream:
         reached = self._front + self.distance * (self.step if self.pattern == "strided" else 1)
         places = self._window
         if self.pattern == "same order" and self._last is not None:
-            places = self._last.places(self._window)
+            places = self._places[-1]
         # A worker that is behind the others is foreseen, too.
         foreseen = sum(found.low <= place <= reached for place in places)
         if found.low <= reached and foreseen >= _FORESEEN * len(self._window):
