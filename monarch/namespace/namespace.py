@@ -285,6 +285,8 @@ class Namespace(Tree):
         """Removes a name of anything, a directory with its content, in a replay: another program
         has used the name since. Raises Refused."""
         node, directory = self.copy_up(self._require(parent, name)), self.copy_up(parent)
+        if node.is_dir:
+            _leave_other_names(self, node.ino, now_ns)
         self._remove(node, parent, name, now_ns)
         if node.is_dir:
             _discount(directory)
@@ -572,6 +574,15 @@ def _keep_acls(names: Namespace, node: Node, parent: Ino) -> None:
     has_none = names.has_acls and node.object and not names.acls(node.ino).access
     if has_none and names.acls(parent).default:
         names.have_xattrs(node, {**node.xattrs, acl.ACCESS: b""})
+
+
+def _leave_other_names(names: Namespace, directory: Ino, now_ns: int) -> None:
+    """Takes the names beneath a directory that is to be hidden from files with other names."""
+    for _, name, attributes in list(names._entries(directory, 0, None)):
+        if attributes.is_dir:
+            _leave_other_names(names, attributes.ino, now_ns)
+        elif attributes.nlink > 1 and len((node := names.copy_up(attributes.ino)).names) > 1:
+            names._remove(node, directory, name, now_ns)
 
 
 def _count(directory: Node, is_dir: bool) -> None:

@@ -679,6 +679,31 @@ async def test_a_file_that_replaced_one_name_of_another_is_shown_under_that_name
         }
 
 
+@pytest.mark.promise(129)
+async def test_a_file_with_a_name_in_a_directory_that_was_replaced_has_its_other_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.write(b"x", b"written", synced=True)
+    (rig.source / "x/deep").mkdir(parents=True)
+    for path in ("x/one", "x/deep/two"):
+        (rig.source / path).write_bytes(b"of others")
+        (rig.source / Path(path).name).hardlink_to(rig.source / path)
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        assert session.shown()[b"x"].content == b"written"
+        for path in (b"one", b"two"):
+            await session.chmod(path, 0o600)
+            assert list(session.names.visible_paths(session.ino(path))) == [path]
+            assert session.shown()[path].content == b"of others"
+    async with rig.mount() as session:
+        await session.drained()
+        await session.end()
+    there = tree_of(rig.source)
+    assert there[b"one"].mode == there[b"two"].mode == 0o600
+    assert there[b"x/one"].content == there[b"x/deep/two"].content == b"of others"
+
+
 @pytest.mark.promise(116, 129)
 async def test_a_drained_time_of_a_file_that_has_lost_a_name_is_no_conflict_over_another_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
