@@ -346,10 +346,13 @@ class HistoryChecker:
 
     def is_kept_for_others(self, path: bytes, there: Tree) -> bool:
         """Whether it is a directory that was removed on the mount, and stays at the source for
-        something of others in it."""
-        it = there.get(path)
-        is_removed = it is not None and it.kind == "dir" and path not in self.before.tree
-        return is_removed and self.has_theirs(path, there)
+        something of others in it. What was made in its place is a conflict beside it."""
+        it, was = there.get(path), self.before.tree.get(path)
+        if it is None or it.kind != "dir" or not self.has_theirs(path, there):
+            return False
+        return was is None or (
+            was.kind != "dir" and any(at.startswith(path + _BESIDE) for at in there)
+        )
 
     def is_of_others(self, it: Shown) -> bool:
         """Whether bytes are of others, or were replaced by theirs."""
