@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +22,6 @@ from monarch.packs.mixing import chunk_of_each
 from monarch.packs.pack import Pack
 from monarch.posix.mounts import MONARCH_TYPE, mount_table
 from monarch.text import escape_text
-
-# The text behind the last slash of a path that does not end with a name.
-_NO_NAMES = frozenset((b"", b".", b".."))
 
 
 def chunks_of_files(pack: AnyPath, paths: Sequence[AnyPath]) -> npt.NDArray[np.int64]:
@@ -113,23 +112,29 @@ def _kept_index(pack: bytes) -> Path | None:
 
 def _numbers(opened: Pack, top: bytes, paths: Sequence[AnyPath]) -> npt.NDArray[np.int64]:
     """The record of each path. Each directory is listed once. Raises ValueError."""
-    places: dict[bytes, list[tuple[bytes, int]]] = {}
-    for place, path in enumerate(map(os.fsencode, paths)):
-        directory, _, name = path.rpartition(b"/")
-        if name in _NO_NAMES or not directory:
-            directory, _, name = _relative(path, top).rpartition(b"/")
-        places.setdefault(directory, []).append((name, place))
-    numbers = np.zeros(len(paths), np.int64)
-    for directory, of_directory in places.items():
-        # A directory is made relative once: for each path this takes longer than the search.
-        names = dict(_listed(opened, _relative(directory, top)))
-        for name, place in of_directory:
-            number = names.get(name)
-            if number is None:
-                text = escape_text(os.fsdecode(paths[place]))
-                raise ValueError(f"the pack has no {text!r}")
-            numbers[place] = number
+    names = _encoded(paths)
+    known: dict[bytes, int] = {}
+    # A directory is made relative once: for each path this takes longer than the search.
+    for directory in {name[: name.rfind(b"/") + 1] for name in names}:
+        listed = _listed(opened, _relative(directory, top))
+        known.update((directory + name, number) for name, number in listed)
+    numbers = np.fromiter(map(known.get, names, repeat(0)), np.int64, len(names))
+    for place in np.flatnonzero(numbers == 0).tolist():
+        # Perhaps a path that does not end with a name.
+        path = _relative(names[place], top)
+        numbers[place] = opened.number(path) if path else 0
+        if not numbers[place]:
+            raise ValueError(f"the pack has no {escape_text(os.fsdecode(paths[place]))!r}")
     return numbers
+
+
+def _encoded(paths: Sequence[AnyPath]) -> list[bytes]:
+    """``os.fsencode`` of each path, which takes longer one by one."""
+    with suppress(TypeError):
+        names = os.fsencode("\0".join(cast(Sequence[str], paths))).split(b"\0")
+        if len(names) == len(paths):
+            return names
+    return [*map(os.fsencode, paths)]
 
 
 def _relative(path: bytes, top: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from monarch.frameworks import pack_order
 from monarch.order import chunks_of_files, distinct_labels, pack_sampler
 from monarch.packs.pack import Pack
 from monarch.posix.mounts import MountedFileSystem, mount_table
+from monarch.text import escape_text
 from tests.packs.trees import copied, pack
 
 CLASSES, FILES = 6, 240
@@ -66,6 +68,8 @@ def test_files_are_found_by_all_forms_of_their_names(
         (str(top / "random"), [os.fsencode(top / "random" / path) for path in paths]),
         (mountpoint, [f"{mountpoint}/{path}" for path in paths]),
         (mountpoint + "/", paths),
+        (top / "random", [f"{path}/../{path[-3:]}/" for path in paths]),
+        (top / "random", [Path(path) if path[-1] in "02468" else path for path in paths]),
     ):
         assert chunks_of_files(root, named).tolist() == expected
 
@@ -115,8 +119,9 @@ def test_large_and_empty_files_have_a_chunk(made: tuple[Path, list[str]]) -> Non
 
 def test_a_file_that_the_pack_does_not_have_is_named(made: tuple[Path, list[str]]) -> None:
     top, _ = made
-    for path in ("class0/missing", "missing/000", "/etc/passwd", "../random/large"):
-        with pytest.raises(ValueError, match=path.replace(".", r"\.")):
+    for path in ("class0/missing", "missing/000", "/etc/passwd", "../random/large", "", "a\0b"):
+        named = re.escape(f"the pack has no {escape_text(path)!r}")
+        with pytest.raises(ValueError, match=named):
             chunks_of_files(top / "random", [path])
     with pytest.raises(PackError, match="neither a pack nor the mount point"):
         chunks_of_files(top, ["large"])
