@@ -10,19 +10,14 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from monarch.foresight import recognition
 from monarch.foresight.marks import GIVEN, GONE, Marks
+from monarch.foresight.past_order import PastOrder
 from monarch.foresight.recognition import LEAST_FILES, Locality, Pattern
 from monarch.telemetry import passes
 from monarch.telemetry.passes import Pass
 from monarch.types import Ino
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 # Files that are given out ahead of the readers: from the first number, doubled for each window that
 # was foreseen, up to the second.
@@ -57,9 +52,8 @@ _MIXED = 0.1
 # Windows after which a skewed stream must have shown repeats since the count began.
 _LEAST_SKEWED = 4
 
-# Places of an order that are found at once, and entries of a subtree whose kind is read at once: a
-# millisecond.
-_SLICE, _KINDS = 1 << 16, 1 << 15
+# Entries of a subtree whose kind is read at once: a millisecond.
+_KINDS = 1 << 15
 _LOCAL: frozenset[Pattern] = frozenset(("sequential", "strided", "same order"))
 
 
@@ -161,46 +155,6 @@ class Subtree:
         return self._next_fill >= len(self.files)
 
 
-class _Order:
-    """The order of an epoch. ``positions`` is never empty.
-
-    The place of each position in it is found in slices, since ten million of them take a tenth of a
-    second: ``extend`` makes the next slice known. The readers of a same order begin with the first.
-    """
-
-    def __init__(self, positions: array[int], n: int) -> None:
-        self.positions: npt.NDArray[np.uint32] = np.frombuffer(positions, np.uint32)
-        # Not filled, since that takes as long: a place counts only if it has the position.
-        self._places = np.empty(n, np.uint32)
-        # The same, of which single numbers are read faster.
-        self.order, self._place_of = self.positions.data, self._places.data
-        self._known = 0
-        self.extend()
-
-    def extend(self) -> bool:
-        """Makes the next slice known; whether there was one."""
-        if self._known == len(self.positions):
-            return False
-        end = min(self._known + _SLICE, len(self.positions))
-        self._places[self.positions[self._known : end]] = np.arange(self._known, end)
-        self._known = end
-        return True
-
-    def place(self, position: int) -> int | None:
-        """The place of a position; None if the epoch did not read it, or it is not known yet."""
-        found = self.places((position,))
-        return found[0] if found else None
-
-    def places(self, positions: Sequence[int]) -> list[int]:
-        """The places of the positions that have one."""
-        order, place_of, known = self.order, self._place_of, self._known
-        return [
-            place
-            for position in positions
-            if (place := place_of[position]) < known and order[place] == position
-        ]
-
-
 class Stream:
     """The opens of one job in one subtree. With ``keeps_order`` it compares each epoch with the
     one before, for 12 bytes a file."""
@@ -227,7 +181,7 @@ class Stream:
         self._recent: deque[list[int]] = deque(maxlen=_EARLIER + 1 + _LATER)
         # The places of each of these windows in the order of the last epoch, and that order.
         self._places: deque[list[int]] = deque(maxlen=self._recent.maxlen)
-        self._placed_in: _Order | None = None
+        self._placed_in: PastOrder | None = None
         self._window_size = recognition.window_of(self._n)
         # Whether one process has opened all files of the last window.
         self._has_one_process = False
@@ -238,7 +192,7 @@ class Stream:
         self._voted: Locality | None = None
         # The order of this epoch so far, and that of the last one.
         self._order = array("I") if keeps_order else None
-        self._last: _Order | None = None
+        self._last: PastOrder | None = None
         self.step, self._remainder = 1, 0
         # In the order that was recognised: where the readers are, how far ahead files are given
         # out, and up to where they were.
@@ -413,7 +367,7 @@ class Stream:
 
     def _begin_epoch(self) -> None:
         if self._order is not None:
-            self._last = _Order(self._order, self._n)
+            self._last = PastOrder(self._order, self._n)
             self._order = array("I", self._run)
         self._had_mixed_epoch = self.is_mixed
         self.epoch += 1

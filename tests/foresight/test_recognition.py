@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from monarch.config.settings import ForesightSettings
-from monarch.foresight import recognition, stream
+from monarch.foresight import past_order, recognition
 from monarch.foresight.foresight import Foresight
 from monarch.foresight.marks import Marks
+from monarch.foresight.past_order import PastOrder
 from monarch.foresight.recognition import binomial_tail, poisson_tail
-from monarch.foresight.stream import Stream, Subtree, _Order
+from monarch.foresight.stream import Stream, Subtree
 from monarch.order import epoch_permutation
 from monarch.types import ROOT_INO, Ino
 from tests.foresight.streams import Tree, with_noise, workers
@@ -237,10 +238,10 @@ def test_the_stride_of_a_window_needs_equal_gaps_and_one_remainder() -> None:
 
 def test_an_order_is_known_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each place that is known is the right one, and none is made up for other positions."""
-    monkeypatch.setattr(stream, "_SLICE", 100)
+    monkeypatch.setattr(past_order, "_SLICE", 100)
     rng = random.Random(8)
     read = rng.sample(range(1000), 450)
-    order = _Order(array("I", read), 1000)
+    order = PastOrder(array("I", read), 1000)
     for known in (100, 200, 300, 400, 450, 450):
         expected = {position: place for place, position in enumerate(read[:known])}
         assert {position: order.place(position) for position in read[:known]} == expected
