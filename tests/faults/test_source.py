@@ -132,7 +132,7 @@ def test_while_every_call_of_the_source_hangs_processes_that_need_no_call_contin
         # The small files are fetched by the datapath where there is one, the two large by Python.
         waiting_calls = 4 if monarch.mode == "python" else 4 + 2
         is_so = becomes_true(lambda: slow.counters()["hanging"] == waiting_calls)
-        assert is_so, (slow.counters(), account(mounted), mounted.log_text)
+        assert is_so, f"{slow.counters()} {account(mounted)} {mounted.log_text}"
         before = calls(slow)
         with epochs_by_four(mounted, content) as ended:
             wait_until(lambda: ended() >= 8, "four readers continue")
