@@ -173,6 +173,7 @@ def _open_cost(work: Path, rounds: int) -> list[Result[Any]]:
             "an open in a recognised order, added by foresight",
             operator.attrgetter("added_recognised"),
             "us",
+            bar=BAR_US,
         ),
         Row("an open without foresight", operator.attrgetter("without"), "us"),
     ]
