@@ -554,9 +554,10 @@ MOST_THREADS = 4 + 2 * (8 + 4 + 1)
 
 @dataclass(frozen=True, slots=True)
 class OpenResources:
-    """What a daemon has open, by what it is, and how many threads."""
+    """What a daemon has open, by what it is, its ends of pipes, and how many threads."""
 
     open: Counter[str]
+    pipes: int
     threads: int
 
 
@@ -578,7 +579,10 @@ def test_thousands_of_opens_and_kills_leave_nothing_open_and_no_thread(
         # A cached entry without an open is kept for a moment, like a connection that was closed.
         wait_until(lambda: not at_rest(mounted).open - before.open, "nothing is left open")
     # Pools of threads grow to their bounds. In each storm a hundred readers were killed.
-    assert at_rest(mounted).threads - before.threads <= MOST_THREADS
+    after = at_rest(mounted)
+    assert after.threads - before.threads <= MOST_THREADS
+    # Each reader of the datapath keeps a pipe of its own. Other pipes are as many as before.
+    assert after.pipes <= before.pipes + 2 * after.threads
     epoch(mounted, contents_of(sizes))
     accounts_agree(mounted)
 
@@ -606,7 +610,8 @@ def at_rest(mounted: Mounted) -> OpenResources:
             open_now[re.sub(r"\[\d+\]|\d+", "N", os.readlink(fd))] += 1
     # The datapath clones the device for its threads, of which there may be more by now.
     del open_now["/dev/fuse"]
-    return OpenResources(open_now, len(os.listdir(f"/proc/{mounted.pid}/task")))
+    pipes = open_now.pop("pipe:[N]", 0)
+    return OpenResources(open_now, pipes, len(os.listdir(f"/proc/{mounted.pid}/task")))
 
 
 @pytest.mark.modes("python", "relay")
