@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ import xxhash
 from monarch.config.settings import SnapshotSettings
 from monarch.errors import MonarchError, SourceChanged, SourceError
 from monarch.namespace.namespace import Namespace
+from monarch.namespace.refresh import names_differ, without_proof
+from monarch.namespace.scan import settled_ns
+from monarch.namespace.snapshot import Snapshot
 from monarch.placement.residency import SOURCE, Residency
 from monarch.posix.thread_pool import ThreadPool, batches
 from monarch.telemetry.metrics import Metrics
@@ -119,8 +123,15 @@ class FreshnessWatch:
     async def _look(self) -> None:
         changed = failed = 0
         if not self.just_built:
-            for batch in batches(self.names.snapshot.directories(), _BATCH):
-                for ino, _ in await self._differing(batch):
+            snapshot = self.names.snapshot
+            settled = await self.source_threads.run(settled_ns, snapshot)
+            for batch in batches(snapshot.directories(), _BATCH):
+                differing = {ino for ino, _ in await self._differing(batch)}
+                same = [ino for ino in batch if ino not in differing]
+                for ino in without_proof(snapshot, same, settled):
+                    if await self.source_threads.run(_lists_others, self.source, snapshot, ino):
+                        differing.add(ino)
+                for ino in differing:
                     # Directories that were changed or removed through the mount do not count.
                     is_ours = self.names.is_written(ino) or self.names.is_forgotten(ino)
                     changed += not is_ours
@@ -273,3 +284,10 @@ def _differing(
         if now != identity:
             found.append((ino, now))
     return found
+
+
+def _lists_others(source: Source, snapshot: Snapshot, directory: Ino) -> bool:
+    """Whether the source has other entries in a directory than the snapshot."""
+    with suppress(OSError):
+        return bool(source.at_root(names_differ, snapshot, directory, math.inf))
+    return True

@@ -17,6 +17,7 @@ from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.source import identity_of
 from monarch.types import Ino, attributes_of
 from tests.conftest import Tree
+from tests.equipment import disks
 from tests.vfs.rig import Rig
 
 pytestmark = pytest.mark.promise(172)
@@ -34,8 +35,16 @@ def rig(tree: Tree, tmp_path: Path) -> Iterator[Rig]:
 
 async def compare(rig: Rig, *, of_doubts: bool = False) -> None:
     """Compares all copies, or only those that are to be compared again."""
+    watch = watch_of(rig, just_built=True)
+    if not of_doubts:
+        await watch.run()
+    for ino, doubt in rig.doubts.due(1 << 62):
+        await watch._look_twice([(ino, doubt)])
+
+
+def watch_of(rig: Rig, *, just_built: bool) -> FreshnessWatch:
     hierarchy = cast(Hierarchy, SimpleNamespace(tiers=[rig.tier], records=rig.records))
-    watch = FreshnessWatch(
+    return FreshnessWatch(
         names=rig.names,
         source=rig.source,
         source_threads=rig.threads,
@@ -45,14 +54,10 @@ async def compare(rig: Rig, *, of_doubts: bool = False) -> None:
         doubts=rig.doubts,
         metrics=rig.metrics,
         settings=SnapshotSettings(),
-        just_built=True,
+        just_built=just_built,
         inline_max=4096,
         sends_opens=True,
     )
-    if not of_doubts:
-        await watch.run()
-    for ino, doubt in rig.doubts.due(1 << 62):
-        await watch._look_twice([(ino, doubt)])
 
 
 def change(rig: Rig, ino: Ino) -> None:
@@ -118,3 +123,27 @@ async def test_a_change_by_others_that_the_drain_finds_is_noticed(rig: Rig) -> N
     await compare(rig, of_doubts=True)
     assert rig.residency.tier_of(ino) == 0 and rig.metrics.changes == 1
     assert await rig.content("f") == b"o" * 1000
+
+
+@pytest.mark.promise(27)
+@pytest.mark.fault("M5")
+async def test_a_directory_that_changed_again_in_the_second_of_the_scan_is_reported(
+    tmp_path: Path,
+) -> None:
+    with disks.coarse(tmp_path) as disk:
+        source = disk / "source"
+        source.mkdir()
+        while True:
+            (source / "f").write_bytes(b"x")
+            rig = Rig(tmp_path / f"rig-{time.monotonic_ns()}", source)
+            before = source.stat()
+            (source / "new").touch()
+            after = source.stat()
+            if (before.st_mtime, before.st_ctime) == (after.st_mtime, after.st_ctime):
+                break
+            rig.close()
+            (source / "new").unlink()
+        watch = watch_of(rig, just_built=False)
+        await watch.run()
+        assert watch.stale and watch.changed_directories == 1
+        rig.close()

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 MAKE = {
     "ext4": ("mkfs.ext4", "-q", "-F", "-m", "0"),
     # Times in whole seconds, as file systems made long ago have them.
@@ -71,6 +73,16 @@ class Disk:
             yield CuttableDisk(at, self)
         finally:
             subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+@contextmanager
+def coarse(directory: Path) -> Iterator[Path]:
+    """A disk in ``directory`` that keeps times in whole seconds."""
+    reason = unavailable()
+    if reason:
+        pytest.skip(reason)
+    with Disk(directory / "disk", "ext4 of old").mounted(directory / "coarse") as disk:
+        yield disk.path
 
 
 class CuttableDisk:

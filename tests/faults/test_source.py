@@ -28,7 +28,6 @@ from tests.conftest import (
     own_directory,
 )
 from tests.equipment import disks, slowfs
-from tests.equipment.disks import Disk
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.waiting import becomes_true
 from tests.mount.command import needs_root, ordinary_user
@@ -694,11 +693,8 @@ def test_damage_to_a_given_snapshot_does_not_stop_a_mount(
 @pytest.fixture
 def coarse(tmp_path: Path) -> Iterator[Path]:
     """A source that keeps times in whole seconds. Name it before ``monarch``."""
-    reason = disks.unavailable()
-    if reason:
-        pytest.skip(reason)
-    with Disk(tmp_path / "disk", "ext4 of old").mounted(tmp_path / "coarse") as disk:
-        yield disk.path
+    with disks.coarse(tmp_path) as path:
+        yield path
 
 
 def _in_one_second(path: Path, first: bytes, then: Callable[[], object], second: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -17,6 +18,7 @@ from monarch.namespace.compare import verify
 from monarch.namespace.refresh import directories_changed, refresh
 from monarch.namespace.snapshot import Snapshot
 from monarch.types import Ino
+from tests.equipment import disks
 
 
 @pytest.fixture
@@ -189,3 +191,67 @@ def test_a_directory_that_changed_is_found_and_nothing_else_is_called_a_change(
         assert changed() is False
         (source / f"{count - 1:03}" / "new").touch()
         assert changed() is True
+
+
+@pytest.fixture
+def coarse(tmp_path: Path) -> Iterator[Path]:
+    """A source on a disk that keeps times in whole seconds."""
+    with disks.coarse(tmp_path) as disk:
+        source = disk / "source"
+        for number in range(100):
+            (source / f"{number:03}").mkdir(parents=True)
+            (source / f"{number:03}" / "file").write_bytes(b"content")
+        (source / "099" / "link").symlink_to("file")
+        yield source
+
+
+def add(directory: Path) -> None:
+    (directory / "new").touch()
+
+
+def replace_link(directory: Path) -> None:
+    (directory / "other").symlink_to("elsewhere")
+    (directory / "other").rename(directory / "link")
+
+
+def replace_file(directory: Path) -> None:
+    (directory / "other").touch()
+    (directory / "other").rename(directory / "file")
+
+
+@pytest.mark.promise(27)
+@pytest.mark.fault("M5")
+@pytest.mark.parametrize("change", [add, replace_link, replace_file])
+def test_a_directory_that_changes_again_in_the_second_of_its_scan_is_found(
+    coarse: Path, file: Path, change: Callable[[Path], None]
+) -> None:
+    directory = coarse / "099"
+    while True:
+        (directory / "passing").touch()
+        (directory / "passing").unlink()
+        build(coarse, file)
+        before = directory.stat()
+        change(directory)
+        after = directory.stat()
+        if (before.st_mtime, before.st_ctime) == (after.st_mtime, after.st_ctime):
+            break
+    with Snapshot.open(file) as snapshot:
+        for patience_s, expected in ((60.0, True), (0.0, None)):
+            found = directories_changed(coarse, snapshot, jobs=4, patience_s=patience_s)
+            assert found is expected
+    assert (refresh(coarse, file, quick=True).added > 0) is (change is add)
+    assert_as_built(coarse, file)
+    with Snapshot.open(file) as snapshot:
+        assert directories_changed(coarse, snapshot, jobs=4, patience_s=60.0) is False
+
+
+def test_a_directory_that_has_just_changed_is_compared_without_its_mounts(
+    coarse: Path, file: Path
+) -> None:
+    """Another inode is listed for a mount point than its status has."""
+    with disks.in_memory(coarse / "mounted", 1) as mounted:
+        (mounted / "within").touch()
+        for one_file_system in (False, True):
+            build(coarse, file, one_file_system=one_file_system)
+            with Snapshot.open(file) as snapshot:
+                assert directories_changed(coarse, snapshot, jobs=4, patience_s=60.0) is False
