@@ -577,7 +577,7 @@ def test_thousands_of_opens_and_kills_leave_nothing_open_and_no_thread(
     for _ in range(2):
         storm(mounted, sizes)
         # A cached entry without an open is kept for a moment, like a connection that was closed.
-        wait_until(lambda: not at_rest(mounted).open - before.open, "nothing is left open")
+        _wait_until_closed(mounted, before)
     # Pools of threads grow to their bounds. In each storm a hundred readers were killed.
     after = at_rest(mounted)
     assert after.threads - before.threads <= MOST_THREADS
@@ -585,6 +585,18 @@ def test_thousands_of_opens_and_kills_leave_nothing_open_and_no_thread(
     assert after.pipes <= before.pipes + 2 * after.threads
     epoch(mounted, contents_of(sizes))
     accounts_agree(mounted)
+
+
+def _wait_until_closed(mounted: Mounted, before: OpenResources) -> None:
+    """Wait until the daemon has nothing open that it had not open before."""
+
+    def left() -> Counter[str]:
+        return at_rest(mounted).open - before.open
+
+    try:
+        wait_until(lambda: not left(), "nothing is left open")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {left()}") from None
 
 
 def storm(mounted: Mounted, sizes: dict[str, int]) -> None:
@@ -610,7 +622,7 @@ def at_rest(mounted: Mounted) -> OpenResources:
             open_now[re.sub(r"\[\d+\]|\d+", "N", os.readlink(fd))] += 1
     # The datapath clones the device for its threads, of which there may be more by now.
     del open_now["/dev/fuse"]
-    pipes = open_now.pop("pipe:[N]", 0)
+    pipes = open_now.pop("pipe:N", 0)
     return OpenResources(open_now, pipes, len(os.listdir(f"/proc/{mounted.pid}/task")))
 
 
