@@ -99,25 +99,37 @@ class Expected:
 
     def is_staged(self, found: stat_result) -> bool:
         """Whether ``found`` is one of ``ours``."""
+        return self._is_ours(found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def may_be(self, there: Identity) -> bool:
+        """Whether a file with the number of the known one may be that file in a version that the
+        drain knows, by its identity."""
+        known = () if self.known is None else (self.known, *self.as_set)
+        version = there.size, there.mtime_ns
+        return any(version == (each.size, each.mtime_ns) for each in known) or self._is_ours(
+            there.source_ino, *version
+        )
+
+    def _is_ours(self, source_ino: int, size: int, mtime_ns: int) -> bool:
         return any(
-            found.st_ino == each.source_ino
+            source_ino == each.source_ino
             and (
-                self._is_grown(found, each)
+                self._is_grown(source_ino, size, each)
                 if each.size == ANY_SIZE
-                else (found.st_size == each.size and is_time(found.st_mtime_ns, each.mtime_ns))
+                else (size == each.size and is_time(mtime_ns, each.mtime_ns))
             )
             for each in self.ours
         )
 
-    def _is_grown(self, found: stat_result, mark: Identity) -> bool:
+    def _is_grown(self, source_ino: int, size: int, mark: Identity) -> bool:
         """Whether an earlier mount may have appended the bytes behind the known ones."""
         known = self.known
-        is_known = known is not None and found.st_ino == known.source_ino
+        is_known = known is not None and source_ino == known.source_ino
         if not mark.mtime_ns:
             # The mark of a staged file by an older version, which knew nothing but its number.
             return not is_known
         least = known.size if known is not None and is_known else 0
-        return least <= found.st_size <= max(least, mark.mtime_ns)
+        return least <= size <= max(least, mark.mtime_ns)
 
     def is_reused(self, found: stat_result, born_ns: int | None) -> bool:
         """Whether ``found`` is another entry to which the source has given the inode number of the

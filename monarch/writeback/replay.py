@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.namespace import Namespace
@@ -23,6 +23,7 @@ from monarch.posix import acl
 from monarch.types import SHOWING_CHANGES, WRITTEN_INO, Attributes, Identity, Ino, Progress
 from monarch.writeback.journal_found import PROGRESS_STEP, no_progress
 from monarch.writeback.op import Op
+from monarch.writeback.source_state import SourceState
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +36,11 @@ def replay(
     ops: Sequence[tuple[int, Op]],
     *,
     now_ns: int,
-    known: Callable[[int], Identity | None] = lambda number: None,
-    has_older: Callable[[int], bool] = lambda number: True,
+    state: SourceState | None = None,
     progress: Progress = no_progress,
 ) -> dict[int, Ino]:
     """Applies ``ops``, with their sequence numbers, to ``names``. ``now_ns`` is the time of changes
-    without a recorded time. ``known`` returns the source's known version of the file of an object,
-    and ``has_older`` whether that file has the name of the object there.
+    without a recorded time. ``state`` has loaded the journal.
     Returns the inodes of changes of files without an object, by sequence number: the extended
     attributes among these changes are not applied.
 
@@ -54,22 +53,19 @@ def replay(
         if op.object and op.kind in ("rename", "link"):
             later.setdefault(op.object, []).append(op.to)
     without_object: dict[int, Ino] = {}
-    taken: dict[int, Identity | None] = {}
+    state = state or SourceState()
+    taken: dict[int, Op] = {}
     gone: set[int] = {0}
     for count, (seq, op) in enumerate(ops, 1):
         if count % PROGRESS_STEP == 0:
             progress(count, len(ops), SHOWING_CHANGES)
         if op.kind == "take":
-            taken[op.object] = op.was
+            taken[op.object] = op
         elif op.kind == "gone":
             gone.add(op.object)
         try:
-            there = known(op.object)
-            is_lost = there is not None and not has_older(op.object)
-            version = there or taken.get(op.object)
-            names_later = later.get(op.object, ())
-            replayed = _Replayed(names, op, now_ns, version, is_lost, names_later, gone)
-            ino = replayed.do()
+            take, names_later = taken.get(op.object), later.get(op.object, ())
+            ino = _Replayed(names, op, now_ns, state, take, names_later, gone).do()
             if ino is not None:
                 without_object[seq] = ino
         except Exception as error:
@@ -87,26 +83,26 @@ def replay(
 
 
 class _Replayed:
-    """One operation, applied to the tree. ``version`` is the source's known version of its file;
-    ``is_lost``: that file has none of the names of the object there. ``later`` are names that the
-    object gets later. ``gone`` has the objects that were removed before, and 0."""
+    """One operation, applied to the tree. ``take`` has copied its file up, None if the file was
+    created. ``later`` are names that the object gets later. ``gone`` has the objects that were
+    removed before, and 0."""
 
     def __init__(
         self,
         names: Namespace,
         op: Op,
         now_ns: int,
-        version: Identity | None,
-        is_lost: bool,
+        state: SourceState,
+        take: Op | None,
         later: Sequence[bytes],
         gone: set[int],
     ) -> None:
         self._gone = gone
-        self._is_lost = is_lost
         self._later = later
         self._names = names
         self._op = op
-        self._version = version
+        self._state = state
+        self._take = take
         self._now_ns = op.mtime_ns if op.mtime_ns is not None else now_ns
 
     def do(self) -> Ino | None:
@@ -289,17 +285,22 @@ class _Replayed:
             node.gid = node.gid if op.gid is None else op.gid
 
     def _is_of_others(self, ino: Ino) -> bool:
-        """Whether the source has another file than the known one in its place. A number that the
-        source has used again shows in the owner, size and time."""
-        if self._is_lost:
+        """Whether the source has another file than the known one in its place, or others have
+        written that one: the drain makes another file then. A number that the source has used
+        again shows in the owner, too."""
+        op, state, there = self._op, self._state, self._names.at_source(ino)
+        if state.identity(op.object) is not None and not state.has_older(op.object):
+            # The known one has none of the names of the object there.
             return True
-        known, there = self._version, self._names.at_source(ino)
+        expected = state.expected(0, self._take or op)
+        known = expected.known
         if known is None or there is None:
             return False
         if there.source_ino != known.source_ino:
             return True
         is_changed = (there.size, there.mtime_ns) != (known.size, known.mtime_ns)
-        return is_changed and self._op.uid not in (None, there.uid)
+        has_owner = op.uid in (None, there.uid)
+        return is_changed and not (has_owner and expected.may_be(there.identity))
 
     def _linked(self) -> Ino:
         """The inode that gets another name; it may have only its new name by now."""

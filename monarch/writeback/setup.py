@@ -300,15 +300,7 @@ def _replay(place: WriteStore, front: WriteFront, drain: Drain, progress: Progre
     found = renumbered(place.found) if is_new else place.found
     drain.load(found)
     ops = _rewritten(place, found, drain, snapshot_id) if is_new else list(found.ops)
-    state = drain.state
-    changed = replay(
-        names,
-        ops,
-        now_ns=file_now_ns(),
-        known=state.identity,
-        has_older=state.has_older,
-        progress=progress,
-    )
+    changed = replay(names, ops, now_ns=file_now_ns(), state=drain.state, progress=progress)
     waiting = sum(seq not in found.done for seq, _ in ops)
     if waiting:
         log.info(

@@ -304,7 +304,7 @@ class SourceState:
     def expected(self, seq: int, op: Op) -> Expected:
         """The entry that may be at the source where the change ``op``, number ``seq``, is made."""
         number = op.object
-        if not number:
+        if not number or (op.kind == "take" and number not in self._known):
             return self._expected_entry(seq, op)
         made_at, maker = self._makers.get(number, (b"", None))
         return Expected(
@@ -321,7 +321,7 @@ class SourceState:
 
     def _expected_entry(self, seq: int, op: Op) -> Expected:
         entries = self.entries
-        if not (op.file or op.kind == "unlink"):
+        if not (op.file or op.kind in ("unlink", "take")):
             return Expected(seq=seq, known=entries.current(op.ino, op.was))
         known = entries.current_file(op.ino, op.was)
         times = entries.set_times.get(op.ino, ()) if known is not None else ()

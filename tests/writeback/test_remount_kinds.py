@@ -298,3 +298,26 @@ async def test_a_file_renamed_there_without_a_mark_has_the_mode_that_others_gave
     there = tree_of(rig.source)
     assert {name: there[name].mode for name in names} == dict.fromkeys(names, 0o604)
     assert path not in there
+
+
+@pytest.mark.promise(170)
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_a_file_that_others_have_changed_before_its_rename_has_the_mode_that_comes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, is_written: bool
+) -> None:
+    """The source keeps their file under the old name."""
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.rename(b"a", b"x")
+        if is_written:
+            await session.write(b"x", b"written")
+        session.kill()
+    (rig.source / "a").chmod(0o604)
+    os.truncate(rig.source / "a", 2)
+    async with rig.mount(**how("lost state", rig)) as session:
+        assert session.shown()[b"x"].mode == 0o644
+        await session.drained()
+        assert session.shown()[b"x"].mode == 0o644
+        await session.end()
+    there = tree_of(rig.source)
+    assert (there[b"x"].mode, there[b"a"].mode) == (0o644, 0o604)
