@@ -367,7 +367,9 @@ class _Replayed:
         """Whether another file with further names has the path of a file that was copied up: the
         file takes the path only, and the further names stay those of the other one."""
         op, there = self._op, self._names.at_source(ino)
-        if op.was is None or there is None or there.identity.source_ino == op.was.source_ino:
+        if op.was is None or there is None:
+            return False
+        if there.source_ino == op.was.source_ino and not (op.ino < 0 and self._is_of_others(ino)):
             return False
         return not {*self._names.visible_paths(ino)} <= {op.path, *op.paths}
 

@@ -75,6 +75,31 @@ async def test_the_object_of_a_removed_file_is_removed_with_another_snapshot(
     assert not (rig.source / "new").exists()
 
 
+@pytest.mark.promise(128, 148)
+async def test_a_name_that_others_have_kept_from_a_rename_shows_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    """The file has a second name, under which the content of the mount waits."""
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.rename(b"b", b"x")
+    (rig.source / "b").write_bytes(b"of others")
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedContents, "open_place", _full)
+        patched.setattr(SourceWriter, "has_room", lambda *_: False)
+        async with rig.mount() as session:
+            while _waiting(session) != {"content"}:
+                await trio.sleep(0.1)
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        shown = session.shown()
+        contents = {path: shown[path].content for path in (b"b", b"c", b"x")}
+        assert contents == {b"b": b"of others", b"c": b"old b", b"x": b"old b"}
+        assert shown[b"b"].ino != shown[b"c"].ino == shown[b"x"].ino
+    await _end(rig)
+    assert tree_of(rig.source)[b"x"].content == b"old b"
+    assert tree_of(rig.source)[b"b"].content == b"of others"
+
+
 async def _end(rig: Rig) -> None:
     async with rig.mount() as session:
         await session.drained()
