@@ -123,9 +123,12 @@ class SourceEntries:
                 return identity_of(there) if same and there.st_uid == _uid(by) else None
         return self._attributes.set_new(fd, name, op, by)
 
-    def link(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
+    def link(
+        self, directories: OpenDirectories, op: Op, expected: Expected, *, will_come: bool = False
+    ) -> Identity | None:
         """Gives an entry another name. The kernel does not pass the name by which the user has
-        reached the entry, so the record does not have it."""
+        reached the entry, so the record does not have it. ``will_come``: a later content brings
+        other bytes under this name, so it is not given to a file that others have written."""
         by = directories.user_of(op)
         path = _own_path(directories, op, None, expected) or op.path
         fd, name, there = _found(directories, path, None)
@@ -137,7 +140,7 @@ class SourceEntries:
             return None
         if now is not None and now.st_ino == there.st_ino:
             return identity_of(there)
-        if op.strict and _is_of_others(expected, there, fd, name):
+        if op.strict and _is_of_others(expected, there, fd, name, version=will_come):
             self._log.note_conflict(op.path, "was changed there by others: it is not linked")
             return None
         if now is not None and op.strict:

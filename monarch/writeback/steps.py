@@ -225,12 +225,15 @@ class Steps:
             case "rmdir":
                 keep = self._staged_in(op.path)
                 return partial(entries.rmdir, op=op, expected=expected, keep=keep)
-            case "mkdir" | "symlink" | "mknod" | "link":
+            case "link":
+                contents = (each for each in self._order.behind(entry) if each.kind == "content")
+                will_come = any(not each.same for each in contents)
+                return partial(entries.link, op=op, expected=expected, will_come=will_come)
+            case "mkdir" | "symlink" | "mknod":
                 changes = {
                     "mkdir": entries.mkdir,
                     "symlink": entries.symlink,
                     "mknod": entries.mknod,
-                    "link": entries.link,
                 }
                 return partial(changes[op.kind], op=op, expected=expected)
             case "attr" | "xattr":

@@ -100,6 +100,34 @@ async def test_a_name_that_others_have_kept_from_a_rename_shows_their_file(
     assert tree_of(rig.source)[b"b"].content == b"of others"
 
 
+@pytest.mark.promise(79)
+async def test_a_new_name_has_the_written_bytes_and_not_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    """Others have changed the file under its old name, before the source has the new one."""
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.link(b"d/a", b"d/b")
+        await session.write(b"d/b", b"written")
+    (rig.source / "d/a").write_bytes(b"of others")
+    await _end(rig)
+    there = tree_of(rig.source)
+    assert (there[b"d/a"].content, there[b"d/b"].content) == (b"of others", b"written")
+
+
+@pytest.mark.promise(79)
+async def test_a_new_name_leads_to_the_bytes_of_others_if_none_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.link(b"d/a", b"d/b")
+    (rig.source / "d/a").write_bytes(b"of others")
+    await _end(rig)
+    assert (rig.source / "d/a").samefile(rig.source / "d/b")
+    assert (rig.source / "d/b").read_bytes() == b"of others"
+
+
 async def _end(rig: Rig) -> None:
     async with rig.mount() as session:
         await session.drained()
