@@ -134,24 +134,28 @@ class Copies:
         """``size`` bytes of a bound copy, fewer only at its end; None if the caller must continue
         at the source."""
         size = min(size, max(0, binding.size - offset))
+        # Another read may lose the copy meanwhile.
+        tier, fd = binding.tier, binding.fd
         data: bytes | bytearray
         try:
-            if self._tiers[binding.tier].in_memory:
-                data = os.pread(binding.fd, size, offset)
+            if self._tiers[tier].in_memory:
+                data = os.pread(fd, size, offset)
             else:
-                data = read_if_in_memory(binding.fd, offset, size)
+                data = read_if_in_memory(fd, offset, size)
             if len(data) < size:
-                data = await self._tier_calls.ask(
-                    binding.tier, read_fully, binding.fd, offset, size, size=size
-                )
+                data = await self._tier_calls.ask(tier, read_fully, fd, offset, size, size=size)
             if len(data) == size:
                 return data
             failure = OSError(errno.ESTALE, "the copy is shorter than its record says")
         except OSError as error:
             failure = error
-        if failure.errno not in _NOT_THE_COPY:
-            self.failed(binding.ino, binding.tier, failure)
+        if failure.errno not in _NOT_THE_COPY and self._has(binding, tier):
+            self.failed(binding.ino, tier, failure)
         return None
+
+    def _has(self, binding: Binding, tier: int) -> bool:
+        """Whether a binding still reads the copy of its file in a tier."""
+        return binding.fd >= 0 and self._residency.tier_of(binding.ino) == tier
 
     def failed(self, ino: Ino, tier: int, error: OSError) -> None:
         """Drops a copy that cannot be read: that is a miss and no error."""

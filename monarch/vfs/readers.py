@@ -389,9 +389,9 @@ class Readers:
                 return found
             await self._source_files.continue_with(binding)
         if binding.fd >= 0:
-            data = await self._copies.read(binding, offset, size)
+            tier, data = binding.tier, await self._copies.read(binding, offset, size)
             if data is not None:
-                return data, binding.tier
+                return data, tier
             # The copy is lost, the reader is not: it continues at the source.
             if binding.fd >= 0:
                 file = await self._source_files.open(self._names.stored(binding.ino))

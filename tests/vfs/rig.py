@@ -72,10 +72,12 @@ class InlinePool(ThreadPool):
 
 class FakeTierCalls:
     """The tier monitor: calls of the tiers in ``bypassed`` and ``hanging`` are not made. While
-    ``gate`` is set, calls that change a tier wait for it first."""
+    ``gate`` is set, calls that change a tier wait for it first, and while ``reading`` is, other
+    calls for that."""
 
     def __init__(self) -> None:
         self.gate: trio.Event | None = None
+        self.reading: trio.Event | None = None
         self.bypassed: set[int] = set()
         self.hanging: set[int] = set()
         self.unreadable: list[tuple[int, int | None]] = []
@@ -120,6 +122,8 @@ class FakeTierCalls:
     ) -> T:
         self.calls += 1
         await trio.lowlevel.checkpoint()
+        if self.reading is not None:
+            await self.reading.wait()
         if number in self.hanging:
             raise OSError(errno.ETIMEDOUT, "the tier does not answer")
         return function(*args)

@@ -41,6 +41,51 @@ async def test_two_reads_that_lose_a_copy_open_the_source_once(rig: Rig) -> None
         rig.threads.gate.set()
     binding = rig.read_side.bindings.get(ino)
     assert binding is not None and binding.file is not None
+    # The copy counts once.
+    assert rig.tier_calls.unreadable == [(1, errno.ESTALE)]
+    rig.filesystem.release(ino)
+
+
+@pytest.mark.fault("T3")
+async def test_a_read_that_fails_after_another_one_has_lost_the_copy_has_its_bytes(
+    rig: Rig,
+) -> None:
+    ino = rig.copy("large")
+    await rig.open("large")
+    os.truncate(rig.copy_path(ino), 50)
+    rig.tier_calls.reading = trio.Event()
+    got = []
+
+    async def read() -> None:
+        got.append(await rig.read(ino, 40, 20))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        waiting, rig.tier_calls.reading = rig.tier_calls.reading, None
+        assert await rig.read(ino, 40, 20) == b"l" * 20
+        waiting.set()
+    assert got == [b"l" * 20]
+    assert rig.tier_calls.unreadable == [(1, errno.ESTALE)]
+    rig.filesystem.release(ino)
+
+
+async def test_a_read_of_a_copy_that_another_read_has_lost_counts_for_the_tier(rig: Rig) -> None:
+    ino = rig.copy("large")
+    await rig.open("large")
+    copy = os.open(rig.copy_path(ino), os.O_RDWR)
+    os.truncate(copy, 50)
+    rig.tier_calls.reading = trio.Event()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rig.read, ino, 40, 20)
+        await trio.testing.wait_all_tasks_blocked()
+        waiting, rig.tier_calls.reading = rig.tier_calls.reading, None
+        await rig.read(ino, 60, 10)
+        assert rig.metrics.read_bytes == [10, 0]
+        os.write(copy, b"l" * 100)
+        waiting.set()
+    os.close(copy)
+    assert rig.metrics.read_bytes == [10, 20]
     rig.filesystem.release(ino)
 
 
