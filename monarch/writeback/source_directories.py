@@ -193,6 +193,21 @@ class Temporaries:
         with suppress(FileNotFoundError):
             os.unlink(link, dir_fd=to_fd)
 
+    def can_link(self, it: int, fd: int, number: int) -> bool:
+        """Whether an open entry, the file of an object ``number``, can have another hard link, in
+        the directory ``fd``. Raises OSError."""
+        link = self.link(number)
+        with suppress(FileNotFoundError):
+            os.unlink(link, dir_fd=fd)
+        try:
+            os.link(path_of(it), link, dst_dir_fd=fd)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            return False
+        os.unlink(link, dir_fd=fd)
+        return True
+
     def sweep(self, above_fd: int, name: bytes, keep: Collection[int] = ()) -> bool:
         """Removes a directory's temporary files; returns whether there were any. The staged files
         of the objects ``keep``, which have no bytes in the tier, move to the directory above.

@@ -138,11 +138,11 @@ class SourceEntries:
             if now is None:
                 log.warning("source: %r is not there to be linked", os.fsdecode(op.path))
             return None
-        if now is not None and now.st_ino == there.st_ino:
-            return identity_of(there)
         if op.strict and _is_of_others(expected, there, fd, name, version=will_come):
             self._log.note_conflict(op.path, "was changed there by others: it is not linked")
             return None
+        if now is not None and now.st_ino == there.st_ino:
+            return identity_of(there)
         if now is not None and op.strict:
             to_name = self._log.conflict_name(to_name, expected.seq)
             self._log.note_conflict(op.to, "was made there by others", kept=to_name)
@@ -229,7 +229,9 @@ class SourceEntries:
         now = status_at(to_fd, to_name)
         fd, name, there = _found(directories, op.path, by)
         if there is None:
-            if now is None or (op.strict and not expected.is_same(now)):
+            if now is None or (
+                op.strict and _is_of_others(expected, now, to_fd, to_name, version=True)
+            ):
                 log.warning("source: %r is not there to be renamed", os.fsdecode(op.path))
                 return None
             return identity_of(now)

@@ -151,10 +151,12 @@ class Publishing:
         for other in op.paths[1:]:
             to_fd, to_name = directories.of(other, place.by, make=True)
             now = status_at(to_fd, to_name)
-            if now is None or now.st_ino != os.stat(name, dir_fd=fd).st_ino:
+            with closing_fd(os.open(name, ITSELF, dir_fd=fd)) as it:
+                if now is not None and now.st_ino == os.fstat(it).st_ino:
+                    continue
                 if now is not None and not (
                     may_replace(to_fd, to_name, now, expected, strict=op.strict)
-                    or _is_copy(now, expected.known)
+                    or self._is_copy(now, expected.known, it, to_fd, op.object)
                 ):
                     # The bytes must get this name as well, in case the first one is removed.
                     to_name, now = self._log.conflict_name(to_name, expected.seq), None
@@ -162,12 +164,20 @@ class Publishing:
                     self._log.note_conflict(other, why, kept=to_name)
                 # A name of the replaced file leads to the new one, whichever user gave it.
                 by = place.by if now is None else None
-                with closing_fd(os.open(name, ITSELF, dir_fd=fd)) as it:
-                    self._temporaries.link_over(it, to_fd, to_name, op.object, by)
-                if now is not None:
-                    place.note_replaced(now)
+                self._temporaries.link_over(it, to_fd, to_name, op.object, by)
+            if now is not None:
+                place.note_replaced(now)
             failpoints.failpoint("drain-linked")
         return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+
+    def _is_copy(
+        self, found: os.stat_result, known: Identity | None, it: int, fd: int, number: int
+    ) -> bool:
+        """Whether an entry in the directory ``fd`` may be a copy in the place of a hard link to the
+        known version of the open file ``it``, at a source without hard links."""
+        if known is None or _size_and_time(found) != (known.size, known.mtime_ns):
+            return False
+        return not self._temporaries.can_link(it, fd, number)
 
     def open_to_grow(
         self, op: Op, expected: Expected, base: int
@@ -331,11 +341,9 @@ def _like(file: FileIO) -> tuple[int, int, int, int]:
     return status.st_mode, status.st_uid, status.st_gid, status.st_size
 
 
+def _size_and_time(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, kept_ns(status.st_mtime_ns)
+
+
 def _version_of(status: os.stat_result | None) -> tuple[int, int] | None:
     return None if status is None else (status.st_ino, status.st_ctime_ns)
-
-
-def _is_copy(found: os.stat_result, known: Identity | None) -> bool:
-    """Whether it may be a copy in the place of a hard link, at a source without hard links."""
-    now = found.st_size, kept_ns(found.st_mtime_ns)
-    return known is not None and now == (known.size, known.mtime_ns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,23 @@ def test_another_file_with_the_number_of_a_removed_one_gets_no_second_name(
         assert rig.entries.link(directories, link, expected) is None
     assert os.listdir(rig.root) == ["a"]
     assert rig.conflict().path == b"a"
+
+
+@pytest.mark.parametrize("what", ["bytes", "birth"])
+def test_another_file_with_the_number_of_a_removed_one_is_not_taken_for_a_renamed_one(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The older name is gone, as after a rename by a killed mount."""
+    (rig.root / "b").write_bytes(b"theirs")
+    known = earlier(rig, "b", monkeypatch) if what == "birth" else rig.identity("b")
+    if what == "bytes":
+        known = replace(known, size=5)
+    rename = Op(kind="rename", path=b"a", to=b"b", ino=7, strict=True, by=ROOT)
+    with rig.directories() as directories:
+        call = partial(rig.entries.rename, directories, rename, over=Expected(), place=Place())
+        assert call(expected=Expected(known=known, is_file=True)) is None
+        ours = replace(rig.identity("b"), ctime_ns=rig.identity("b").ctime_ns + 1)
+        assert call(expected=Expected(known=ours, is_file=True)) is not None
 
 
 @pytest.mark.parametrize("is_reused", [True, False])

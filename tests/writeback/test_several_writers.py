@@ -200,7 +200,7 @@ async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_nam
                     torn = torn_unheard(directory / "source", random_changes, writers, drain)
                     assert not torn, f"seed {number}, writer {random_changes.number}: {torn}"
         for random_changes in writers:
-            random_changes._model.kill()
+            # The next mount removes the objects of files that were open and had no name.
             random_changes._model.journal.close()
         # Of most of those that always run one writer, which costs a fifth.
         for random_changes in [chance.choice(writers)] if 10 <= number < 200 else writers:
@@ -293,6 +293,48 @@ async def test_a_second_name_that_others_took_is_kept_beside(
         assert drain.backlog().conflicts == 1
     assert (model.source / "y").read_bytes() == b"theirs"
     assert (model.source / "x").read_bytes() == b"third"
+    assert kept(model.source) == [b"second"]
+
+
+@pytest.mark.promise(79)
+@pytest.mark.fault("N1")
+async def test_a_link_that_others_made_between_the_same_names_stays_theirs(
+    model: Model, clock: trio.testing.MockClock
+) -> None:
+    async with draining(model) as drain:
+        model.write(b"x", b"first")
+        await drain.progress.wait(model.last_seq)
+        # Others make both names lead to a file of theirs.
+        (model.source / "x").unlink()
+        (model.source / "x").write_bytes(b"theirs")
+        (model.source / "y").hardlink_to(model.source / "x")
+        model.write(b"x", b"second version")
+        await drain.progress.wait(model.last_seq)
+        model.link(b"x", b"y")
+        await drain.progress.wait(model.last_seq)
+        model.write(b"x", b"third")
+        await drain.progress.wait(model.last_seq)
+    assert (model.source / "x").read_bytes() == (model.source / "y").read_bytes() == b"theirs"
+    assert {b"second version", b"third"} <= set(kept(model.source))
+
+
+@pytest.mark.promise(79)
+@pytest.mark.fault("N1")
+async def test_a_file_of_others_with_the_size_and_time_of_a_hard_link_is_no_copy_of_it(
+    model: Model, clock: trio.testing.MockClock
+) -> None:
+    async with draining(model) as drain:
+        model.write(b"x", b"first!")
+        model.link(b"x", b"y")
+        await drain.progress.wait(model.last_seq)
+        time_ns = (model.source / "x").stat().st_mtime_ns
+        (model.source / "y").unlink()
+        (model.source / "y").write_bytes(b"theirs")
+        os.utime(model.source / "y", ns=(time_ns, time_ns))
+        model.write(b"x", b"second")
+        await drain.progress.wait(model.last_seq)
+    assert (model.source / "y").read_bytes() == b"theirs"
+    assert (model.source / "x").read_bytes() == b"second"
     assert kept(model.source) == [b"second"]
 
 
