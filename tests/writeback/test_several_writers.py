@@ -24,6 +24,7 @@ import trio
 import trio.testing
 
 from monarch.types import ANY_SIZE, Identity
+from monarch.writeback import source_contents, source_entries
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.drain import Drain
 from monarch.writeback.expected import Expected, is_shared
@@ -419,12 +420,12 @@ def in_place(path: Path) -> None:
     path.write_bytes(b"theirs")
 
 
-def on_the_same_number(path: Path) -> None:
+def on_the_same_number(path: Path, make: Callable[[Path], object] = in_place) -> None:
     """As a file system that gives a number again at once."""
     number = path.stat().st_ino
     path.unlink()
     for _ in range(200):
-        path.write_bytes(b"theirs")
+        make(path)
         if path.stat().st_ino == number:
             return
         path.rename(path.with_name(f"{path.name}.other-{time.monotonic_ns()}"))
@@ -469,8 +470,11 @@ async def test_files_that_others_wrote_meanwhile_are_neither_removed_nor_renamed
 @pytest.mark.fault("N1")
 @pytest.mark.parametrize("change", ["append", "unlink", "rename"])
 async def test_a_fifo_of_others_is_not_taken_for_a_file(
-    model: Model, clock: trio.testing.MockClock, change: str
+    model: Model, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
+    # A source that reports no times of creation.
+    for module in (source_contents, source_entries):
+        monkeypatch.setattr(module, "born_ns", lambda fd, name=b"": None)
     async with draining(model) as drain:
         model.write(b"empty", b"")
         await drain.progress.wait(model.last_seq)
@@ -483,8 +487,7 @@ async def test_a_fifo_of_others_is_not_taken_for_a_file(
             model.unlink(path)
         else:
             model.rename(path, path + b"-renamed")
-        (model.source / name).unlink()
-        os.mkfifo(model.source / name)
+        on_the_same_number(model.source / name, os.mkfifo)
     async with draining(model, model.kill()) as drain:
         await drain.progress.settle()
         assert {conflict.path for conflict in drain.writer.log.conflicts} == {b"a", b"empty"}
