@@ -173,11 +173,9 @@ class Stream:
         self._n = len(subtree.files)
         self._start = subtree.files.start
         # The files that were opened since the last test, and the processes that did it; then the
-        # window that is tested, and the one before.
+        # latest windows, of which the last one is tested.
         self._latest: dict[int, None] = {}
         self._processes: set[int] = set()
-        self._window: list[int] = []
-        self._before: list[int] = []
         self._recent: deque[list[int]] = deque(maxlen=_EARLIER + 1 + _LATER)
         # The places of each of these windows in the order of the last epoch, and that order.
         self._places: deque[list[int]] = deque(maxlen=self._recent.maxlen)
@@ -316,9 +314,8 @@ class Stream:
         if self._order is not None:
             self._order.extend(now.new)
         if now.windows:
-            self._window = now.last_window
             self._recent.clear()
-            self._recent.append(self._window)
+            self._recent.append(now.last_window)
             self._placed_in = None
             self._processes.clear()
         self._processes |= processes
@@ -331,8 +328,7 @@ class Stream:
         latest = self._latest
         if len(latest) < self._window_size:
             return False
-        self._before, self._window = self._window, list(latest)
-        self._recent.append(self._window)
+        self._recent.append(list(latest))
         latest.clear()
         self._judge()
         self._has_one_process = len(self._processes) == 1 and 0 not in self._processes
@@ -410,7 +406,7 @@ class Stream:
             self._places.extend(map(last.places, self._recent))
             self._placed_in = last
         else:
-            self._places.append(last.places(self._window))
+            self._places.append(last.places(self._recent[-1]))
 
     def _count_passed(self, pattern: Pattern) -> None:
         """Counts the files of an order that a window has, and those that it leaves out, as soon as
@@ -441,7 +437,7 @@ class Stream:
 
     def _look(self) -> tuple[Pattern, Locality | None]:
         """What the tests say of the window; where it is, if it is local."""
-        window = self._window
+        window, earlier = self._recent[-1], self._recent[-2] if len(self._recent) > 1 else []
         # In a small directory the workers may have batches in all parts, so no window is local.
         is_small = self._window_size < recognition.WINDOW
         spread: Pattern = "shuffled"
@@ -457,7 +453,7 @@ class Stream:
         ordered = sorted(window)
         found = recognition.locality(ordered, self._n)
         step, remainder = recognition.stride(ordered)
-        if (is_small or found is not None) and recognition.advances(window, self._before):
+        if (is_small or found is not None) and recognition.advances(window, earlier):
             if found is not None:
                 self.step, self._remainder = step, remainder
                 return "sequential" if step == 1 else "strided", found
@@ -484,12 +480,12 @@ class Stream:
     def _follow(self, found: Locality) -> None:
         """Records the position of the readers, and adapts the distance."""
         reached = self._front + self.distance * (self.step if self.pattern == "strided" else 1)
-        places = self._window
+        places = window = self._recent[-1]
         if self.pattern == "same order" and self._last is not None:
             places = self._places[-1]
         # A worker that is behind the others is foreseen, too.
         foreseen = sum(found.low <= place <= reached for place in places)
-        if found.low <= reached and foreseen >= _FORESEEN * len(self._window):
+        if found.low <= reached and foreseen >= _FORESEEN * len(window):
             self.distance = min(_MOST_AHEAD, 2 * self.distance)
         else:
             self.distance = _LEAST_AHEAD
