@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.equipment.pipes import RefusedPipes
+from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import account, copy_of, epoch, settled, wait_until
 
 pytestmark = pytest.mark.modes("relay", "no_open")
@@ -88,3 +91,66 @@ def test_a_copy_that_ends_within_an_answer_is_read_on_at_the_source(
         assert os.pread(file.fileno(), 100_000, 200_000) == content[200_000:300_000]
     wait_until(lambda: not account(mounted)["handles"]["open_files"], "the release arrived")
     epoch(mounted, CONTENT)
+
+
+def ends_of_pipes(mounted: Mounted) -> int:
+    """The descriptors of pipes that the daemon has open."""
+    found = 0
+    for path in Path(f"/proc/{mounted.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += os.readlink(path).startswith("pipe:")
+    return found
+
+
+@pytest.mark.modes("relay")
+def test_few_of_many_threads_have_a_pipe(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    """The kernel limits the places of all pipes of a user."""
+    content = {f"{number:03}": contents(str(number), 64 * KiB) for number in range(120)}
+    source = tree(content)
+    (tmp_path / "below").mkdir()
+    with SlowSource(tmp_path / "below", tmp_path / "tiers" / "fast") as tier:
+        mounted = monarch.mount(source, options=["limits.tier_timeout=60s"])
+        epoch(mounted, content)
+        settled(mounted)
+        before = ends_of_pipes(mounted)
+        failed, opened = [], threading.Barrier(len(content) + 1)
+        hangs = threading.Event()
+
+        def read(name: str) -> None:
+            with directly(mounted.path / name) as read:
+                opened.wait()
+                hangs.wait()
+                failed.extend([name] * (read(64 * KiB, 0) != content[name]))
+
+        readers = [threading.Thread(target=read, args=(name,)) for name in content]
+        for reader in readers:
+            reader.start()
+        opened.wait()
+        tier.rules("hang read copies-")
+        hangs.set()
+        try:
+            threads = Path(f"/proc/{mounted.pid}/task")
+            wait_until(lambda: len(list(threads.iterdir())) > 120, "each reader has a thread")
+            assert ends_of_pipes(mounted) - before <= 2 * 64
+        finally:
+            tier.rules()
+            for reader in readers:
+                reader.join()
+        assert not failed
+        mounted.umount()
+
+
+def test_a_refused_pipe_is_not_tried_for_each_read(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    pipes = RefusedPipes(tmp_path)
+    monarch.wrapper = pipes.by
+    mounted = warm(monarch, tree)
+    with directly(mounted.path / "large") as read:
+        for number in range(500):
+            offset = number % 8 * 4096
+            assert read(64 * KiB, offset) == CONTENT["large"][offset : offset + 64 * KiB]
+    threads = len(list(Path(f"/proc/{mounted.pid}/task").iterdir()))
+    assert 0 < pipes.tries <= threads

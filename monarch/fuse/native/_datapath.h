@@ -196,6 +196,7 @@ struct thread {
     uint8_t *message, *data;
     int pipe[2]; /* _splice.c */
     bool has_pipe;
+    unsigned without_pipe; /* answers that are given without one before the next try */
 };
 
 struct datapath {

@@ -6,10 +6,17 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-/* Twice the readahead of the kernel. The pages of all pipes of a user are limited
- * (/proc/sys/fs/pipe-user-pages-soft). Each page of an answer takes one place, and the header
- * another. A small answer costs less in two copies than in three system calls. */
-enum { PIPE_BYTES = 256 << 10, PAGE_BYTES = 4096, SPLICE_LEAST = 16 << 10 };
+/* The least and the largest answer that goes through a pipe. A small one costs less in two copies
+ * than in three system calls. The largest is about twice the readahead of the kernel. */
+enum { LEAST = 16 << 10, LARGEST = 248 << 10 };
+
+/* The kernel limits the places of all pipes of a user (/proc/sys/fs/pipe-user-pages-soft, usually
+ * 16,384), and the pipes of the user's other programs get two places then. So only the first
+ * threads have a pipe: the others are those that wait for disks and for the source. */
+enum { MOST_PIPES = 64 };
+
+/* The answers that a thread gives without a pipe before it tries again to use one. */
+enum { WITHOUT = 1000 };
 
 void splice_close(struct thread *thread) {
     if (!thread->has_pipe)
@@ -19,17 +26,29 @@ void splice_close(struct thread *thread) {
     thread->has_pipe = false;
 }
 
-/* Whether the thread has a pipe; it gets one if there are descriptors for it. */
+/* Closes the pipe, which cannot be had or used now. */
+static void give_up(struct thread *thread) {
+    splice_close(thread);
+    thread->without_pipe = WITHOUT;
+}
+
+/* Whether the thread has a pipe; it gets one if there are descriptors and places for it. Each page
+ * of an answer takes one place, and the header another. */
 static bool has_pipe(struct thread *thread) {
     if (thread->has_pipe)
         return true;
-    if (pipe2(thread->pipe, O_CLOEXEC | O_NONBLOCK) < 0)
+    if (thread - thread->dp->threads >= MOST_PIPES)
         return false;
-    thread->has_pipe = true;
-    if (!is_scarce(thread->pipe[1]) &&
-        fcntl(thread->pipe[1], F_SETPIPE_SZ, PIPE_BYTES) >= PIPE_BYTES)
+    if (thread->without_pipe) {
+        thread->without_pipe--;
+        return false;
+    }
+    int size = LARGEST + 2 * (int)sysconf(_SC_PAGESIZE);
+    thread->has_pipe = pipe2(thread->pipe, O_CLOEXEC | O_NONBLOCK) == 0;
+    if (thread->has_pipe && !is_scarce(thread->pipe[1]) &&
+        fcntl(thread->pipe[1], F_SETPIPE_SZ, size) >= size)
         return true;
-    splice_close(thread);
+    give_up(thread);
     return false;
 }
 
@@ -37,8 +56,7 @@ static bool has_pipe(struct thread *thread) {
  * another way. Otherwise splice_answer or splice_close must follow. */
 bool splice_take(struct thread *thread, const struct in_header *request, int fd, size_t size,
                  uint64_t offset) {
-    if (!thread->dp->takes_pages || size < SPLICE_LEAST || size > PIPE_BYTES - 2 * PAGE_BYTES ||
-        !has_pipe(thread))
+    if (!thread->dp->takes_pages || size < LEAST || size > LARGEST || !has_pipe(thread))
         return false;
     struct out_header header = {(uint32_t)(sizeof header + size), 0, request->unique};
     bool taken = write(thread->pipe[1], &header, sizeof header) == sizeof header;
@@ -52,7 +70,7 @@ bool splice_take(struct thread *thread, const struct in_header *request, int fd,
         left -= taken ? (size_t)n : 0;
     }
     if (!taken)
-        splice_close(thread);
+        give_up(thread);
     return taken;
 }
 
