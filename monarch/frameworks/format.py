@@ -30,6 +30,7 @@ import numpy.typing as npt
 import xxhash
 
 from monarch.errors import CheckpointError
+from monarch.text import KiB
 
 VERSION = 2
 
@@ -44,6 +45,9 @@ TRAILER_BYTES = _LENGTH.size + len(_END)
 _HEAD_BYTES = 16
 # A file with a longer header is not a checkpoint.
 _MOST_HEADER_BYTES = 1 << 30
+# The facts are in this many first bytes of a file.
+_MOST_FACTS_BYTES = 64 * KiB
+_FACTS_AT = _LENGTH.size + len(b'{"__metadata__":{"monarch":"')
 _TRAILER = "monarch.xxh3"
 
 # The types of safetensors, by numpy's names and by PyTorch's.
@@ -246,13 +250,24 @@ def parse(content: Octets) -> tuple[dict[str, Any], Any]:
         arrays = [_array(body, tensors, *entry) for entry in head.pop("arrays")]
         return head, _value(head.pop("state"), arrays)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"its header is not valid ({error})") from error
+        raise CheckpointError(f"its header is not valid ({error!s:.100})") from error
 
 
-def parse_header(head: bytes, read: Callable[[int], bytes]) -> dict[str, Any]:
-    """The facts of the header. ``head`` is the first 16 bytes of a file, ``read(end)`` returns
-    those from there to ``end``. Raises CheckpointError."""
-    return _header(head, read)[0]
+def parse_facts(head: bytes, read: Callable[[int], bytes]) -> dict[str, Any]:
+    """The facts of the header, which stand before the state. The rest is not parsed: its objects
+    need many times as much memory as their text. ``head`` are the first 16 bytes of a file,
+    ``read(end)`` returns those from there to ``end``. Raises CheckpointError."""
+    is_first, end = _kind_and_end(head)
+    begin, mark = (_HEAD_BYTES, b',"state":') if is_first else (_FACTS_AT, rb",\"state\":")
+    text = head + read(min(end, _MOST_FACTS_BYTES))
+    try:
+        text = text[begin : text.index(mark)]
+        if not is_first:
+            # JSON in a string of JSON.
+            text = json.loads(b'"%s"' % text).encode()
+        return _of_known_version(json.loads(text + b"}"), is_first)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"its header is not valid ({error!s:.100})") from error
 
 
 def _header(
@@ -260,26 +275,30 @@ def _header(
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Monarch's part of the header, that of safetensors for each tensor (empty in version 1), and
     the offset at which the arrays begin."""
+    is_first, end = _kind_and_end(head)
+    try:
+        tensors = {} if is_first else json.loads(head[_LENGTH.size :] + read(end))
+        own = read(end) if is_first else tensors["__metadata__"]["monarch"]
+        first = -(-end // _PAGE_BYTES) * _PAGE_BYTES if is_first else end
+        return _of_known_version(json.loads(own), is_first), tensors, first
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"its header is not valid ({error!s:.100})") from error
+
+
+def _kind_and_end(head: bytes) -> tuple[bool, int]:
+    """Whether a file is of version 1, and the offset of the end of its header."""
     is_first = head.startswith(_MAGIC_1)
     length = _LENGTH.unpack_from(head, 8 if is_first else 0)[0] if len(head) == _HEAD_BYTES else 0
     if not length or length > _MOST_HEADER_BYTES or not (is_first or head.endswith(_BEGINNING)):
         raise CheckpointError("it is not a checkpoint")
-    tensors: dict[str, Any] = {}
-    try:
-        if is_first:
-            end = _HEAD_BYTES + length
-            own = json.loads(read(end))
-            first = -(-end // _PAGE_BYTES) * _PAGE_BYTES
-        else:
-            first = _LENGTH.size + length
-            tensors = json.loads(head[_LENGTH.size :] + read(first))
-            own = json.loads(tensors["__metadata__"]["monarch"])
-        version = own["version"]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"its header is not valid ({error})") from error
+    return is_first, length + (_HEAD_BYTES if is_first else _LENGTH.size)
+
+
+def _of_known_version(own: dict[str, Any], is_first: bool) -> dict[str, Any]:
+    version = own["version"]
     if version != (1 if is_first else VERSION):
-        raise CheckpointError(f"it has version {version}, this Monarch knows {VERSION}")
-    return own, tensors, first
+        raise CheckpointError(f"it has version {version!s:.100}, this Monarch knows {VERSION}")
+    return own
 
 
 def trailer(digest: int) -> bytes:

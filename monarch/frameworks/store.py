@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from monarch.errors import CheckpointError
-from monarch.frameworks.format import TRAILER_BYTES, parse, parse_header, trailer
+from monarch.frameworks.format import TRAILER_BYTES, parse, parse_facts, trailer
 from monarch.frameworks.owner import Owner
 from monarch.posix.files import closing_fd
 from monarch.posix.private_directory import open_private, private_opener
@@ -39,10 +39,13 @@ _VERSION = 1
 # Names of earlier versions have no token.
 _NAME = re.compile(r"step-(\d+)-(\d+)(-[0-9a-f]{8})?\.ckpt")
 _PART = re.compile(r"\..+\.part")
-# The most bytes of a manifest, which is read into memory, and the most of its damaged lines that
-# are named.
+# The most bytes of a manifest, which is read into memory, and of one of its lines, whose objects
+# need many times as much; the most of its damaged lines that are named.
 _MOST_BYTES = 64 * MiB
+_MOST_LINE_BYTES = 4 * MiB
 _MOST_DAMAGED = 100
+# Larger numbers in an entry are no values of a checkpoint.
+_MOST_NUMBER = 2**63 - 1
 # The size of a read or write. There are few of them, since a thread waits up to 5 ms for Python's
 # lock after each, beside a busy trainer.
 PIECE_BYTES = 8 * MiB
@@ -400,14 +403,14 @@ def _read_manifest(directory: Path, shown: Path | None = None) -> _Manifest:
     for number, line in enumerate(io.BytesIO(content), 1):
         try:
             text = line[17:].decode().removesuffix("\n")
-            if line.removesuffix(b"\n") + b"\n" != _line(text):
+            if len(line) > _MOST_LINE_BYTES or line.removesuffix(b"\n") + b"\n" != _line(text):
                 raise ValueError("damaged")
             raw = json.loads(text)
             if number > 1:
                 found.checkpoints.append(entry_of(raw))
                 continue
-            version = raw["version"]
-        except (KeyError, TypeError, ValueError):
+            version = _number(raw["version"])
+        except (KeyError, TypeError, ValueError, RecursionError):
             if len(found.troubles) < _MOST_DAMAGED:
                 found.troubles.append(f"{where}: line {number} is damaged")
             continue
@@ -434,9 +437,16 @@ def entry_of(raw: dict[str, Any]) -> Checkpoint:
     # Entries of earlier versions are of one rank.
     raw = {"rank": 0, "ranks": 1, **raw}
     keys = ("size", "step", "epoch", "consumed", "saved_ns", "serial", "rank", "ranks")
-    numbers = {key: int(raw[key]) for key in keys}
+    numbers = {key: _number(raw[key]) for key in keys}
     digests = tuple(map(str, raw.get("digests", ())))
     return Checkpoint(name=name, xxh3=xxh3, digests=digests, **numbers)
+
+
+def _number(value: Any) -> int:
+    """Raises TypeError and ValueError unless it is a number that an entry may have."""
+    if not 0 <= value <= _MOST_NUMBER:
+        raise ValueError(f"{value} is out of range")
+    return int(value)
 
 
 def _line(text: str) -> bytes:
@@ -497,7 +507,7 @@ def _examined(directory: Path, name: str) -> Checkpoint:
         end = os.pread(fd, TRAILER_BYTES + 1, size)
         if end != trailer(inner.intdigest()):
             raise CheckpointError("it is damaged or incomplete")
-        header = parse_header(os.pread(fd, 16, 0), lambda to: os.pread(fd, to - 16, 16))
+        header = parse_facts(os.pread(fd, 16, 0), lambda to: os.pread(fd, to - 16, 16))
     inner.update(end)
     try:
         own = {"name": name, "size": status.st_size, "xxh3": inner.hexdigest()}

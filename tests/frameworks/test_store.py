@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import subprocess
 import sys
+import tracemalloc
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from monarch.errors import CheckpointError, LockedError
 from monarch.frameworks import store
@@ -22,7 +25,9 @@ from monarch.frameworks.checkpoint import (
     prune,
     verify,
 )
+from monarch.frameworks.format import trailer
 from monarch.frameworks.sampler import ResumableSampler
+from monarch.text import MiB
 from monarch.types import XATTR_DURABLE
 from tests.frameworks.faulty import FAILS, NO_SPACE, Faulty, Recorder, weights
 
@@ -217,6 +222,73 @@ def test_a_manifest_takes_a_limited_amount_of_memory(
     with pytest.raises(CheckpointError, match="has more than"):
         save(tmp_path, 20)
     assert steps(tmp_path) == [10]
+
+
+@pytest.mark.fault("Security")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("size", "1e999"),
+        ("size", "1" + "0" * 400),
+        ("saved_ns", "1" + "0" * 400),
+        ("step", "-1"),
+        ("digests", "[" * 100_000 + "]" * 100_000),
+        ("digests", "[" + "{}," * 2_000_000 + "{}]"),
+    ],
+    ids=["infinite", "large", "late", "negative", "deep", "long"],
+)
+def test_a_line_of_the_manifest_with_impossible_values_is_damaged(
+    tmp_path: Path, key: str, value: str
+) -> None:
+    save(tmp_path, 10, 20)
+    manifest = tmp_path / store.MANIFEST
+    first, line, last = manifest.read_text().splitlines()
+    start = line[17:].index(f'"{key}":') + len(key) + 3 + 17
+    end = min(line.find(c, start) for c in ",]}" if line.find(c, start) >= 0)
+    if key == "digests":
+        end = line.index("]", start) + 1
+    text = line[17:start] + value + line[end:]
+    manifest.write_bytes(b"".join(map(store._line, (first[17:], text, last[17:]))))
+    tracemalloc.start()
+    found = store._read_manifest(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [each.step for each in found.checkpoints] == [20]
+    assert [each.rpartition(": ")[2] for each in found.troubles] == ["line 2 is damaged"]
+    assert peak < store._MOST_BYTES + 5 * manifest.stat().st_size + MiB
+
+
+@pytest.mark.fault("Security")
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("is_valid", [True, False])
+def test_a_checkpoint_with_a_large_header_is_adopted_with_little_memory(
+    tmp_path: Path, version: int, is_valid: bool
+) -> None:
+    """Its objects need 25 times as much memory as their text."""
+    large = [[], {}] * 2_000_000
+    facts = {"step": 7, "epoch": 0, "consumed": 0, "saved_ns": 1, "serial": 3}
+    state = {"state": large, "arrays": []} if is_valid else {"other": large}
+    own = json.dumps({"version": version, **facts, **state}, separators=(",", ":"))
+    if version == 1:
+        content = b"MONARCHk" + len(own).to_bytes(8, "little") + own.encode()
+        content += bytes(-len(content) % 4096)
+    else:
+        header = {"__metadata__": {"monarch": own}}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        content = len(text).to_bytes(8, "little") + text
+    del large, own, state
+    content += trailer(xxhash.xxh3_64_intdigest(content))
+    (tmp_path / "step-00000007-000003.ckpt").write_bytes(content)
+    tracemalloc.start()
+    opened = store.CheckpointStore(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    opened.release()
+    assert [each.step for each in opened.checkpoints] == [7] * is_valid
+    assert ["its header is not valid" in each for each in opened.troubles] == [True] * (
+        not is_valid
+    )
+    assert peak < store.PIECE_BYTES + 4 * MiB
 
 
 def test_a_name_in_the_manifest_leads_nowhere_else(tmp_path: Path) -> None:
