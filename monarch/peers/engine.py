@@ -36,11 +36,7 @@ import trio
 from monarch.errors import UsageError
 from monarch.peers import caddy, nginx
 from monarch.peers.confined import confined, may_enter
-from monarch.peers.hello import (
-    PROOFS_BYTES,
-    hello_request,
-    new_challenge,
-)
+from monarch.peers.hello import PROOFS_BYTES, hello_request, new_challenge
 from monarch.peers.holding import WRITTEN
 from monarch.peers.nginx import CERTIFICATE, KEY, Site
 from monarch.peers.ports import claim, is_free
@@ -100,6 +96,8 @@ _NGINX = _Kind(
 )
 # nginx before 1.19.5. Without the option it also says that it cannot open the log of the system.
 _OLD = 'invalid option: "e"'
+# The last line of nginx that only reads its configuration.
+_NO_REASON = "nginx: configuration file ./nginx.conf test failed\n"
 _OF_CADDY = ("--config", "caddy.conf", "--adapter", "caddyfile")
 _CADDY = _Kind(
     "Caddy",
@@ -372,10 +370,10 @@ class Engine:
         log.warning("%s does not end: process %d is left", self._kind.name, process.pid)
 
     def _last_words(self) -> str:
-        """The last line of the log of the engine."""
+        """The last line of the log of the engine that gives a reason."""
         with suppress(OSError):
             text = (self._directory / self._kind.log).read_bytes()[-_MOST_WORDS:]
-            if lines := text.decode(errors="replace").splitlines():
+            if lines := text.decode(errors="replace").removesuffix(_NO_REASON).splitlines():
                 return escape_text(lines[-1])
         return f"no word in its log, {self._end_of_process}"
 

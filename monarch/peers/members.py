@@ -26,6 +26,7 @@ _MOST_SHOWN = 5
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+_BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
 _RANGE = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?", re.ASCII)
 # A separator ends an entry, unless it is in brackets.
@@ -77,7 +78,7 @@ def slurm_members(environ: Mapping[str, str]) -> list[Endpoint]:
 
 
 def listed(text: str) -> list[Endpoint]:
-    """The members of a list such as ``a,b:8080``, ``n[01-16]`` or ``[fe80::1]:8080``. Raises
+    """The members of a list such as ``a,b:8080``, ``n[01-16]`` or ``[fd00::1]:8080``. Raises
     UsageError."""
     endpoints = []
     for entry in _entries(text):
@@ -115,6 +116,29 @@ def own_index(
     raise UsageError(
         f"this node, {this}, {relation} of the members {_some(map(str, members))}", hint=hint
     )
+
+
+def is_of_one_link(address: _Address) -> bool:
+    """Whether an address of IPv6 needs the name of an interface, which each node chooses."""
+    return address.version == 6 and (address.is_link_local or address.scope_id is not None)
+
+
+def require_of_one_node(host: str) -> None:
+    """Raises UsageError for an IP address that is not that of one node, at which others reach
+    it."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return
+    why = ""
+    if is_of_one_link(address):
+        why = "is an address of one link, which says nothing without an interface"
+    elif address.version == 6 and address.ipv4_mapped is not None:
+        why = f"is an IPv4 address: write {address.ipv4_mapped}"
+    elif address.is_unspecified or address.is_multicast or address == _BROADCAST:
+        why = "is not the address of one node"
+    if why:
+        raise UsageError(f"{host} {why}", hint="use an address at which the nodes reach each other")
 
 
 def expand(hostlist: str) -> list[str]:
@@ -200,7 +224,7 @@ def _addresses(
     if not found:
         raise UsageError(f"the name {host} has no address in the DNS")
     _require_few(len(found))
-    return sorted(Endpoint(each.compressed, port) for each in found)
+    return _checked([Endpoint(each.compressed, port) for each in found])
 
 
 def _of_one_family(addresses: Iterable[_Address], own: str | None) -> list[_Address]:
@@ -218,6 +242,8 @@ def _checked(endpoints: list[Endpoint]) -> list[Endpoint]:
     """The endpoints in their order, which must be some, and different."""
     if not endpoints:
         raise UsageError("the list of members is empty", hint="write it like n[01-16] or a,b:8080")
+    for each in endpoints:
+        require_of_one_node(each.host)
     ordered = sorted(endpoints)
     twice = [one for one, next_one in itertools.pairwise(ordered) if one == next_one]
     if twice:

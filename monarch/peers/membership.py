@@ -10,7 +10,7 @@ from pathlib import Path
 from monarch.config.settings import PeerSettings
 from monarch.errors import UsageError
 from monarch.peers.engine import find_engine, is_caddy
-from monarch.peers.members import Endpoint, members_of, own_index
+from monarch.peers.members import Endpoint, members_of, own_index, require_of_one_node
 from monarch.peers.network import addresses_of, listening_address, own_names
 from monarch.peers.secret import ports_of, read_secret
 from monarch.peers.tls import Certificate
@@ -36,6 +36,8 @@ def membership(settings: PeerSettings, environ: Mapping[str, str]) -> Membership
     """The members of the job; None if there are none beside this node. Raises UsageError."""
     if not settings.members:
         return None
+    if settings.address is not None:
+        require_of_one_node(settings.address)
     try:
         members = members_of(settings.members, environ, addresses_of, address=settings.address)
     except OSError as error:

@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from monarch.errors import Unanswered, UsageError
-from monarch.peers.members import Endpoint
+from monarch.peers.members import Endpoint, is_of_one_link
 from monarch.posix.bounded_calls import call_within
 from monarch.posix.workers import Workers
 
@@ -28,8 +28,8 @@ _LOCAL_V4 = re.compile(r"\|-- ([0-9.]+)\n\s+/32 host LOCAL")
 
 
 def addresses_of(name: str, *, within_s: float = _RESOLVE_S) -> list[str]:
-    """The IP addresses of a name, at least one. Raises OSError, also after ``within_s`` seconds and
-    for a name that the DNS does not allow."""
+    """The IP addresses of a name that other nodes can use, at least one. Raises OSError, also after
+    ``within_s`` seconds and for a name that the DNS does not allow."""
     wanted = name, None, socket.AF_UNSPEC, socket.SOCK_STREAM
     try:
         try:
@@ -42,7 +42,11 @@ def addresses_of(name: str, *, within_s: float = _RESOLVE_S) -> list[str]:
         raise TimeoutError(errno.ETIMEDOUT, f"the DNS does not answer for {name}") from None
     except UnicodeError:
         raise OSError(errno.EINVAL, f"{name} is no name of the DNS") from None
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    known = dict.fromkeys(str(entry[4][0]) for entry in found)
+    usable = [each for each in known if not is_of_one_link(ipaddress.ip_address(each))]
+    if not usable:
+        raise OSError(errno.EADDRNOTAVAIL, f"{name} has only addresses of one link")
+    return usable
 
 
 def addresses_of_all(names: Iterable[str]) -> dict[str, list[str]]:

@@ -121,9 +121,9 @@ def test_without_a_job_of_slurm_the_message_names_the_variables() -> None:
 
 
 def test_a_list_has_names_addresses_and_ports() -> None:
-    text = "b:8080, A. n[08-10]:99 [FE80::1]:80 fe80::0:2,[::3],10.0.0.[1-2]"
+    text = "b:8080, A. n[08-10]:99 [FD80::1]:80 fd80::0:2,[::3],10.0.0.[1-2]"
     expected = [
-        *("10.0.0.1", "10.0.0.2", "::3", "a", "b:8080", "[fe80::1]:80", "fe80::2"),
+        *("10.0.0.1", "10.0.0.2", "::3", "a", "b:8080", "[fd80::1]:80", "fd80::2"),
         *("n08:99", "n09:99", "n10:99"),
     ]
     assert [str(member) for member in listed(text)] == expected
@@ -145,6 +145,13 @@ def test_a_list_has_names_addresses_and_ports() -> None:
         ("a:", "port must be 1 to 65535"),
         ("fe80::x", "no IPv6 address"),
         ("http://a/", "port must be"),
+        ("[fe80::1]:80,a", "fe80::1 is an address of one link"),
+        ("fd00::1%eth0,a", "fd00::1%eth0 is an address of one link"),
+        ("::ffff:10.0.0.1,a", "write 10.0.0.1"),
+        ("a,0.0.0.0", "0.0.0.0 is not the address of one node"),
+        ("a,::", ":: is not the address of one node"),
+        ("a,224.0.0.1", "224.0.0.1 is not the address of one node"),
+        ("255.255.255.255", "is not the address of one node"),
         ("a b\x1b[31mc", "no host name"),
     ],
 )

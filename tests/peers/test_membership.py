@@ -129,6 +129,25 @@ def test_this_node_knows_its_names_and_the_address_of_the_way_to_others() -> Non
         listening_address([Endpoint("a" * 64), Endpoint("127.0.0.2")], 0)
 
 
+def test_an_address_of_one_link_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = ["fe80::1%eth0", "fe80::1", "fd00::1", "10.0.0.1"]
+    monkeypatch.setattr(
+        network, "call_within", lambda *_: [(0, 0, 0, "", (each, 0)) for each in known]
+    )
+    assert addresses_of("node") == ["fd00::1", "10.0.0.1"]
+    del known[2:]
+    with pytest.raises(OSError, match="node has only addresses of one link"):
+        addresses_of("node")
+
+
+@pytest.mark.parametrize("address", ["fe80::1", "fe80::1%lo", "0.0.0.0", "::", "::ffff:127.0.0.1"])
+def test_this_node_listens_at_an_address_that_others_can_use(engine: Path, address: str) -> None:
+    given = mount_settings(members="127.0.77.1,127.0.77.2", address=address, engine=engine)
+    (check,) = check_peers(given, {VARIABLE: SECRET})
+    assert check.status == "fail" and " is " in check.detail and check.detail.isprintable()
+    assert check.advice == "use an address at which the nodes reach each other"
+
+
 def test_a_dns_that_answers_only_for_ipv4_costs_a_part_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -301,13 +320,18 @@ def test_doctor_checks_the_members_the_secret_the_engine_and_the_port(
     ("program", "why"),
     [
         (b"#!/bin/sh\necho 'no thread library' >&2\nexit 1\n", "no thread library"),
+        (
+            b"#!/bin/sh\necho no port\n"
+            b"echo nginx: configuration file ./nginx.conf test failed\nexit 1\n",
+            "cannot serve the copies: no port",
+        ),
         (b"#!/bin/sh\nexit 3\n", "no word in its log, exit status 3"),
         (b"#!/bin/sh\nkill -SEGV $$\n", "no word in its log, signal 11"),
         (b"#!/bin/sh\nexec sleep 60\n", "it has not ended after 1 s"),
         (b"#!/gone\n", "No such file"),
         (b"", "no word in its log, exit status 0"),
     ],
-    ids=["mistake", "no word", "crash", "hangs", "interpreter", "empty"],
+    ids=["mistake", "reason", "no word", "crash", "hangs", "interpreter", "empty"],
 )
 def test_doctor_tries_the_engine(
     engine: Path, monkeypatch: pytest.MonkeyPatch, program: bytes, why: str
