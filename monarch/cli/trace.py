@@ -134,6 +134,12 @@ def _naming(output: Path) -> Iterator[None]:
     """Adds the name of the output to an OSError that has none, such as ENOSPC."""
     try:
         yield
+    except BrokenPipeError:
+        if output == _STDOUT:
+            raise
+        # Of an OSError click would say nothing.
+        where = escape_text(os.fspath(output))
+        raise MonarchError(f"{where}: the reader of the pipe has gone") from None
     except OSError as error:
         if error.filename is None and output != _STDOUT:
             error.filename = os.fspath(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -138,3 +139,27 @@ def test_the_end_of_the_mount_ends_its_traces(
     again = monarch("trace", str(mounted.path), "-o", str(file), check=False)
     assert again.returncode == 9
     assert len(recorded(file)[0]) == 20, "the file is not replaced without a mount"
+
+
+@pytest.mark.modes("relay")
+def test_a_fifo_whose_reader_has_gone_is_named(
+    monarch: MonarchCommand, tree: Tree, source: Path, tmp_path: Path
+) -> None:
+    content = images(20)
+    tree(content)
+    mounted = monarch.mount(source)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "monarch", "trace", str(mounted.path), "-o", str(fifo)],
+        env=monarch.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with fifo.open("rb") as reader:
+        assert reader.readline().startswith(b'{"monarch_trace":')
+    read(mounted, sorted(content))
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (1, "")
+    assert errors.endswith(f"monarch: {fifo}: the reader of the pipe has gone\n")
