@@ -14,7 +14,7 @@
 #   MONARCH_DRAIN=10m                         how long the epilog waits until all written files are at the
 #                                             source; after that the mount stays and drains them
 #   MONARCH_STRICT=no                         yes: a mount that fails drains the node and requeues the job
-#   MONARCH_JOBS=/var/lib/monarch-jobs        has a directory for the cache of each job, on a local disk.
+#   MONARCH_JOBS=/var/lib/monarch-jobs        has a directory for the cache of each job, on a local disk,
 #                                             where only root may write. In monarch.yaml it is
 #                                             $MONARCH_JOB
 #   MONARCH_KEY=/etc/monarch/key              32 random bytes, the same on all nodes, of root, mode 0600:
