@@ -197,8 +197,8 @@ class Engine:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _start(self) -> None:
-        """Starts the engine at the first port that is free; ``port`` is None if it does not answer.
-        Raises OSError, and UsageError for a certificate, and if no port is free."""
+        """Starts the engine at the first free port; ``port`` is None if it has ended. Raises
+        OSError, UsageError for a certificate, if no port is free, and if it does not answer."""
         self._prepare()
         await self._require_access()
         was_tried, self._others = False, []
@@ -218,6 +218,8 @@ class Engine:
                 replace_private(self._directory / "port", f"{port}\n")
                 log.info("copies for other nodes at %s", self._site.shown(port))
                 return
+            if self._process.poll() is None:
+                raise UsageError(f"no answer after {_READY_S:g} s")
             await self._end()
             if self._is_old():
                 await self._start()

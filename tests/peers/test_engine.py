@@ -616,6 +616,29 @@ def test_the_log_says_why_the_engine_does_not_start(
     assert re.search(rf"ended or did not start: \S*{reason}; they read the source", said), said
 
 
+def test_an_engine_that_hangs_is_not_started_at_each_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until it counts as not started the mount reports that it starts."""
+    monkeypatch.setattr(engines, "_READY_S", 0.5)
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 100\n")
+    program.chmod(0o700)
+    engine = Engine(program, tmp_path / "peers", Site([], KEY, HOST, [free_port(), free_port()]))
+
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.run)
+                while not caplog.records:
+                    await trio.sleep(0.01)
+                nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    assert engine.settled.is_set() and engine.starts == 1
+    assert "ended or did not start: no answer after 0.5 s; they read" in caplog.text
+
+
 @pytest.mark.promise(272)
 def test_the_configuration_is_private_and_the_engine_has_no_capabilities(tmp_path: Path) -> None:
     async def check(node: Node) -> None:
