@@ -354,12 +354,12 @@ class Overlay:
         bits[at] = bits[at] | bit if is_spilled else bits[at] & ~bit
 
     def _away(self, ino: Ino) -> tuple[Node, Attributes | None] | None:
-        """An inode that is only in the file, and the source's attributes of it."""
+        """An inode (if positive) that is only in the file, and the source's attributes of it."""
         if self._spill is None or ino in self._outdated:
             return None
         if ino < WRITTEN_INO:
             at = ino >> 3
-            if at >= len(self._spilled_old) or not self._spilled_old[at] & 1 << (ino & 7):
+            if not 0 <= at < len(self._spilled_old) or not self._spilled_old[at] & 1 << (ino & 7):
                 return None
         packed = self._spill.node(ino)
         return None if packed is None else _unpacked(packed)

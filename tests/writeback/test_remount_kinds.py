@@ -300,6 +300,34 @@ async def test_a_file_renamed_there_without_a_mark_has_the_mode_that_others_gave
     assert path not in there
 
 
+@pytest.mark.promise(129)
+async def test_a_change_that_no_name_shows_does_not_disturb_the_drain(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Others have removed the file. The names of the mount are in its file, not in memory."""
+    rig = prepared(tmp_path, monkeypatch)
+    names = [b"%02d" % number for number in range(40)]
+    for name in names:
+        (rig.source / os.fsdecode(name)).write_bytes(name)
+    async with rig.mount(works=False) as session:
+        for name in names:
+            await session.chmod(name, 0o600)
+    (rig.source / os.fsdecode(names[-1])).unlink()
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        # Names leave memory.
+        await trio.sleep(10)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(session.write_back.drain.run)
+            await session.drained()
+            await session.end()
+            nursery.cancel_scope.cancel()
+    assert "internal error" not in caplog.text
+    assert {tree_of(rig.source)[name].mode for name in names[:-1]} == {0o600}
+
+
 @pytest.mark.promise(170)
 @pytest.mark.parametrize("is_written", [False, True])
 async def test_a_file_that_others_have_changed_before_its_rename_has_the_mode_that_comes_with_it(

@@ -43,13 +43,16 @@ async def test_a_history_with_remounts_of_every_kind_is_shown_and_drained_whole(
     monkeypatch: pytest.MonkeyPatch,
     clock: trio.testing.MockClock,
     pytestconfig: pytest.Config,
+    caplog: pytest.LogCaptureFixture,
     part: int,
 ) -> None:
     for number in numbers(part, pytestconfig):
+        caplog.clear()
         root = memory / str(number)
         disk = small_disk(memory, number)
         try:
             await history(root, monkeypatch, number, disk=disk)
+            assert "internal error" not in caplog.text, caplog.text
         except BaseException as error:
             error.add_note(f"in history {number}")
             raise
