@@ -102,13 +102,12 @@ class Expected:
         return self._is_ours(found.st_ino, found.st_size, found.st_mtime_ns)
 
     def may_be(self, there: Identity) -> bool:
-        """Whether a file with the number of the known one may be that file in a version that the
-        drain knows, by its identity."""
+        """Whether a file may be the known one in a version that the drain knows, or has made and
+        not marked, by its identity."""
         known = () if self.known is None else (self.known, *self.as_set)
-        version = there.size, there.mtime_ns
-        return any(version == (each.size, each.mtime_ns) for each in known) or self._is_ours(
-            there.source_ino, *version
-        )
+        version = there.source_ino, there.size, there.mtime_ns
+        is_known = any(version == (each.source_ino, each.size, each.mtime_ns) for each in known)
+        return is_known or self._is_ours(*version)
 
     def _is_ours(self, source_ino: int, size: int, mtime_ns: int) -> bool:
         return any(

@@ -9,12 +9,15 @@ import stat
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
 from monarch.namespace.build import build
+from monarch.writeback.drain import Drain
+from monarch.writeback.op import Op
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_writer import SourceWriter
 from tests.equipment.remounts import KINDS, Tree, tree_of
@@ -298,6 +301,61 @@ async def test_a_file_renamed_there_without_a_mark_has_the_mode_that_others_gave
     there = tree_of(rig.source)
     assert {name: there[name].mode for name in names} == dict.fromkeys(names, 0o604)
     assert path not in there
+
+
+@pytest.mark.promise(170)
+async def test_a_content_that_came_without_a_mark_has_the_mode_that_others_gave_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    mark = Drain._mark
+
+    async def marked(drain: Drain, *changes: Any) -> None:
+        if (rig.source / "a").read_bytes() == b"written":
+            await trio.sleep_forever()
+        await mark(drain, *changes)
+
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.write(b"a", b"written")
+        session.kill()
+    (rig.source / "a").chmod(0o604)
+    with monkeypatch.context() as patched:
+        patched.setattr(Drain, "_mark", marked)
+        async with rig.mount() as session:
+            await until(lambda: (rig.source / "a").read_bytes() == b"written")
+            session.kill()
+    assert stat.S_IMODE((rig.source / "a").stat().st_mode) == 0o604
+    async with rig.mount(**how("lost state", rig)) as session:
+        assert (session.shown()[b"a"].mode, session.shown()[b"a"].content) == (0o604, b"written")
+        await session.drained()
+        await session.end()
+    assert tree_of(rig.source)[b"a"].mode == 0o604
+
+
+@pytest.mark.promise(170)
+async def test_a_content_that_came_after_the_snapshot_has_the_mode_that_the_snapshot_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Another content still waits, so the next mount has the same snapshot."""
+    open_place = StagedContents.open_place
+
+    def opened(staged: StagedContents, op: Op, *more: Any, **named: Any) -> int:
+        if op.path == b"d/a":
+            read_only()
+        return open_place(staged, op, *more, **named)
+
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.write(b"a", b"written")
+        await session.write(b"d/a", b"written")
+        session.kill()
+    (rig.source / "a").chmod(0o604)
+    monkeypatch.setattr(StagedContents, "open_place", opened)
+    async with rig.mount(**how("lost state", rig)) as session:
+        await until(lambda: {op.path for op in rig.left.waiting()} == {b"d/a"})
+        session.kill()
+    async with rig.mount(works=False) as session:
+        assert session.shown()[b"a"].mode == tree_of(rig.source)[b"a"].mode == 0o604
 
 
 @pytest.mark.promise(129)
