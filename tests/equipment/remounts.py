@@ -407,8 +407,9 @@ class HistoryChecker:
                 self.theirs.add(op.to)
         owed = {it.content for it in self.before.tree.values() if self.before.is_owed(it, kind)}
         self.gone |= _contents(had) - _contents(has) - owed
+        # A conflict is kept beside the path at which the mount shows the bytes.
         self.left |= {
-            (path, it.content)
+            (path.partition(_BESIDE)[0], it.content)
             for path, it in had.items()
             if it.kind == "file" and path not in has and it.content not in owed
         }
