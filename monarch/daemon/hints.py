@@ -146,7 +146,9 @@ class Hints:
         except OSError:
             # The daemon has no free descriptor.
             raise Refused(errno.EBUSY) from None
-        announcer = Announcer(caller.uid, process, started or 0)
+        if started is None:
+            raise Refused(errno.ESRCH)
+        announcer = Announcer(caller.uid, process, started)
         announcements, kept = self._announcements, 0
         if isinstance(said, Begin):
             self._begin(announcer, said, caller)

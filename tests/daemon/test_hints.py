@@ -376,14 +376,17 @@ async def test_an_order_whose_process_cannot_be_read_stays(
     assert rig.send(encode_progress(1, 0)) == 0
 
 
+@pytest.mark.parametrize("descriptor", [NO_DESCRIPTOR, 0])
+@pytest.mark.parametrize("is_reaped", [True, False])
 async def test_an_order_of_a_process_that_has_ended_before_its_message_is_not_kept(
-    rig: Rig, caplog: pytest.LogCaptureFixture
+    rig: Rig, caplog: pytest.LogCaptureFixture, is_reaped: bool, descriptor: int
 ) -> None:
     """It is none of a process that cannot be seen, whose order would stay for ten minutes."""
-    with subprocess.Popen(["true"]) as process:
-        pass
-    begin = encode_begin(Begin(1, NO_DESCRIPTOR, SAMPLES, 3))
-    with caplog.at_level(logging.WARNING):
+    begin = encode_begin(Begin(1, descriptor, SAMPLES, 3))
+    with subprocess.Popen(["true"]) as process, caplog.at_level(logging.WARNING):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        if is_reaped:
+            process.wait()
         assert rig.refused(begin, pid=process.pid) == errno.ESRCH
     assert len(rig.announcements) == 0 and caplog.records == []
 
