@@ -48,7 +48,7 @@ def ls(mountpoint: Path, path: str | None, as_json: bool) -> None:
 
     PATH is a directory or file in the mount, or relative to it. Without PATH the list has all
     files that this mount and earlier ones wrote. DURABLE is none (lost if the node crashes), local
-    (on the disk of the node) or source.
+    (on the disk of the node), peer (also on the disk of another node) or source.
     """
     record, below = daemon_call.mount_and_path(mountpoint, path)
     rows = checkpoints.rows_of(record, below)

@@ -285,7 +285,7 @@ _TABLE: Mapping[str, _Nameless] = {
         "Bytes of the tier that are reserved for writing.", lambda w: w.reserve
     ),
     "monarch_writeback_names": _of_writing(
-        "File names created or changed through the mount since the snapshot; memory holds them.",
+        "File names created or changed through the mount since the snapshot.",
         lambda w: w.names,
     ),
     "monarch_writeback_names_max": _of_writing(
