@@ -224,12 +224,14 @@ Examples:
 @PATH
 @JSON
 def retry(mountpoint: Path, path: str | None, as_json: bool) -> int:
-    """Try again now the changes that the source refused: those of PATH, or all.
+    """Try again now all changes that the source refused; with PATH, show only those of PATH.
 
-    The exit code is 0 if the source refuses none of them any more, 1 if it refuses one again, and
-    13 if it does not answer within a minute; then they are tried when the source answers.
+    The exit code is 0 if the source refuses none that are shown any more, 1 if it refuses one
+    again, and 13 if it does not answer within a minute; then they are tried when the source
+    answers.
     """
-    return _show_refused(_asked(mountpoint, "retry", path), as_json)
+    where = "" if path is None else f" at {escape_text(path)}"
+    return _show_refused(_asked(mountpoint, "retry", path), as_json, where)
 
 
 @click.command(
@@ -244,11 +246,11 @@ Examples:
 def discard(mountpoint: Path, path: str, as_json: bool) -> None:
     """Discard the changes that the source refuses at PATH and beneath it. This cannot be undone.
 
-    Files created there on the mount are removed with their bytes; one with another name elsewhere
-    keeps that name and the bytes. A file that the source has is shown as it is there. Nothing is
-    changed at the source. The exit code is 2 if no change is refused there, or if a file there is a
-    file of the source under another name; 10 if a file is open; 13 if the source does not answer
-    within a minute.
+    Files created there on the mount are removed with their bytes, as by rm, also while they are
+    open; one with another name elsewhere keeps that name and the bytes. A file that the source has
+    is shown as it is there. Nothing is changed at the source. The exit code is 2 if no change is
+    refused there, or if a file there is a file of the source under another name; 10 if a file that
+    the source has is open; 13 if the source does not answer within a minute.
     """
     report = _asked(mountpoint, "discard", path)
     removed = [f"removed on the mount: {escape_text(name)}" for name in report.removed]
@@ -266,8 +268,9 @@ def _asked(
     return ask(record, verb, params, answer=RefusalsReport, timeout=timeout)
 
 
-def _show_refused(report: RefusalsReport, as_json: bool) -> int:
-    """Prints the refused changes; returns the exit code."""
+def _show_refused(report: RefusalsReport, as_json: bool, where: str = "") -> int:
+    """Prints the refused changes; returns the exit code. ``where`` names the path that the report
+    is limited to, after a preposition."""
     lines = []
     if report.stopped:
         changes = counted(report.waiting, "change waits", "changes wait")
@@ -276,5 +279,5 @@ def _show_refused(report: RefusalsReport, as_json: bool) -> int:
         how = "set aside" if each.aside else "holds up its user"
         tries = counted(each.tries, "try", "tries")
         lines.append(escape_text(f"{each.path}: {each.kind}: {each.why} ({how}, {tries})"))
-    show(report, as_json, *(lines or ["the source refuses nothing"]))
+    show(report, as_json, *(lines or [f"the source refuses nothing{where}"]))
     return _WRONG if report.refused or report.stopped else 0
