@@ -28,6 +28,7 @@ from monarch.writeback import source_contents, source_entries
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.drain import Drain
 from monarch.writeback.expected import Expected, is_shared
+from monarch.writeback.journal import Replay
 from monarch.writeback.op import Op, above
 from tests.equipment.remounts import KINDS, tree_of
 from tests.writeback.remount_histories import how
@@ -86,6 +87,14 @@ def written(model: Model) -> dict[bytes, bytes]:
     }
 
 
+def killed(model: Model) -> Replay:
+    """The end of the daemon. The next mount removes the files that were open and had no name."""
+    before, replay = set(model.objects.numbers()), model.kill()
+    for number in sorted(before - set(model.objects.numbers())):
+        model.record(Op(kind="gone", object=number))
+    return replay
+
+
 async def session(
     writers: list[Writer],
     stack: AsyncExitStack,
@@ -99,7 +108,9 @@ async def session(
     drains = []
     for random_changes in writers:
         model = random_changes._model
-        drains.append(await stack.enter_async_context(draining(model, model.kill(), abandon=False)))
+        drains.append(
+            await stack.enter_async_context(draining(model, killed(model), abandon=False))
+        )
     for _ in range(steps):
         chance.choice(writers).step()
         await trio.sleep(0.0001 if chance.random() < 0.7 else 1)
