@@ -39,16 +39,25 @@ ReadMany = Callable[
 ]
 
 
-def _extension() -> ReadMany | None:
+Views = Callable[[memoryview, bytes], "list[memoryview]"]
+
+
+def _views_in_python(buffer: memoryview, found: bytes) -> list[memoryview]:
+    """The view of each file that was read into ``buffer``; of the others a view without a
+    meaning."""
+    return [buffer[offset : offset + size] for offset, size in struct.iter_unpack("qq", found)]
+
+
+def _extension() -> tuple[ReadMany | None, Views]:
     try:
-        read_many: ReadMany = importlib.import_module("monarch.datasets._many").read_many
+        module = importlib.import_module("monarch.datasets._many")
     except ImportError:
         # There was no compiler.
-        return None
-    return read_many
+        return None, _views_in_python
+    return module.read_many, module.views
 
 
-_read_many = _extension()
+_read_many, _views = _extension()
 
 # As many threads begin at once as the process has cores, but no more than one for so many files,
 # since a thread costs about as much as reading ten small files. More are started while calls wait
@@ -108,14 +117,15 @@ class Dataset:
         read: also for a directory (EISDIR), and for what is no regular file (EINVAL). Ctrl-C ends
         the call when the calls to the file system that run have ended.
         """
-        if isinstance(names, str | bytes | os.PathLike):
+        # The class of a path asks each other class anew.
+        if not isinstance(names, list | tuple) and isinstance(names, str | bytes | os.PathLike):
             raise TypeError(f"get_many takes several names, not one: {names!r}; see get")
         wanted = tuple(names)
         # A data set that is closed meanwhile is read to the end of the call.
-        with self._directory.using() as directory:
-            if into is not None:
-                return self._fill(directory, wanted, memoryview(into).cast("B"))
-            return self._read_new(directory, wanted) if wanted else []
+        kept = self._directory.kept()
+        if into is not None:
+            return self._fill(kept.fd, wanted, memoryview(into).cast("B"))
+        return self._read_new(kept.fd, wanted) if wanted else []
 
     def _read_new(self, directory: int, names: tuple[Name, ...]) -> list[memoryview]:
         """Reads the files into memory of this object."""
@@ -268,12 +278,6 @@ class Dataset:
 def open_dataset(path: Name, *, threads: int = MOST_THREADS) -> Dataset:
     """The files below the directory ``path``, to be read many at a time (``Dataset``)."""
     return Dataset(path, threads=threads)
-
-
-def _views(buffer: memoryview, found: bytes) -> list[memoryview]:
-    """The view of each file that was read into ``buffer``; of the others a view without a
-    meaning."""
-    return [buffer[offset : offset + size] for offset, size in struct.iter_unpack("qq", found)]
 
 
 def _places(found: bytes) -> Places:

@@ -44,23 +44,25 @@ class SharedFd:
     last one is over, so that no thread meets another file at its number."""
 
     def __init__(self, fd: int, what: str) -> None:
-        self._kept: _Kept | None = _Kept(fd)
+        self._kept: KeptFd | None = KeptFd(fd)
         self._what = what
 
     @contextmanager
     def using(self) -> Iterator[int]:
         """Gives the descriptor for a block. Raises ValueError after ``close``."""
-        kept = self._open()
+        kept = self.kept()
         yield kept.fd
 
     def share(self) -> SharedFd:
         """Another object with the descriptor. It is closed with the last of them. Raises ValueError
         after ``close``."""
         shared = SharedFd.__new__(SharedFd)
-        shared._kept, shared._what = self._open(), self._what
+        shared._kept, shared._what = self.kept(), self._what
         return shared
 
-    def _open(self) -> _Kept:
+    def kept(self) -> KeptFd:
+        """The descriptor is open as long as the result exists: as ``using``, in less time. Raises
+        ValueError after ``close``."""
         kept = self._kept
         if kept is None:
             raise ValueError(f"{self._what} is closed")
@@ -70,7 +72,7 @@ class SharedFd:
         self._kept = None
 
 
-class _Kept:
+class KeptFd:
     """A descriptor that is closed with the object."""
 
     def __init__(self, fd: int) -> None:

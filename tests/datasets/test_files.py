@@ -10,10 +10,12 @@ import pickle
 import random
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     assert files._read_many is not None, "the extension was not built"
     if request.param == "python":
         monkeypatch.setattr(files, "_read_many", None)
+        monkeypatch.setattr(files, "_views", files._views_in_python)
     return str(request.param)
 
 
@@ -151,6 +154,36 @@ def test_a_large_file_begins_close_behind_a_page_of_the_memory_of_a_call(
     assert views == list(tree.values())
     large = [np.frombuffer(view, np.uint8).ctypes.data for view in views if len(view) >= 1 << 16]
     assert large and {address % 4096 for address in large} == {32}
+
+
+def test_a_call_takes_the_interpreter_no_step_for_each_file(
+    tmp_path: Path, tree: dict[str, bytes]
+) -> None:
+    assert files._read_many is not None, "the extension was not built"
+    steps = 0
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes = True
+        steps += event == "opcode"
+        return trace
+
+    def steps_of(names: list[str]) -> int:
+        nonlocal steps
+        steps, before = 0, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            dataset.get_many(names)
+        finally:
+            sys.settrace(before)
+        return steps
+
+    name = next(name for name, content in tree.items() if len(content) == 4096)
+    with Dataset(tmp_path) as dataset:
+        dataset.get_many([name] * 100)
+        # The least of some: a call asks the mount at times, and makes room for more bytes.
+        few, many = (min(steps_of([name] * count) for _ in range(5)) for count in (20, 100))
+    assert many == few
 
 
 @pytest.mark.promise(250)
