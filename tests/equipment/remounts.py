@@ -430,7 +430,7 @@ class HistoryChecker:
             if kind == "boot" and before.way == "kill" and not is_owed:
                 # A removal may be as new as that as well.
                 continue
-            if _is_beside(path) or (self.is_theirs(path) and not is_owed):
+            if is_beside(path) or (self.is_theirs(path) and not is_owed):
                 continue
             if it is not None and it.kind == "dir" and self.has_theirs(path, now):
                 continue
@@ -453,7 +453,7 @@ class HistoryChecker:
         theirs = self.numbers_of_others(now)
         for path in sorted(now.keys() | there.keys() | self.before.tree.keys()):
             found = [tree[path] for tree in (now, there) if path in tree]
-            if trouble or _is_beside(path) or self.is_theirs(path):
+            if trouble or is_beside(path) or self.is_theirs(path):
                 continue
             if path in now and now[path].ino in theirs:
                 continue
@@ -501,7 +501,7 @@ class HistoryChecker:
             assert waits, f"{path!r} is nowhere but here, and that is not reported: {it}, {trouble}"
 
 
-def _is_beside(path: bytes) -> bool:
+def is_beside(path: bytes) -> bool:
     """Whether it is at the source what a conflict has left beside another's."""
     return _BESIDE in path
 
