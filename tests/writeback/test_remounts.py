@@ -17,7 +17,7 @@ import trio.testing
 
 from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.daemon.write_verbs import WrittenVerbs
-from monarch.errors import SourceError
+from monarch.errors import Refused, SourceError
 from monarch.namespace import scan
 from monarch.namespace.build import build
 from monarch.telemetry.report import LostReport
@@ -774,6 +774,25 @@ async def test_a_conflict_is_met_once_and_does_not_put_the_snapshot_off(
     async with rig.mount(refreshed=True) as session:
         assert not rig.put_off
         assert session.shown()[b"a"].content == b"others' version"
+
+
+@pytest.mark.promise(128)
+async def test_a_file_that_others_alone_have_changed_is_no_conflict_of_a_later_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        # The file has got an object before it shows that the name is taken.
+        with pytest.raises(Refused):
+            await session.link(b"d/a", b"b")
+    (rig.source / "d/a").write_bytes(b"others' version")
+    for _ in range(2):
+        async with rig.mount() as session:
+            await session.drained()
+    assert not list(rig.source.glob("d/*.monarch-conflict-*"))
+    async with rig.mount(refreshed=True) as session:
+        assert not rig.put_off
+        assert session.shown()[b"d/a"].content == b"others' version"
 
 
 @pytest.mark.promise(128)
