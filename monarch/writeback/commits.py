@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import trio
@@ -91,10 +92,19 @@ class Commits:
         )
         return True
 
+    async def record(self, objects: Iterable[int]) -> bool:
+        """Records that objects were synced at the source; returns whether that is on the disk."""
+        try:
+            self._journal.mark_durable(*objects)
+            await self._threads.run(self._journal.sync)
+        except OSError as error:
+            return self._failed(error)
+        return True
+
     def _failed(self, error: OSError) -> bool:
         self._limiter.warning(
             "commit",
-            "what was written to the tier and not fsynced may not survive a power cut: %s",
+            "what was written and not fsynced may not survive a power cut: %s",
             errno_words(error.errno),
         )
         return False

@@ -93,6 +93,15 @@ class ObjectStates:
             number: seq for number, seq in self._unsynced.items() if number not in self._through
         }
 
+    def unsynced_staged(self) -> list[int]:
+        """The objects with a staged file that may not be on the disk of the source, though their
+        last content is recorded and waits."""
+        return [
+            number
+            for number in self._unsynced
+            if number in self._through and not self.is_drained(number)
+        ]
+
     def synced(self, contents: Mapping[int, int]) -> None:
         """Contents, by object, are on the tier's disk."""
         for number, seq in contents.items():

@@ -205,11 +205,24 @@ class WriteBack:
                 self.place.tier.name,
                 _LAST_COMMIT_S,
             )
+        await self._commit_at_source()
         if self.lease is not None:
             release = partial(self.lease.release, undrained=self.drain.queue.last_seq > 0)
             with trio.move_on_after(_RELEASE_S, shield=True):
                 await self._lease_threads.run(release)
         self._is_finished = True
+
+    async def _commit_at_source(self) -> None:
+        """Has the files that went to the source directly survive a restart of the machine, too."""
+        with trio.move_on_after(_LAST_COMMIT_S, shield=True) as patience:
+            if synced := await self.front.source.sync_staged():
+                await self.commits.record(synced)
+        if patience.cancelled_caught:
+            log.warning(
+                "the source has not synced within %d s what was written there in full tiers: data"
+                " without an fsync may not survive a restart of the machine",
+                _LAST_COMMIT_S,
+            )
 
     def close(self) -> None:
         self.commits.close()

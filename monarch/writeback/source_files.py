@@ -259,6 +259,27 @@ class SourceFiles:
             return await self.calls.call(node.ino, source.open_known, path, source_ino)
         return None
 
+    async def sync_staged(self) -> list[int]:
+        """Syncs the staged files that no process has synced; their objects. Those that cannot be
+        synced are left out."""
+        synced = list[int]()
+        if not (unsynced := {*self._states.unsynced_staged()}):
+            return synced
+        for node in [node for node in self._names.nodes() if node.object in unsynced]:
+            try:
+                if not node.names or (staged := await self._open_staged(node)) is None:
+                    continue
+                try:
+                    await self.calls.call(node.ino, os.fsync, staged.fd)
+                finally:
+                    staged.release()
+            except (SourceError, Refused) as error:
+                path = self._names.path_text(node.ino, is_visible=True)
+                log.warning("%s may not survive a restart of the machine: %s", path, error)
+            else:
+                synced.append(node.object)
+        return synced
+
     async def open_instead(self, node: Node, *, to_read: bool) -> SourceFile | None:
         """Opens a file at the source whose object the tier has lost.
 

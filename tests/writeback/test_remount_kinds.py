@@ -231,6 +231,30 @@ async def test_files_without_an_fsync_survive_a_reboot_after_a_clean_end(
     assert (rig.source / "d/a").read_bytes() == b"never synced either"
 
 
+@pytest.mark.promise(136)
+@pytest.mark.parametrize("way", ["abandon", "timeout"])
+async def test_a_file_in_a_full_tier_without_an_fsync_survives_a_reboot_after_a_clean_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, way: str
+) -> None:
+    async def full() -> tuple[int, int]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    rig = prepared(tmp_path, monkeypatch)
+    settings = {"end_timeout": "1s", "commit": "0s"}
+    async with rig.mount(works=False, writeback=settings) as session:
+        monkeypatch.setattr(session.front.objects.spares, "take", full)
+        await session.write(b"d/a", b"never synced")
+        await ended(session, way)
+        before = session.shown()
+    rig.boot_again()
+    async with rig.mount() as session:
+        assert bare(session.shown()) == bare(before)
+        assert session.write_back.place.found.lost == ()
+        await session.drained()
+        await session.end()
+    assert (rig.source / "d/a").read_bytes() == b"never synced"
+
+
 @pytest.mark.promise(67, 129)
 async def test_a_file_that_went_to_the_source_directly_is_read_there_with_another_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
