@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -14,7 +15,7 @@ import pytest
 
 from tests.conftest import MonarchCommand
 from tests.equipment.remounted import Remounts, drained_or_refused, rotated
-from tests.users.calls import Actors
+from tests.users.calls import Actors, Call
 from tests.users.history import Allowed, History, Made, Round, SourceChecker, Step, replay
 from tests.users.trees import Entry, Tree, build, entry, look
 
@@ -221,6 +222,7 @@ class HistoryRunner:
             outcome = actor("mnt", history.name, call)
             if outcome.error:
                 self._tell(f"{step}: {outcome.error}")
+                self._learn(history.name, call, origins, played)
                 continue
             shown = [self._origin(history.name, path, origins) for path in call.paths]
             meant = tuple(map(frozenset, zip(shown, now, strict=True)))
@@ -237,14 +239,42 @@ class HistoryRunner:
                 actor("source", history.name, call),
             ):
                 played.problems.append(f"{step}: read {outcome.content!r}")
+            self._learn(history.name, call, origins, played)
         return played
 
+    def _learn(self, name: str, call: Call, origins: Mapping[int, int], played: Round) -> None:
+        """Give the view the owner and mode that the mount has taken from the source for a file.
+
+        It takes them when it opens the file there (promise 26), unless users have set others on
+        the mount. A write may have removed the set-ID bits. The file is not opened here, for that
+        would have the mount take them.
+        """
+        for path in call.paths:
+            origin = self._origin(name, path, origins)
+            if origin is None or origin in self._set(name, played):
+                continue
+            shown, viewed = self._status("mnt", name, path), self._status("view", name, path)
+            if shown is None or viewed is None or not stat.S_ISREG(shown.st_mode):
+                continue
+            if _rights(shown) == _rights(viewed):
+                continue
+            there = self._look_at_source(name)
+            names = [at for at, ino in there.inodes.items() if ino == origin]
+            found = self._status("source", name, names[0]) if names else None
+            if found is not None and _rights(found) == _rights(shown):
+                at, below = self._fds["view"], f"{name}/{path}"
+                os.chown(below, shown.st_uid, shown.st_gid, dir_fd=at, follow_symlinks=False)
+                os.chmod(below, stat.S_IMODE(shown.st_mode), dir_fd=at)
+
+    def _set(self, name: str, played: Round) -> set[int | None]:
+        """The files of the source whose owner or mode the mount has to bring there."""
+        made = [*self._pending[name], *played.made]
+        calls = [meant for call, meant in made if call.name in ("chmod", "chown")]
+        return {inode for meant in calls for inodes in meant for inode in inodes}
+
     def _origin(self, name: str, path: str, origins: Mapping[int, int]) -> int | None:
-        try:
-            status = os.stat(f"{name}/{path}", dir_fd=self._fds["view"], follow_symlinks=False)
-        except OSError:
-            return None
-        return origins.get(status.st_ino)
+        status = self._status("view", name, path)
+        return origins.get(status.st_ino) if status is not None else None
 
     def _allowed(self, name: str, before: Tree, made: Sequence[Made]) -> Allowed:
         self._copied("plain", name, before)
@@ -271,9 +301,13 @@ class HistoryRunner:
         return origins
 
     def _source_ino(self, name: str, path: str) -> int | None:
+        status = self._status("source", name, path)
+        return status.st_ino if status is not None else None
+
+    def _status(self, where: str, name: str, path: str) -> os.stat_result | None:
+        below = f"{name}/{path}" if path else name
         try:
-            below = f"{name}/{path}" if path else name
-            return os.stat(below, dir_fd=self._fds["source"], follow_symlinks=False).st_ino
+            return os.stat(below, dir_fd=self._fds[where], follow_symlinks=False)
         except OSError:
             return None
 
@@ -301,6 +335,11 @@ class HistoryRunner:
         while True:
             with suppress(FileNotFoundError):
                 return self._look("source", name)
+
+
+def _rights(status: os.stat_result) -> tuple[int, int, int]:
+    """The kind and mode but for the set-ID bits, the owner and the group."""
+    return status.st_mode & ~(stat.S_ISUID | stat.S_ISGID), status.st_uid, status.st_gid
 
 
 def _lasting(tree: Tree) -> dict[str, Entry]:

@@ -94,6 +94,7 @@ def directed() -> list[History]:
         _unlink_meets_the_file_of_another,
         _rename_goes_over_the_file_of_another,
         _write_into_the_program_of_another,
+        _append_with_the_mode_of_the_last_open,
     )
     histories = []
     for number, steps in enumerate(stories):
@@ -171,6 +172,19 @@ def _write_into_the_program_of_another(alice: int, mallory: int, tree: dict[str,
     yield on(mallory, "write", "group/cut", f"{mallory}:3;")
     yield on(0, "create", "group/root", 0o4775, "0:new;")
     yield on(mallory, "append", "group/root", f"{mallory}:4;")
+
+
+def _append_with_the_mode_of_the_last_open(
+    alice: int, mallory: int, tree: dict[str, Entry]
+) -> Steps:
+    for name, mode in (("sticky/shared", 0o660), ("sticky/closed", 0o600)):
+        tree[name] = file(alice, SHARED, 0o644, f"{alice}:{name};")
+        yield at(alice, "chmod", name, 0o666)
+        yield on(alice, "append", name, f"{alice}:{name} 1;")
+        # The mount has the mode of the open still. Whether the bytes may come to the source is
+        # decided there.
+        yield at(alice, "chmod", name, mode)
+        yield on(mallory, "append", name, f"{mallory}:{name};")
 
 
 def at(user: int, name: str, *arguments: Any) -> Step:
