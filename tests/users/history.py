@@ -364,7 +364,9 @@ class SourceChecker:
             return False
         attributes = (now.mode, now.gid) == (was.mode & ~_SPECIAL_BITS, was.gid)
         attributes = attributes or (now.mode, now.gid) == (was.mode, was.gid)
-        content = now.data == was.data or _grants(was, user, 2)
+        content = now.data == was.data or all(
+            _grants(was, writer, 2) for writer in {user} | (_writers(now) - _writers(was) - {ROOT})
+        )
         return content and (attributes or user == was.uid)
 
     def _is_dressed_up(self, entry: Entry) -> bool:
