@@ -217,6 +217,7 @@ class HistoryRunner:
                 self._tell(f"{step}: {actor('source', history.name, call)}")
                 actor("shadow", history.name, call)
                 continue
+            call = self._followed(history.name, call)
             # The mount may take what the source has under a name by now, when it looks there again.
             now = [self._source_ino(history.name, path) for path in call.paths]
             outcome = actor("mnt", history.name, call)
@@ -241,6 +242,22 @@ class HistoryRunner:
                 played.problems.append(f"{step}: read {outcome.content!r}")
             self._learn(history.name, call, origins, played)
         return played
+
+    def _followed(self, name: str, call: Call) -> Call:
+        """The call with the path of the file that it is about: chmod alone follows a link.
+
+        The link leads there when the call is made. The source may have no such link at the drain.
+        """
+        path = call.paths[0]
+        status = self._status("view", name, path)
+        if call.name != "chmod" or status is None or not stat.S_ISLNK(status.st_mode):
+            return call
+        # Of a loop of links this is a path in the loop. Then the call fails.
+        root = os.path.realpath(self._directories["view"] / name)
+        target = Path(os.path.realpath(f"{root}/{path}"))
+        if not target.is_relative_to(root):
+            return call
+        return replace(call, arguments=(str(target.relative_to(root)), *call.arguments[1:]))
 
     def _learn(self, name: str, call: Call, origins: Mapping[int, int], played: Round) -> None:
         """Give the view the owner and mode that the mount has taken from the source for a file.
