@@ -338,18 +338,23 @@ class SourceChecker:
                 continue
             assert now is not None
             if not any(
-                self._has_named(user, path) and self._may_change(user, was, now)
+                self._has_named(user, name) and self._may_change(user, was, now)
                 for user in self._users
+                for name in _names(self._before, ino)
             ):
                 yield f"the inode that was {path}: was {was}, is {now}"
 
     # -- what a user may do --------------------------------------------------------------------
 
     def _may(self, user: int, path: str, was: Entry | None, now: Entry | None, after: Tree) -> bool:
+        if was is not None and now is not None and self._may_change(user, was, now):
+            # What changes a file changes it under each name that it had and has.
+            names = _names(self._before, self._before.inodes[path])
+            names &= _names(after, after.inodes[path])
+            if any(self._has_named(user, name) for name in {path, *names}):
+                return True
         if not self._has_named(user, path):
             return False
-        if was is not None and now is not None and self._may_change(user, was, now):
-            return True
         above = after.entries.get(path.rpartition("/")[0])
         is_in_own = was is None and above is not None and above.uid == user
         if not is_in_own and not self._may_name(user, path, was):
@@ -450,6 +455,10 @@ class SourceChecker:
             and any(name.startswith(f"{call.paths[1]}{_CONFLICT}") for name in names)
             for call, _ in self._made
         )
+
+
+def _names(tree: Tree, ino: int) -> set[str]:
+    return {path for path, each in tree.inodes.items() if each == ino}
 
 
 def _is_staged(path: str) -> bool:
