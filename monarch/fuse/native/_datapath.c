@@ -100,8 +100,6 @@ static bool spawn(struct datapath *dp) {
         STORE(thread->source_since_ns, 0);
         STORE(thread->begin_ns, 0);
         thread->place = NULL;
-        thread->has_pipe = false;
-        thread->without_pipe = 0;
         thread->message = malloc(MESSAGE_BYTES + 1);
         thread->data = malloc(DATA_BYTES);
         STORE(thread->state, THREAD_RUNS);

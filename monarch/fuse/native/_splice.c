@@ -15,7 +15,8 @@ enum { LEAST = 16 << 10, LARGEST = 248 << 10 };
  * threads have a pipe: the others are those that wait for disks and for the source. */
 enum { MOST_PIPES = 64 };
 
-/* The answers that a thread gives without a pipe before it tries again to use one. */
+/* The answers that a thread gives without a pipe before it tries again to use one. A thread that
+ * begins in the place of another one goes on with its number: threads end and begin often. */
 enum { WITHOUT = 1000 };
 
 void splice_close(struct thread *thread) {
