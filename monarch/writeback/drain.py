@@ -318,7 +318,8 @@ class Drain:
         if op.same and self.state.is_present(number) and self.state.identity(number):
             entry.published = True
         elif op.same:
-            entry.op = with_rights_to_read(op)
+            is_lost = self._steps.expected_now(entry).was_there
+            entry.op = with_rights_to_read(op, is_lost=is_lost)
         if entry.is_ready or self._order.is_left_out(entry):
             return
         if not await self._grower.grow(entry):
@@ -438,7 +439,9 @@ class Drain:
             if content is None:
                 # Its bytes are not here.
                 return
-            content = with_rights_to_read(replace(content, by=op.by))
+            shown = content.mode or 0
+            content = with_rights_to_read(replace(content, by=op.by), is_lost=True)
+            self._contents.drop_bits(number, shown & ~(content.mode or 0))
             with of_tier():
                 seq = self._journal.append(content, is_due=True)
             self.put(seq, content)

@@ -131,6 +131,11 @@ class ObjectTable:
             return None
         return content_of(node, tuple(self._names.visible_paths(node.ino)), size=node.size)
 
+    def drop_bits(self, number: int, bits: int) -> None:
+        """Shows a file without these bits of its mode: the source will not get them."""
+        if (node := self.node(number)) is not None:
+            node.drop_bits(bits)
+
     def own(self, node: Node) -> None:
         """The file has this object, with its present size."""
         self._inos[node.object] = node.ino

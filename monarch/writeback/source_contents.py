@@ -389,8 +389,7 @@ def has_ended_rights(op: Op, place: Place, expected: Expected) -> bool:
     source has the bits that the file has on the mount, also if the file was copied up: they come
     with the content or, if its bytes are newer than its record, with the record of these bytes.
     """
-    is_gone = expected.was_there and place.kind in ("new", "conflict")
-    return is_gone and is_given_away(op)
+    return expected.was_there and place.kind != "over" and is_given_away(op)
 
 
 def is_given_away(op: Op) -> bool:

@@ -141,7 +141,7 @@ class Steps:
         elif op.kind == "content" and entry.staged is not None and entry.withheld:
             assert entry.place is not None
             if entry.place.kind in ("new", "replace") or self._replaces_unmarked(entry):
-                has_ended = has_ended_rights(op, entry.place, self._expected_now(entry))
+                has_ended = has_ended_rights(op, entry.place, self.expected_now(entry))
                 self._withheld[number] = 0 if has_ended else entry.withheld
         elif op.kind == "content":
             version = entry.staged or self._state.version(number)
@@ -154,7 +154,7 @@ class Steps:
     def _replaces_unmarked(self, entry: Entry) -> bool:
         """Whether a content has replaced a staged file that was published without a mark."""
         target = entry.place.target if entry.place is not None else None
-        return target is not None and self._expected_now(entry).is_unmarked(target)
+        return target is not None and self.expected_now(entry).is_unmarked(target)
 
     def _note_replaced(self, entry: Entry, identity: Identity | None) -> None:
         """Notes the objects whose older version has lost its last name to the file of a change."""
@@ -369,7 +369,7 @@ class Steps:
         """The file that a content may replace, for the ``version`` of its object that comes there.
         Set-ID bits come with the recorded bytes only."""
         op, number = entry.op, entry.op.object
-        expected = replace(self._expected_now(entry), taken=self._taken(entry) & (op.mode or 0))
+        expected = replace(self.expected_now(entry), taken=self._taken(entry) & (op.mode or 0))
         if not self._is_as_recorded(entry, version):
             return expected
         stay = (op.mode or 0) & ~expected.taken
@@ -381,7 +381,7 @@ class Steps:
             lacking=self._lacking.get(number, 0) & stay,
         )
 
-    def _expected_now(self, entry: Entry) -> Expected:
+    def expected_now(self, entry: Entry) -> Expected:
         """The file that a content may replace. It was not removed by others if the drain has."""
         expected = self._state.expected(entry.seq, entry.op)
         is_removed = entry.op.object in self._removed
@@ -415,10 +415,16 @@ def _is_noted(op: Op) -> bool:
     return op.kind == "content" or (op.kind == "attr" and op.mode is not None)
 
 
-def with_rights_to_read(content: Op) -> Op:
+def with_rights_to_read(content: Op, *, is_lost: bool) -> Op:
     """A content that no process has written on the mount, by the owner of the file: the user who
-    renames a file may lack the right to read its bytes."""
+    renames a file may lack the right to read its bytes.
+
+    ``is_lost``: others have removed or replaced the file at the source. Its owner has ended the
+    rights of its set-ID bits by that, and the other user could not give them again.
+    """
     by = content.by
     if by is None or by.is_root or by.uid == content.uid:
         return content
+    if is_lost and content.mode is not None:
+        content = replace(content, mode=content.mode & ~_SET_ID)
     return replace(content, by=Credentials(content.uid or 0, content.gid or 0))

@@ -288,22 +288,39 @@ _SPECIAL_BITS = 0o6000
 _STICKY = 0o1000
 
 
+@dataclass(slots=True)
+class _Origin:
+    """The name that a file had on the mount first, the users who may have made it there, and those
+    who have renamed it."""
+
+    path: str
+    makers: set[int] = field(default_factory=set)
+    renamers: set[int] = field(default_factory=set)
+
+
 class SourceChecker:
     """Finds what is at the source after a drain and could not be there without the mount.
 
     A change is in order if the calls that were made could have had just this effect in the place of
     the drain (``allowed``). Some are in order beside that, for a drain need not end in one of these
     moments: The names that a user has requested by ``made``, and may make by the modes at the
-    source. ``shown`` is what the mount was to show.
+    source. ``shown`` is what the mount was to show, ``began`` what it has shown at the beginning of
+    each round whose calls are in ``made``.
     """
 
     def __init__(
-        self, before: Tree, allowed: Allowed, made: Sequence[Made], shown: Mapping[str, Entry]
+        self,
+        before: Tree,
+        allowed: Allowed,
+        made: Sequence[Made],
+        shown: Mapping[str, Entry],
+        began: Sequence[Mapping[str, Entry]],
     ) -> None:
         self._before = before
         self._allowed = allowed
         self._made = made
         self._shown = shown
+        self._began = began
         self._users = {call.user for call, _ in made} - {ROOT}
 
     def problems(self, after: Tree) -> list[str]:
@@ -421,21 +438,42 @@ class SourceChecker:
         """Whether a file has the name that a user gave it who was allowed to.
 
         It is not found under its first name: its owner has made it on the mount, and others have
-        taken that name at the source, or others have moved it there meanwhile.
+        taken that name at the source, or others have moved, removed or written it there meanwhile.
+        If others have, it has its set-ID bits only if its owner has renamed it.
         """
-        made = {(call.user, call.paths[0]) for call, _ in self._made if call.name in _MAKING}
-        is_moved = now in self._before.entries.values()
+        shown = self._shown.get(path)
+        if shown is None or self._is_dressed_up(now):
+            return False
+        origin = self._origin(path)
+        is_there = now in self._before.entries.values()
+        is_made = now.uid in origin.makers
+        was_there = any(shown == each.get(origin.path) for each in self._began)
+        may_have_bits = is_there or is_made or now.uid in origin.renamers
+        plain = replace(shown, mode=shown.mode & ~_SPECIAL_BITS)
         return (
-            now == self._shown.get(path)
-            and not self._is_dressed_up(now)
+            ((now == shown and may_have_bits) or (now == plain and was_there))
+            and (is_there or is_made or was_there)
             and any(
                 call.name == "rename"
                 and call.paths[1] == path
-                and (is_moved or (now.uid, call.paths[0]) in made)
                 and (call.user == ROOT or self._may_name(call.user, path, was))
                 for call, _ in self._made
             )
         )
+
+    def _origin(self, path: str) -> _Origin:
+        """Where the file came from that has a name on the mount."""
+        origin = _Origin(path)
+        for call, _ in reversed(self._made):
+            if call.name in ("rename", "link"):
+                first, to = call.paths
+                if origin.path == to or origin.path.startswith(f"{to}/"):
+                    origin.path = f"{first}{origin.path[len(to) :]}"
+                    if call.name == "rename":
+                        origin.renamers.add(call.user)
+            elif call.name in _MAKING and call.paths[0] == origin.path:
+                origin.makers.add(call.user)
+        return origin
 
     def _is_made_again(self, path: str, now: Entry) -> bool:
         """Whether root has written it into a file that its owner removed, and it has no rights."""

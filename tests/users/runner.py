@@ -107,6 +107,8 @@ class HistoryRunner:
         self._act = Actors({name: str(path) for name, path in self._directories.items()})
         # Calls that the mount carried out and that may not be at the source yet, by history.
         self._pending: dict[str, list[Made]] = {history.name: [] for history in histories}
+        # What the mount showed before each round with such calls, by history.
+        self._began: dict[str, list[Mapping[str, Entry]]] = {it.name: [] for it in histories}
 
     def mounted_again(self, histories: Sequence[History], kinds: Sequence[str]) -> list[str]:
         """Kill the daemon and mount again in these ways: what changed at the source, cannot be
@@ -173,10 +175,11 @@ class HistoryRunner:
     def _play_round(
         self, histories: Sequence[History], number: int, problems: Mapping[str, list[str]]
     ) -> None:
-        views = {
-            history.name: self._copied("view", history.name, self._look("mnt", history.name))
-            for history in histories
-        }
+        views = {}
+        for history in histories:
+            tree = self._look("mnt", history.name)
+            views[history.name] = self._copied("view", history.name, tree)
+            self._began[history.name].append(tree.entries)
         for history in histories:
             self._copied("shadow", history.name, self._look_at_source(history.name))
         rounds = {
@@ -197,11 +200,14 @@ class HistoryRunner:
                 allowed = self._allowed(name, before[name], pending)
                 after = self._look("source", name)
                 self.judged += bool(pending)
+                began = self._began[name]
                 if after.entries == allowed.last:
                     self.complete += bool(pending)
                     pending.clear()
+                    began.clear()
                 shown = self._look("view", name).entries
-                found = SourceChecker(before[name], allowed, pending, shown).problems(after)
+                checker = SourceChecker(before[name], allowed, pending, shown, began)
+                found = checker.problems(after)
                 problems[name] += [f"round {number + 1}: {text}" for text in found]
 
     def _drain(self) -> None:

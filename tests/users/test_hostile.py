@@ -95,6 +95,7 @@ def directed() -> list[History]:
         _rename_goes_over_the_file_of_another,
         _write_into_the_program_of_another,
         _append_with_the_mode_of_the_last_open,
+        _rename_brings_a_removed_program_back,
     )
     histories = []
     for number, steps in enumerate(stories):
@@ -185,6 +186,25 @@ def _append_with_the_mode_of_the_last_open(
         # decided there.
         yield at(alice, "chmod", name, mode)
         yield on(mallory, "append", name, f"{mallory}:{name};")
+
+
+def _rename_brings_a_removed_program_back(
+    alice: int, mallory: int, tree: dict[str, Entry]
+) -> Steps:
+    tree["open/source"] = file(alice, alice, 0o4775, f"{alice}:source;")
+    yield on(alice, "create", "open/tool", 0o775, f"{alice}:tool;")
+    yield on(alice, "chmod", "open/tool", 0o4775)
+    yield on(0, "create", "open/root", 0o4755, "0:root;")
+    yield on(0, "create", "open/over", 0o4755, "0:over;")
+    yield PAUSE
+    yield at(alice, "unlink", "open/tool")
+    yield on(mallory, "rename", "open/tool", "open/new")
+    for name in ("root", "over"):
+        yield at(0, "unlink", f"open/{name}")
+    yield on(mallory, "rename", "open/root", "mallory/new")
+    yield on(mallory, "rename", "open/over", "mallory/tool")
+    yield on(mallory, "rename", "open/source", "mallory/source")
+    yield at(alice, "unlink", "open/source")
 
 
 def at(user: int, name: str, *arguments: Any) -> Step:

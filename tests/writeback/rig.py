@@ -326,6 +326,11 @@ class Model:
             strict=True,
         )
 
+    def drop_bits(self, object: int, bits: int) -> None:
+        for node in self.tree.values():
+            if node.object == object:
+                node.mode &= ~bits
+
     # -- what commits ask --------------------------------------------------------------------
 
     def is_being_written(self) -> bool:

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -484,6 +485,70 @@ async def test_a_program_that_its_owner_removed_gets_no_bits_under_its_new_name(
             await drain.progress.wait(shared.last_seq)
     assert (shared.source / "new").read_bytes() == b"newest"
     assert mode_of(shared, "new") == (0o4755 if change == "none" else 0o755)
+
+
+@pytest.mark.fault("U7")
+@pytest.mark.promise(160, 176)
+@pytest.mark.parametrize("begun", ["copied up", "recorded", "drained"])
+@pytest.mark.parametrize("change", ["none", "removed", "replaced", "renamed"])
+@pytest.mark.parametrize("kind", ["rename", "rename over another file", "link"])
+@pytest.mark.parametrize(
+    ("owner", "by"), [(0, MALLORY), (1001, MALLORY), (1001, ROOT), (1001, ALICE), (0, ROOT)]
+)
+async def test_a_removed_program_that_another_user_renames_comes_back_without_its_bits(
+    shared: Model,
+    clock: Clock,
+    owner: int,
+    by: Credentials,
+    change: str,
+    begun: str,
+    kind: str,
+) -> None:
+    """No process writes into the program. Only its owner may give the new name these rights."""
+    if kind == "link" and by is MALLORY:
+        # The kernel allows no user a link to the program of another.
+        return
+    (shared.source / "d").chmod(0o777)
+    os.chown(shared.source / "d/a", owner, owner)
+    (shared.source / "d/a").chmod(0o4755)
+    shared.tree[b"d/a"].mode = 0o4755
+    async with draining(shared) as drain:
+        shared.by, shared.owner = MALLORY, 1002
+        shared.write(b"d/over", b"of mallory", synced=True)
+        shared.by, shared.owner = ROOT if owner == 0 else ALICE, owner
+        if begun == "drained":
+            shared.write(b"d/a", b"old d/a", synced=True)
+        await drain.progress.wait(shared.last_seq)
+        assert mode_of(shared, "d/a") == 0o4755
+        _renamed_by(shared, by, change, begun, kind)
+        await until(lambda: drain.backlog().ops == 0)
+    new = shared.source / ("d/over" if kind == "rename over another file" else "d/new")
+    assert new.read_bytes() == b"old d/a"
+    assert new.stat().st_uid == owner
+    keeps = change == "none" or by.uid == owner
+    assert stat.S_IMODE(new.stat().st_mode) == (0o4755 if keeps else 0o755)
+
+
+def _renamed_by(shared: Model, by: Credentials, change: str, begun: str, kind: str) -> int:
+    """Others change ``d/a`` at the source, then a user gives it another name on the mount."""
+    if change == "renamed":
+        (shared.source / "d/a").rename(shared.source / "elsewhere")
+    elif change != "none":
+        (shared.source / "d/a").unlink()
+    if change == "replaced":
+        (shared.source / "d/a").write_bytes(b"of others")
+    shared.by, node = by, shared.tree[b"d/a"]
+    shared.take(b"d/a")
+    node.is_kept = True
+    if kind == "link":
+        shared.link(b"d/a", b"d/new")
+        shared.unlink(b"d/a")
+    else:
+        shared.rename(b"d/a", b"d/over" if "over" in kind else b"d/new")
+    content = shared.whole(node.object)
+    if begun == "recorded" and content is not None:
+        shared.record(replace(content, same=True))
+    return shared.last_seq
 
 
 @pytest.mark.promise(160)

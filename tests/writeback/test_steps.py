@@ -177,9 +177,14 @@ def test_a_file_that_others_have_removed_is_published_again_under_its_new_name(
     assert not rig.steps.lacks_its_file(rig.put("attr"), step)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize(("by", "reader"), [(0, 0), (5, 5), (6, 5)])
-def test_bytes_are_given_only_to_users_who_may_read_them(by: int, reader: int) -> None:
-    content = Op(kind="content", path=b"a", object=1, uid=5, gid=5, by=Credentials(by, by))
-    allowed = with_rights_to_read(content).by
-    assert allowed is not None
-    assert allowed.uid == reader
+def test_bytes_are_given_only_to_users_who_may_read_them(
+    by: int, reader: int, is_lost: bool
+) -> None:
+    user = Credentials(by, by)
+    content = Op(kind="content", path=b"a", object=1, mode=PROGRAM, uid=5, gid=5, by=user)
+    allowed = with_rights_to_read(content, is_lost=is_lost)
+    assert allowed.by is not None
+    assert allowed.by.uid == reader
+    assert (allowed.mode == PROGRAM) is not (is_lost and by == 6)
