@@ -23,6 +23,7 @@ from monarch.writeback.expected import SourceLog
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import (
     ITSELF,
+    SPECIAL_BITS,
     SourceAttributes,
     path_of,
     sync_directory_at,
@@ -164,34 +165,38 @@ class Temporaries:
         """Links an open entry, the file of an object ``number``, to ``to_name``, with the rights of
         ``by``; replaces an entry there. A source without hard links gets a copy. Raises OSError."""
         try:
-            with acting_as(by):
-                self._link_over(it, to_fd, to_name, number)
+            self._link_over(it, to_fd, to_name, number, by)
         except PermissionError:
             # The owner of a directory may have taken away the right to write in it since, and could
             # give it again.
             if by is None or os.fstat(it).st_uid != by.uid or not is_owner(to_fd, by):
                 raise
-            self._link_over(it, to_fd, to_name, number)
+            self._link_over(it, to_fd, to_name, number, None)
 
-    def _link_over(self, it: int, to_fd: int, to_name: bytes, number: int) -> None:
-        # In a directory with the sticky bit only the owner of the file may rename a link to it.
-        with suppress(OSError):
-            os.link(path_of(it), to_name, dst_dir_fd=to_fd)
-            return
+    def _link_over(
+        self, it: int, to_fd: int, to_name: bytes, number: int, by: Credentials | None
+    ) -> None:
         link = self.link(number)
-        with suppress(FileNotFoundError):
-            os.unlink(link, dir_fd=to_fd)
-        try:
-            os.link(path_of(it), link, dst_dir_fd=to_fd)
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            self._log.note_refused("hard links, and gets copies,", error, to_name)
-            _copy(it, to_fd, link)
-        os.rename(link, to_name, src_dir_fd=to_fd, dst_dir_fd=to_fd)
-        # If both names led to one file already, the rename has done nothing.
-        with suppress(FileNotFoundError):
-            os.unlink(link, dir_fd=to_fd)
+        with acting_as(by):
+            # In a directory with the sticky bit only the owner of the file may rename a link to it.
+            with suppress(OSError):
+                os.link(path_of(it), to_name, dst_dir_fd=to_fd)
+                return
+            with suppress(FileNotFoundError):
+                os.unlink(link, dir_fd=to_fd)
+            refusal = _linked(it, to_fd, link)
+        # The kernel lets a user link only files that are the user's own, or that the user may write
+        # and that are no programs with set-ID bits (fs.protected_hardlinks).
+        if refusal is not None and by is not None and self.can_link(it, to_fd, number):
+            raise refusal
+        with acting_as(by):
+            if refusal is not None:
+                self._log.note_refused("hard links, and gets copies,", refusal, to_name)
+                _copy(it, to_fd, link)
+            os.rename(link, to_name, src_dir_fd=to_fd, dst_dir_fd=to_fd)
+            # If both names led to one file already, the rename has done nothing.
+            with suppress(FileNotFoundError):
+                os.unlink(link, dir_fd=to_fd)
 
     def can_link(self, it: int, fd: int, number: int) -> bool:
         """Whether an open entry, the file of an object ``number``, can have another hard link, in
@@ -199,11 +204,7 @@ class Temporaries:
         link = self.link(number)
         with suppress(FileNotFoundError):
             os.unlink(link, dir_fd=fd)
-        try:
-            os.link(path_of(it), link, dst_dir_fd=fd)
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
+        if _linked(it, fd, link) is not None:
             return False
         os.unlink(link, dir_fd=fd)
         return True
@@ -258,14 +259,30 @@ def _directory_at(root: int, path: bytes) -> int:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
 
 
+def _linked(it: int, to_fd: int, link: bytes) -> OSError | None:
+    """Gives an open file another link; the error with which the source refuses that, also if it has
+    no hard links. Raises all others."""
+    try:
+        os.link(path_of(it), link, dst_dir_fd=to_fd)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        return error
+    return None
+
+
 def _copy(it: int, to_fd: int, to_name: bytes) -> None:
-    """Makes a copy of an open file instead of a link, with its owner, mode and times."""
+    """Makes a copy of an open file instead of a link, with its owner, mode and times. A copy that
+    belongs to another user has no set-ID bits."""
     with closing_fd(os.open(path_of(it), _TO_READ)) as source:
         status = os.fstat(source)
         with closing_fd(os.open(to_name, NEW, 0o600, dir_fd=to_fd)) as target:
             copy_data(source, target, status.st_size)
-            with suppress(OSError):
+            mode = stat.S_IMODE(status.st_mode)
+            try:
                 os.fchown(target, status.st_uid, status.st_gid)
-            os.fchmod(target, stat.S_IMODE(status.st_mode))
+            except OSError:
+                mode &= ~SPECIAL_BITS
+            os.fchmod(target, mode)
             os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
             os.fsync(target)

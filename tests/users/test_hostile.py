@@ -96,6 +96,7 @@ def directed() -> list[History]:
         _write_into_the_program_of_another,
         _append_with_the_mode_of_the_last_open,
         _rename_brings_a_removed_program_back,
+        _link_makes_a_program_of_its_user,
     )
     histories = []
     for number, steps in enumerate(stories):
@@ -205,6 +206,14 @@ def _rename_brings_a_removed_program_back(
     yield on(mallory, "rename", "open/over", "mallory/tool")
     yield on(mallory, "rename", "open/source", "mallory/source")
     yield at(alice, "unlink", "open/source")
+
+
+def _link_makes_a_program_of_its_user(alice: int, mallory: int, tree: dict[str, Entry]) -> Steps:
+    # At the source the user may give the file no link any more. A copy would be the user's own.
+    for name, mode in (("tool", 0o4755), ("closed", 0o644)):
+        tree[f"group/{name}"] = file(alice, SHARED, 0o664, f"{alice}:{name};")
+        yield on(mallory, "link", f"group/{name}", f"mallory/{name} too")
+        yield at(alice, "chmod", f"group/{name}", mode)
 
 
 def at(user: int, name: str, *arguments: Any) -> Step:

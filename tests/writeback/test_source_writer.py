@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -261,6 +263,44 @@ def test_a_second_name_is_a_link_or_a_copy(
     assert (one.st_ino == two.st_ino) == links
     assert (two.st_mode, two.st_mtime_ns, two.st_size) == (one.st_mode, 6, 5)
     assert sorted(os.listdir(rig.root)) == ["a", "b"]
+
+
+@pytest.mark.fault("U7")
+@pytest.mark.promise(77)
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("bits", [0o644, 0o4775])
+def test_a_user_gets_no_copy_in_the_place_of_a_link_that_the_user_may_not_make(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, bits: int, links: bool
+) -> None:
+    """A source without hard links refuses them with the same error. A copy there is the user's, and
+    does not run with the user's rights."""
+    require_root()
+    rig.root.chmod(0o777)
+    (rig.root / "a").write_bytes(b"bytes")
+    os.chown(rig.root / "a", 1234, 1234)
+    (rig.root / "a").chmod(bits)
+    user, link = Credentials(1235, 1235), os.link
+
+    def refuse(path: bytes, to: bytes, **kwargs: Any) -> None:
+        # Whatever fs.protected_hardlinks is.
+        if not links or ctypes.CDLL(None).setfsuid(-1):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        link(path, to, **kwargs)
+
+    monkeypatch.setattr(os, "link", refuse)
+    with rig.directories() as directories:
+        fd, name = directories.of(b"a", None)
+        with closing_fd(os.open(name, ITSELF, dir_fd=fd)) as it:
+            if links:
+                with pytest.raises(PermissionError):
+                    rig.temporaries.link_over(it, fd, b"b", 7, user)
+            else:
+                rig.temporaries.link_over(it, fd, b"b", 7, user)
+    if links:
+        assert os.listdir(rig.root) == ["a"]
+    else:
+        copy = (rig.root / "b").stat()
+        assert (copy.st_uid, stat.S_IMODE(copy.st_mode)) == (1235, bits & 0o777)
 
 
 def test_only_temporary_files_of_this_journal_are_swept(rig: Rig) -> None:
