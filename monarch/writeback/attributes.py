@@ -114,9 +114,12 @@ class WrittenAttributes:
         # Nothing below waits: the file keeps its object until the change is recorded.
         node = self._names.node(ino)
         was = None if self._has_lost_names(node) else known_at_source(self._names, ino)
-        # Only owners change modes. For other users the kernel does, when it removes set-ID bits.
+        # Only owners change modes, and nothing else at once. Else the kernel does, when it removes
+        # set-ID bits.
         now = self._names.attributes(ino)
         owner = Credentials(now.uid, now.gid)
+        is_of_another = mode is not None and by.uid not in (0, owner.uid)
+        is_by_kernel = is_of_another or not (mode is None or (uid is gid is size is None))
         if node is not None and not is_of_times and self._is_recorded_with(node, mode, uid, gid):
             self._names.change(ino, now_ns=file_now_ns())
             return self._names.attributes(ino)
@@ -143,7 +146,8 @@ class WrittenAttributes:
                     same=mtime_ns is not None and self._recorder.is_recorded(node),
                     file=is_file and not node.object,
                     ino=ino,
-                    by=owner if mode is not None and by.uid not in (0, owner.uid) else by,
+                    by=owner if is_of_another else by,
+                    ends_set_id=is_by_kernel,
                     was=was,
                 )
             )

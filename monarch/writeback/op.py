@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
@@ -32,7 +33,7 @@ _KINDS = frozenset(get_args(Kind))
 _NAMES = ("path", "to")
 _NUMBERS = ("ino", "object", "over_ino", "over_object", "rdev", "size", "intact")
 _IDENTITIES = ("was", "over")
-_FLAGS = ("synced", "through", "same", "strict", "file")
+_FLAGS = ("synced", "through", "same", "strict", "file", "ends_set_id")
 _ATTRIBUTES = ("mode", "uid", "gid", "mtime_ns", "atime_ns")
 
 
@@ -52,7 +53,9 @@ class Op:
     unlink, rmdir
     attr     Those of ``mode``, ``uid``, ``gid``, ``mtime_ns`` and ``atime_ns`` that are not None
              have changed. ``paths`` holds the names of a file with several, also for xattr.
-             ``same``: no bytes were written since the last content.
+             ``same``: no bytes were written since the last content. ``ends_set_id``: another user
+             than the owner has written bytes, which has removed the set-ID bits that ``mode``
+             lacks, and no others: the owner may have changed those at the source.
     xattr    ``xattrs``: new values; None for a removed attribute.
     content  The first ``size`` bytes of the object are complete. The record has all attributes of
              the file for the source, and all its names in ``paths``; ``path`` is the first.
@@ -98,12 +101,19 @@ class Op:
     same: bool = False
     strict: bool = False
     file: bool = False
+    ends_set_id: bool = False
     by: Credentials | None = None
     also: tuple[Credentials, ...] = ()
     was: Identity | None = None
     over: Identity | None = None
     over_ino: int = 0
     over_object: int = 0
+
+    def mode_from(self, mode: int) -> int | None:
+        """The mode after the change of an entry with ``mode``; None if it does not change."""
+        if self.mode is None or not self.ends_set_id:
+            return self.mode
+        return mode & ~((stat.S_ISUID | stat.S_ISGID) & ~self.mode)
 
     def names(self) -> tuple[bytes, ...]:
         """All paths of the change."""

@@ -257,6 +257,7 @@ class WrittenFiles:
                     mode=mode_of(node),
                     ino=node.ino,
                     by=Credentials(node.uid, node.gid),
+                    ends_set_id=True,
                 )
             )
         self.mode_changed(node)

@@ -128,9 +128,10 @@ class _Replayed:
             case "rename":
                 self._rename()
             case "attr":
+                ino = self._require(op.path)
                 node = self._names.change(
-                    self._require(op.path),
-                    mode=op.mode,
+                    ino,
+                    mode=op.mode_from(self._names.attributes(ino).mode),
                     uid=op.uid,
                     gid=op.gid,
                     atime_ns=op.atime_ns,
@@ -150,7 +151,7 @@ class _Replayed:
         ino = self._still_file()
         node = names.change(
             ino,
-            mode=op.mode,
+            mode=op.mode_from(names.attributes(ino).mode),
             uid=op.uid,
             gid=op.gid,
             atime_ns=op.atime_ns,

@@ -311,6 +311,7 @@ class SourceEntries:
         self, fd: int, op: Op, by: Credentials | None, expected: Expected
     ) -> Identity | None:
         found = os.fstat(fd)
+        op = replace(op, mode=op.mode_from(stat.S_IMODE(found.st_mode)))
         if op.strict and _is_of_others(expected, found, fd):
             self._log.note_conflict(op.path, "was replaced there by others: it stays as it is")
             return None

@@ -84,7 +84,8 @@ class UndrainedAttributes:
 
     def _refresh(self, ino: Ino, there: Attributes, op: Op, now: Identity) -> None:
         """The source has a file as ``now`` after ``op``; ``there`` is what was known of it."""
-        mode = there.mode if op.mode is None else stat.S_IFMT(there.mode) | stat.S_IMODE(op.mode)
+        given = op.mode_from(there.mode)
+        mode = there.mode if given is None else stat.S_IFMT(there.mode) | stat.S_IMODE(given)
         fresh = replace(
             there,
             mode=mode,

@@ -97,6 +97,7 @@ def directed() -> list[History]:
         _append_with_the_mode_of_the_last_open,
         _rename_brings_a_removed_program_back,
         _link_makes_a_program_of_its_user,
+        _write_opens_a_program_that_its_owner_has_closed,
     )
     histories = []
     for number, steps in enumerate(stories):
@@ -214,6 +215,20 @@ def _link_makes_a_program_of_its_user(alice: int, mallory: int, tree: dict[str, 
         tree[f"group/{name}"] = file(alice, SHARED, 0o664, f"{alice}:{name};")
         yield on(mallory, "link", f"group/{name}", f"mallory/{name} too")
         yield at(alice, "chmod", f"group/{name}", mode)
+
+
+def _write_opens_a_program_that_its_owner_has_closed(
+    alice: int, mallory: int, tree: dict[str, Entry]
+) -> Steps:
+    for name, call, mode in (
+        ("a", "write", 0o4777),
+        ("b", "append", 0o4777),
+        ("c", "write", 0o2777),
+    ):
+        tree[f"open/{name}"] = file(alice, alice, mode, f"{alice}:{name};")
+        # The write removes the set-ID bits. That is no change of the other bits.
+        yield on(mallory, call, f"open/{name}", f"{mallory}:{name};")
+        yield at(alice, "chmod", f"open/{name}", 0o700)
 
 
 def at(user: int, name: str, *arguments: Any) -> Step:

@@ -183,6 +183,32 @@ async def test_bits_that_the_owner_has_removed_at_the_source_are_not_given_again
     assert mode_of(shared, "a") == 0o777
 
 
+@pytest.mark.fault("U7")
+@pytest.mark.promise(88)
+@pytest.mark.parametrize("end", ["none", "killed", "shortened", "rewritten"])
+async def test_a_write_removes_the_bits_and_leaves_the_others_as_the_owner_has_set_them(
+    shared: Model, clock: Clock, end: str
+) -> None:
+    shared.by, shared.owner = ALICE, 1001
+    owned(shared, "a", 0o4777)
+    shared.tree[b"a"].mode = 0o4777
+    async with draining(shared, abandon=False) as drain:
+        shared.take(b"a")
+        await drain.progress.wait(shared.last_seq)
+        # Another user has written the file on the mount.
+        change = Op(kind="attr", path=b"a", object=shared.tree[b"a"].object, mode=0o777)
+        (shared.source / "a").chmod(0o4700)
+        shared.tree[b"a"].mode = 0o777
+        if end == "none":
+            await drain.progress.wait(shared.record(replace(change, ends_set_id=True)))
+    if end != "none":
+        shared.drain = None
+        shared.record(replace(change, ends_set_id=True))
+        async with draining(shared, next_mount(shared, end)) as drain:
+            await drain.progress.wait(shared.last_seq)
+    assert mode_of(shared, "a") == 0o700
+
+
 @pytest.mark.parametrize("writer", [ROOT, MALLORY])
 async def test_newer_bytes_of_another_user_come_without_the_bits_until_its_record(
     shared: Model, clock: Clock, monkeypatch: pytest.MonkeyPatch, writer: Credentials
