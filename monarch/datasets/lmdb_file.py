@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _IN_DIRECTORY = "data.mdb"
 _READAHEAD_BYTES = 128 * KiB
 # The limit of the kernel for one call.
 _MOST_BYTES = 0x7FFF_F000
+# The interval in which a file is opened again, in seconds.
+_OPEN_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class LmdbFile:
         self.version = version
         self._shared = SharedFd(fd, escape_text(os.fspath(path)))
         self._reads = RangeReads()
+        # When it was last opened. A list: the objects that share the file share it.
+        self._opened_s = [time.monotonic()]
 
     @classmethod
     def open(cls, path: AnyPath) -> LmdbFile:
@@ -115,10 +120,19 @@ class LmdbFile:
     def require_unchanged(self) -> None:
         """Raises LmdbError if the file was written since it was opened."""
         with self._shared.using() as fd:
+            self._open_again(fd)
             status, transaction = os.fstat(fd), self._transaction(fd)
         found = status.st_size, status.st_mtime_ns, transaction
         if found != (self.version.size, self.version.mtime_ns, self.version.transaction):
             raise LmdbError("was changed while it was read", hint="open it again")
+
+    def _open_again(self, fd: int) -> None:
+        """A network file system, or a mount of Monarch, may show an earlier version until a process
+        opens the file."""
+        if time.monotonic() - self._opened_s[0] >= _OPEN_AGAIN_S:
+            with suppress(OSError):
+                os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+            self._opened_s[0] = time.monotonic()
 
     def _transaction(self, fd: int) -> int:
         """The last transaction now. A writer that maps the file changes pages that are not on the

@@ -186,6 +186,8 @@ def _read(
     values = [buffer] * len(offsets)
     place = 0
     file.read_ranges(buffer, ranges)
+    # Before the headers are compared: a file that was written is not damaged.
+    file.require_unchanged()
     for found in ranges:
         for member in found.members.tolist():
             offset, length = int(offsets[member]), int(lengths[member])
@@ -195,5 +197,4 @@ def _read(
                 require_overflow(head, offset, length, page_bytes)
             values[member] = buffer[begin : begin + length].toreadonly()
         place += found.length
-    file.require_unchanged()
     return values

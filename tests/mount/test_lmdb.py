@@ -8,15 +8,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import lmdb
 import pytest
 
+from monarch.datasets import lmdb_file
 from monarch.datasets.lmdb_index import Index, write_index
 from monarch.datasets.lmdb_reader import LmdbReader
+from monarch.errors import LmdbError
 from monarch.order import ChunkwiseSampler
 from monarch.tiers.partial import GRANULE
-from tests.conftest import MonarchCommand, Mounted
+from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Mounted
 from tests.datasets.lmdb_files import Records, appended, written
 from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import PATIENCE_S, account, forget_pages, settled, wait_until
@@ -143,6 +147,33 @@ def test_a_chunk_wise_epoch_fetches_extents_in_large_parts(
     # The kernel reads at most 128 KiB of slowfs with one call.
     calls = (after["read"] - before["read"]) / (size / (128 << 10))
     assert calls < 1.2 if whole else calls > 3, calls
+
+
+@pytest.mark.promise(245)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
+def test_a_reader_notices_that_the_file_was_written_at_the_source(
+    monarch: MonarchCommand, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monarch.expects_log("changed at the source")
+    records = written(source / "db", appended(350, 50_000))
+    mounted = monarch.mount(source, tiers={"fast": "8MiB"}, options=OPTIONS)
+    monkeypatch.setattr(lmdb_file, "_OPEN_AGAIN_S", 0.0)
+    with LmdbReader(mounted.path / "db") as opened:
+        # Behind the first bytes of the file, so it gets a partial copy.
+        for index in (340, 3):
+            assert opened.get(index) == records[index][1]
+        # The second transaction writes to pages that the first one has freed.
+        for text in (b"once", b"twice", b"three times"):
+            written(source / "db", partial(replace_one, text))
+        with pytest.raises(LmdbError, match="was changed"):
+            opened.get(4)
+    with LmdbReader(mounted.path / "db") as opened:
+        assert opened.get(4) == b"three times"
+
+
+def replace_one(value: bytes, environment: lmdb.Environment) -> None:
+    with environment.begin(write=True) as transaction:
+        transaction.put(b"%08d" % 4, value)
 
 
 @pytest.mark.promise(248)
