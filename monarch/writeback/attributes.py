@@ -114,10 +114,8 @@ class WrittenAttributes:
         # Nothing below waits: the file keeps its object until the change is recorded.
         node = self._names.node(ino)
         was = None if self._has_lost_names(node) else known_at_source(self._names, ino)
-        # Only owners change modes, and nothing else at once. Else the kernel does, when it removes
-        # set-ID bits.
-        now = self._names.attributes(ino)
-        owner = Credentials(now.uid, now.gid)
+        # Only owners change modes, alone. Else the kernel does, when it removes set-ID bits.
+        owner = _owner(self._names.attributes(ino))
         is_of_another = mode is not None and by.uid not in (0, owner.uid)
         is_by_kernel = is_of_another or not (mode is None or (uid is gid is size is None))
         if node is not None and not is_of_times and self._is_recorded_with(node, mode, uid, gid):
@@ -358,3 +356,7 @@ def _changed(found: Mapping[bytes, bytes], node: Node) -> dict[bytes, bytes]:
     """The source's extended attributes of a directory with the changes by mounts."""
     kept = {name: value for name, value in found.items() if name not in node.removed_xattrs}
     return kept | node.xattrs
+
+
+def _owner(attributes: Attributes) -> Credentials:
+    return Credentials(attributes.uid, attributes.gid)

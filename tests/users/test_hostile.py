@@ -244,7 +244,7 @@ def on(user: int, name: str, *arguments: Any) -> Step:
 @pytest.mark.finding("D1")
 @pytest.mark.fault("U7")
 @pytest.mark.promise(88)
-@pytest.mark.modes("relay")
+@pytest.mark.modes("relay", "passthrough")
 def test_takeovers_that_were_found_by_hand_do_not_succeed(
     monarch: MonarchCommand, tmp_path: Path
 ) -> None:
