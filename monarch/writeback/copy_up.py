@@ -105,6 +105,11 @@ class CopyUp:
             except _NoRoomError:
                 if staged >= 0:
                     raise
+                # A reader, or the next mount behind a kill, would take the part that had room for
+                # the whole file.
+                self._objects.close_soon(fd)
+                fd = -1
+                await self._objects.run(self._objects.on_disk.remove, number)
                 path_now = partial(self._names.visible_path, ino)
                 staged = await self._source.stage(path_now, number, by=(by,), is_new=False)
                 xattrs = await self._copy(ino, staged, empty=empty, by=by)
@@ -144,9 +149,11 @@ class CopyUp:
         )
         self._copied_up(ino)
         self._recorder.copied_up(number, by)
-        self._files.opened(node, fd, created=False, by=by if keep else None)
-        if staged >= 0:
-            await self._files.continue_at_source(node, staged, source_ino)
+        user = by if keep else None
+        if staged < 0:
+            self._files.opened(node, fd, created=False, by=user)
+        else:
+            await self._files.opened_staged(node, staged, source_ino, created=False, by=user)
         if not keep:
             # Processes that read the file may keep it open, so its content is recorded now. If
             # that is refused, the next mount finds the content and records it.

@@ -333,17 +333,31 @@ class WrittenFiles:
                 self._unlinked.abandon_staged(file.object, fd)
             raise
         node.set_content(size)
-        await self.continue_at_source(node, fd, source_ino)
+        self._continue_at_source(node, fd, source_ino)
 
     async def sync_staged(self, ino: Ino, fd: int) -> int:
         """Sync a staged file, so that what was safe in the tier is safe there; its inode number.
         Raises SourceError."""
         return await self._source.calls.call(ino, _synced, fd)
 
-    async def continue_at_source(self, node: Node, fd: int, source_ino: int) -> None:
-        """The bytes of a file are in its staged file at the source from now on. That is ``fd``, is
-        synced and has the inode number ``source_ino``."""
+    async def opened_staged(
+        self, node: Node, fd: int, source_ino: int, *, created: bool, by: Credentials | None
+    ) -> None:
+        """As ``opened``, for a staged file at the source, in place of an object. It is synced and
+        has the inode number ``source_ino``."""
+        self.opened(node, fd, created=created, by=by)
+        # At once: another process that opens the file may not take it for an object.
+        self._continue_at_source(node, fd, source_ino)
         await self._objects.run(self._opens.fast.unbind, node.ino)
+        if self._opens.fast.written(node.ino):
+            # The datapath has served such a process, and does not tell the size.
+            size = await self._source.calls.call(node.ino, _size_of, fd)
+            self._opens.files[node.ino].touch(node.size)
+            node.grow(size, file_now_ns())
+
+    def _continue_at_source(self, node: Node, fd: int, source_ino: int) -> None:
+        """The bytes of an open file are in its staged file at the source from now on. That is
+        ``fd``, is synced and has the inode number ``source_ino``."""
         states = self._object_table.states
         path = states.staged_beside(node.object)
         assert path is not None
@@ -487,6 +501,10 @@ def _synced(fd: int) -> int:
     """Sync a file; its inode number."""
     os.fsync(fd)
     return os.fstat(fd).st_ino
+
+
+def _size_of(fd: int) -> int:
+    return os.fstat(fd).st_size
 
 
 def _write_all(fd: int, content: bytes, offset: int) -> int:

@@ -130,9 +130,10 @@ class WriteOperations:
             self._unlinked.abandon_object(number, fd)
             raise
         self._note_made("create", node, path, by)
-        self._files.opened(node, fd, created=True, by=by)
-        if not is_here:
-            await self._files.continue_at_source(node, fd, source_ino)
+        if is_here:
+            self._files.opened(node, fd, created=True, by=by)
+        else:
+            await self._files.opened_staged(node, fd, source_ino, created=True, by=by)
         return self._names.attributes(node.ino)
 
     async def make(

@@ -482,11 +482,13 @@ class Session:
             and node.object
             and not self.write_back.front.object_table.states.is_write_through(node.object)
         ):
-            fd = self.write_back.place.objects.open(node.object)
-            try:
-                return os.pread(fd, 1 << 20, 0)
-            finally:
-                os.close(fd)
+            # A file that is being copied to its staged file is not open yet.
+            with suppress(FileNotFoundError):
+                fd = self.write_back.place.objects.open(node.object)
+                try:
+                    return os.pread(fd, 1 << 20, 0)
+                finally:
+                    os.close(fd)
         if node is not None and node.object:
             # Without room in the tier: in its staged file until it has its name.
             beside = self.write_back.front.object_table.states.staged_beside(node.object) or b""

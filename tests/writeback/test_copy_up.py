@@ -15,11 +15,15 @@ import trio
 import trio.testing
 
 from monarch.errors import Refused
+from monarch.posix import failpoints
 from monarch.tiers.source import SourceFile
 from monarch.types import Ino
+from monarch.writeback import copy_up
 from monarch.writeback.op import Op
 from monarch.writeback.source_entries import SourceEntries
+from tests.writeback.remount_histories import how
 from tests.writeback.remounts import ROOT, Rig, Session
+from tests.writeback.rig import Killed, is_killed
 
 # Long enough for any number of tries of the drain, by a clock that jumps, in seconds.
 PATIENCE_S = 600
@@ -342,3 +346,126 @@ async def test_the_mode_of_an_open_file_that_has_replaced_another_comes_to_its_l
     assert (rig.source / "a").read_bytes() == b"newer"
     assert (rig.source / "c").read_bytes() == b"another"
     assert (rig.source / "a").stat().st_mode & 0o7777 == 0o751
+
+
+@pytest.fixture
+def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that has room for new objects, and for a part of the bytes that are copied there."""
+    copy = copy_up.copy_data
+
+    def partly(source: int, to: int, size: int) -> int:
+        if "-through.part" not in os.readlink(f"/proc/self/fd/{to}"):
+            copy(source, to, size - 1)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return copy(source, to, size)
+
+    monkeypatch.setattr(copy_up, "copy_data", partly)
+
+
+@pytest.mark.promise(71, 74)
+@pytest.mark.usefixtures("without_room")
+async def test_a_reader_has_all_bytes_of_a_file_that_the_tier_has_room_for_in_part(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    with trio.fail_after(PATIENCE_S):
+        async with rig.mount() as session:
+            ino = await released(session)
+            await session.open(b"a", os.O_RDONLY)
+            seen = []
+            run = session.front.objects.run
+
+            async def read_meanwhile(function: Callable[..., Any], *args: Any) -> Any:
+                if session.front.object_table.open and function is not os.pread:
+                    seen.append(await session.files.read(ino, 0, 10))
+                return await run(function, *args)
+
+            monkeypatch.setattr(session.front.objects, "run", read_meanwhile)
+            await session.chmod(b"a", 0o600)
+            assert set(seen) == {b"old"}
+            session.files.release(ino)
+            await session.drained()
+    assert (rig.source / "a").read_bytes() == b"old"
+
+
+@pytest.mark.promise(71, 128)
+@pytest.mark.parametrize("record", ["take", "through", "content"])
+@pytest.mark.parametrize("has_object", [True, False])
+@pytest.mark.parametrize("kind", ["same", "lost state", "refresh", "boot"])
+async def test_a_file_whose_copy_up_had_no_room_is_whole_after_a_kill(
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    record: str,
+    has_object: bool,
+    kind: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    (rig.source / "a").write_bytes(b"old")
+
+    def killed(name: str) -> None:
+        if name == "journal-appended" and ops[-1].kind == record:
+            session.kill()
+            raise Killed(name)
+
+    async def full() -> tuple[int, int]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with trio.fail_after(PATIENCE_S):
+        was_killed = False
+        with monkeypatch.context() as patched:
+            try:
+                async with rig.mount(works=False) as session:
+                    if has_object:
+                        request.getfixturevalue("without_room")
+                    else:
+                        patched.setattr(session.front.objects.spares, "take", full)
+                    ops = recorded(session, patched)
+                    patched.setattr(failpoints, "failpoint", killed)
+                    session.files.release(await session.open(b"a"))
+            except BaseException as error:
+                if not is_killed(error):
+                    raise
+                was_killed = True
+        assert was_killed
+        async with rig.mount(**how(kind, rig)) as session:
+            assert session.shown()[b"a"].content == b"old"
+            await session.drained()
+            assert session.shown()[b"a"].content == b"old"
+            await session.end()
+    assert (rig.source / "a").read_bytes() == b"old"
+
+
+@pytest.mark.promise(71)
+@pytest.mark.parametrize("path", [b"a", b"new"])
+async def test_a_process_that_opens_a_file_while_it_goes_to_the_source_loses_no_write(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, path: bytes
+) -> None:
+    async def full() -> tuple[int, int]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (rig.source / "a").write_bytes(b"old")
+    with trio.fail_after(PATIENCE_S):
+        async with rig.mount() as session, trio.open_nursery() as nursery:
+            has_come, run = False, session.front.objects.run
+
+            async def append() -> None:
+                ino = await session.open(path)
+                end = session.names.attributes(ino).size
+                await session.files.write(ino, end, b" and new")
+                session.files.release(ino)
+
+            async def append_meanwhile(function: Callable[..., Any], *args: Any) -> Any:
+                nonlocal has_come
+                if session.front.object_table.open and not has_come:
+                    has_come = True
+                    nursery.start_soon(append)
+                    await trio.sleep(10)
+                return await run(function, *args)
+
+            monkeypatch.setattr(session.front.objects.spares, "take", full)
+            monkeypatch.setattr(session.front.objects, "run", append_meanwhile)
+            session.files.release(await session.open(path))
+            assert has_come
+            await session.drained()
+    expected = b"old and new" if path == b"a" else b" and new"
+    assert (rig.source / os.fsdecode(path)).read_bytes() == expected
