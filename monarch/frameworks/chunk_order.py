@@ -10,8 +10,10 @@ Deep Learning Training", ICPP 2020).
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from itertools import chain
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -51,18 +53,22 @@ def chunk_numbers(chunks: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
 
 
 def order_of_chunks(
-    seed: int, epoch: int, count: int, *, algorithm: int = ALGORITHM
+    seed: SupportsIndex,
+    epoch: SupportsIndex,
+    count: SupportsIndex,
+    *,
+    algorithm: int = ALGORITHM,
 ) -> npt.NDArray[np.int64]:
     """The order of ``count`` chunks in ``epoch``, of shape (count,): ``epoch_permutation`` with the
     seed ``mix(seed ^ 0x6368756E6B73)``. Consecutive chunks of it are a group."""
-    return epoch_permutation(mix(seed ^ _CHUNKS), epoch, count, algorithm=algorithm)
+    return epoch_permutation(mix(operator.index(seed) ^ _CHUNKS), epoch, count, algorithm=algorithm)
 
 
 def chunkwise_order(
-    seed: int,
-    epoch: int,
+    seed: SupportsIndex,
+    epoch: SupportsIndex,
     chunk_of: npt.ArrayLike,
-    group: int,
+    group: SupportsIndex,
     *,
     algorithm: int = ALGORITHM,
 ) -> npt.NDArray[np.int64]:
@@ -76,8 +82,7 @@ def chunkwise_order(
     Raises ValueError if ``group`` is not positive, a chunk has a negative number, or there are more
     than ``MOST_SAMPLES`` samples or chunks.
     """
-    if group < 1:
-        raise ValueError(f"groups of {group} chunks; a group has at least one")
+    group = _checked_group(group)
     chunks = _checked(chunk_of)
     count = int(chunks.max()) + 1 if len(chunks) else 0
     # Numbers of 16 bits are sorted in linear time.
@@ -119,28 +124,26 @@ class ChunkwiseSampler(ResumableSampler):
         self,
         chunk_of: npt.ArrayLike,
         *,
-        group: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
+        group: SupportsIndex,
+        seed: SupportsIndex,
+        rank: SupportsIndex = 0,
+        world_size: SupportsIndex = 1,
         fingerprint: str = "",
         drop_last: bool = False,
     ) -> None:
         """``chunk_of`` is the number of the chunk of each sample, from 0 on (``chunk_numbers``
         makes it from lists), and ``group`` the number of chunks in a group. Raises ValueError for
         an invalid chunk, group, rank or number of samples."""
-        if group < 1:
-            raise ValueError(f"groups of {group} chunks; a group has at least one")
+        self._group = _checked_group(group)
         # 4 bytes a sample are kept.
         self._chunk_of = _checked(chunk_of).astype(np.uint32)
-        self._group = group
         digest = xxhash.xxh3_64_hexdigest(self._chunk_of.astype("<u4").tobytes())
         super().__init__(
             len(self._chunk_of),
             seed=seed,
             rank=rank,
             world_size=world_size,
-            fingerprint=f"{fingerprint} chunk-wise:{CHUNKWISE}:{group}:{digest}".lstrip(),
+            fingerprint=f"{fingerprint} chunk-wise:{CHUNKWISE}:{self._group}:{digest}".lstrip(),
             drop_last=drop_last,
         )
 
@@ -148,6 +151,14 @@ class ChunkwiseSampler(ResumableSampler):
         return chunkwise_order(
             at.seed, at.epoch, self._chunk_of, self._group, algorithm=at.algorithm
         )
+
+
+def _checked_group(group: SupportsIndex) -> int:
+    """``group`` as an integer. Raises ValueError if it is not positive."""
+    number = operator.index(group)
+    if number < 1:
+        raise ValueError(f"groups of {number} chunks; a group has at least one")
+    return number
 
 
 def _checked(chunk_of: npt.ArrayLike) -> npt.NDArray[np.integer[npt.NBitBase]]:

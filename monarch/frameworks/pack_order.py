@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
-from typing import cast
+from typing import SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -40,10 +40,10 @@ def pack_sampler(
     pack: AnyPath,
     paths: Sequence[AnyPath],
     *,
-    group: int,
-    seed: int,
-    rank: int = 0,
-    world_size: int = 1,
+    group: SupportsIndex,
+    seed: SupportsIndex,
+    rank: SupportsIndex = 0,
+    world_size: SupportsIndex = 1,
     drop_last: bool = False,
 ) -> ChunkwiseSampler:
     """A sampler of the samples ``paths`` in the chunk-wise order of a pack, with groups of

@@ -8,10 +8,11 @@ the algorithm with which it began (``ALGORITHM``).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,11 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def epoch_permutation(
-    seed: int, epoch: int, count: int, *, algorithm: int = ALGORITHM
+    seed: SupportsIndex,
+    epoch: SupportsIndex,
+    count: SupportsIndex,
+    *,
+    algorithm: int = ALGORITHM,
 ) -> npt.NDArray[np.int64]:
     """The order of ``count`` samples in ``epoch``: 0 to count-1, each once, of shape (count,).
 
@@ -49,6 +54,8 @@ def epoch_permutation(
 
     Raises ValueError if count is negative or above ``MOST_SAMPLES``, or ``algorithm`` is unknown.
     """
+    # An integer of numpy would overflow.
+    seed, epoch, count = map(operator.index, (seed, epoch, count))
     if not 0 <= count <= MOST_SAMPLES:
         raise ValueError(f"{count} samples; an epoch has 0 to {MOST_SAMPLES}")
     key = np.uint64(mix(mix(seed + _GOLDEN) + (epoch + 1) * _GOLDEN))
@@ -162,15 +169,17 @@ class ResumableSampler:
 
     def __init__(
         self,
-        count: int,
+        count: SupportsIndex,
         *,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
+        seed: SupportsIndex,
+        rank: SupportsIndex = 0,
+        world_size: SupportsIndex = 1,
         fingerprint: str = "",
         drop_last: bool = False,
     ) -> None:
         """``count`` is the samples of an epoch. Raises ValueError for an invalid rank or count."""
+        # The state is saved as JSON, which has no integers of numpy.
+        count, seed, rank, world_size = map(operator.index, (count, seed, rank, world_size))
         if not 0 <= count <= MOST_SAMPLES:
             raise ValueError(f"{count} samples; an epoch has 0 to {MOST_SAMPLES}")
         if not 0 <= rank < world_size:
@@ -213,21 +222,23 @@ class ResumableSampler:
         rest, ranks = self.state.count - self.state.consumed, self.state.world_size
         return rest // ranks if self._drop_last else -(-rest // ranks)
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: SupportsIndex) -> None:
         """Moves to the beginning of ``epoch``; does nothing if it is the current epoch.
 
         Raises ValueError if ``epoch`` is negative.
         """
+        epoch = operator.index(epoch)
         if epoch < 0:
             raise ValueError(f"epoch {epoch}")
         if epoch != self.epoch:
             self.state = replace(self.state, epoch=epoch, consumed=0)
 
-    def consumed(self, samples: int) -> None:
+    def consumed(self, samples: SupportsIndex) -> None:
         """Records that this rank, and each other rank, trained on ``samples`` more samples.
 
         Raises ValueError if the epoch does not have so many left.
         """
+        samples = operator.index(samples)
         if not 0 <= samples <= len(self):
             raise ValueError(f"{samples} samples consumed; the epoch has {len(self)} left")
         consumed = self.state.consumed + samples * self.state.world_size

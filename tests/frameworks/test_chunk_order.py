@@ -156,6 +156,15 @@ def test_chunks_that_are_no_numbers_are_refused(chunk_of: list[int]) -> None:
         chunkwise_order(1, 0, [0], 0)
 
 
+def test_integers_of_numpy_give_the_chunk_wise_order_of_pythons_own() -> None:
+    expected = ChunkwiseSampler([0, 0, 1, 2], group=2, seed=3)
+    sampler = ChunkwiseSampler([0, 0, 1, 2], group=np.int64(2), seed=np.int64(3))
+    assert list(sampler) == list(expected) == chunkwise_order(3, 0, [0, 0, 1, 2], 2).tolist()
+    assert json.dumps(sampler.state_dict()) == json.dumps(expected.state_dict())
+    with pytest.raises(TypeError):
+        ChunkwiseSampler([0], group=1.5, seed=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.promise(241)
 def test_a_chunk_wise_run_continues_with_other_numbers_of_ranks() -> None:
     chunk_of = np.arange(1000) // 10

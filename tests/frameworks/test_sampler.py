@@ -302,6 +302,17 @@ def test_frameworks_may_set_the_epoch_and_a_continued_run_keeps_its_place() -> N
         again.set_epoch(-1)
 
 
+def test_integers_of_numpy_give_the_order_and_the_state_of_pythons_own() -> None:
+    for number in (int, np.int64, np.uint8, np.array):
+        sampler = ResumableSampler(number(10), seed=number(3), rank=number(1), world_size=number(2))
+        sampler.set_epoch(number(4))
+        sampler.consumed(number(2))
+        assert list(sampler) == epoch_permutation(3, 4, 10).tolist()[5::2]
+        assert epoch_permutation(number(3), number(4), number(10)).tolist()[5::2] == list(sampler)
+        saved = json.loads(json.dumps(sampler.state_dict()))
+        assert OrderState.from_json(saved).consumed == 4
+
+
 @pytest.mark.promise(166)
 def test_a_run_begun_with_an_earlier_algorithm_keeps_its_orders() -> None:
     state = {
