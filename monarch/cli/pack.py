@@ -335,7 +335,7 @@ def _mixing_lines(figures: dict[str, Any]) -> list[str]:
         shared = "-" if row["shared"] is None else f"{row['shared']:.4f}"
         lines.append(f"{row['group'] or 'all':>6} {labels:>8} {shared:>9}")
     if figures["groups"][0]["labels"] is None:
-        lines.append(f"-: there is no batch of {figures['batch']:,} files; give a smaller --batch")
+        lines.append(f"-: fewer than {figures['batch']:,} files have bytes; give a smaller --batch")
     return lines
 
 

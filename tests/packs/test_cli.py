@@ -147,7 +147,7 @@ def test_info_says_that_the_figures_of_a_batch_that_does_not_exist_are_unknown(
     made: tuple[Path, Path],
 ) -> None:
     text = run("info", made[1], "--batch", "4096").stdout
-    assert "there is no batch of 4,096 files; give a smaller --batch" in text
+    assert "fewer than 4,096 files have bytes; give a smaller --batch" in text
     raw = json.loads(run("info", made[1], "--json", "--batch", "4096").stdout)
     assert {row["labels"] for row in raw["mixing"]["groups"]} == {None}
     assert {row["shared"] for row in raw["mixing"]["groups"]} == {None}
