@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.namespace import Namespace
@@ -37,10 +37,12 @@ def replay(
     *,
     now_ns: int,
     state: SourceState | None = None,
+    done: Mapping[int, Identity | None] | None = None,
     progress: Progress = no_progress,
 ) -> dict[int, Ino]:
     """Applies ``ops``, with their sequence numbers, to ``names``. ``now_ns`` is the time of changes
-    without a recorded time. ``state`` has loaded the journal.
+    without a recorded time. ``state`` has loaded the journal. ``done`` is what the source has of
+    the changes that were drained.
     Returns the inodes of changes of files without an object, by sequence number: the extended
     attributes among these changes are not applied.
 
@@ -56,6 +58,7 @@ def replay(
     state = state or SourceState()
     taken: dict[int, Op] = {}
     gone: set[int] = {0}
+    settled = _settled(ops, done or {})
     for count, (seq, op) in enumerate(ops, 1):
         if count % PROGRESS_STEP == 0:
             progress(count, len(ops), SHOWING_CHANGES)
@@ -65,7 +68,8 @@ def replay(
             gone.add(op.object)
         try:
             take, names_later = taken.get(op.object), later.get(op.object, ())
-            ino = _Replayed(names, op, now_ns, state, take, names_later, gone).do()
+            is_settled = op.object in settled
+            ino = _Replayed(names, op, now_ns, state, take, names_later, gone, is_settled).do()
             if ino is not None:
                 without_object[seq] = ino
         except Exception as error:
@@ -82,10 +86,17 @@ def replay(
     return without_object
 
 
+def _settled(ops: Sequence[tuple[int, Op]], done: Mapping[int, Identity | None]) -> set[int]:
+    """The objects from which the drain makes no file any more, whatever others have done to it."""
+    contents = {op.object: done.get(seq) for seq, op in ops if op.kind == "content"}
+    moving = {op.object for seq, op in ops if op.kind == "rename" and seq not in done}
+    return {number for number, there in contents.items() if there is not None} - moving
+
+
 class _Replayed:
     """One operation, applied to the tree. ``take`` has copied its file up, None if the file was
     created. ``later`` are names that the object gets later. ``gone`` has the objects that were
-    removed before, and 0."""
+    removed before, and 0. ``is_settled``: the drain makes no file from the object any more."""
 
     def __init__(
         self,
@@ -96,7 +107,9 @@ class _Replayed:
         take: Op | None,
         later: Sequence[bytes],
         gone: set[int],
+        is_settled: bool,
     ) -> None:
+        self._is_settled = is_settled
         self._gone = gone
         self._later = later
         self._names = names
@@ -296,6 +309,9 @@ class _Replayed:
         expected = state.expected(0, self._take or op)
         known = expected.known
         if known is None or there is None:
+            return False
+        if self._is_settled and there.source_ino == known.source_ino:
+            # They have written it, and it stays as it is.
             return False
         was = self._take.was if self._take is not None else None
         if _has_bytes_of(there, known) or (was is not None and _has_bytes_of(there, was)):

@@ -313,18 +313,19 @@ def _replay(place: WriteStore, front: WriteFront, drain: Drain, progress: Progre
     found = renumbered(place.found) if is_new else place.found
     drain.load(found)
     ops = _rewritten(place, found, drain, snapshot_id) if is_new else list(found.ops)
-    changed = replay(names, ops, now_ns=file_now_ns(), state=drain.state, progress=progress)
-    waiting = sum(seq not in found.done for seq, _ in ops)
+    now_ns, state, done = file_now_ns(), drain.state, found.done
+    changed = replay(names, ops, now_ns=now_ns, state=state, done=done, progress=progress)
+    waiting = sum(seq not in done for seq, _ in ops)
     if waiting:
         log.info(
             "%s of earlier mounts %s for the drain",
             counted(waiting, "operation", "operations"),
             "waits" if waiting == 1 else "wait",
         )
-    for node in recorder.take_up(ops, found.done, place.objects):
+    for node in recorder.take_up(ops, done, place.objects):
         # The daemon was killed before it could remove the object of an unlinked file.
         front.unlinked.leave(node)
-    front.object_table.attributes.take_up(ops, found.done, changed)
+    front.object_table.attributes.take_up(ops, done, changed)
     front.source.take_up()
     _release(front, found.damaged)
     # A file that is only to be removed at the source has no bytes to bring there.

@@ -19,6 +19,7 @@ from monarch.namespace.build import build
 from monarch.writeback.drain import Drain
 from monarch.writeback.op import Op
 from monarch.writeback.source_contents import StagedContents
+from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_writer import SourceWriter
 from tests.equipment.remounts import KINDS, Tree, tree_of
 from tests.equipment.virtual_clock import until
@@ -431,3 +432,33 @@ async def test_a_file_that_others_have_changed_before_its_rename_has_the_mode_th
         await session.end()
     there = tree_of(rig.source)
     assert (there[b"x"].mode, there[b"a"].mode) == (0o644, 0o604)
+
+
+@pytest.mark.promise(170)
+async def test_a_file_that_the_drain_leaves_as_it_is_has_the_mode_that_others_gave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """It is at the source, and has another name to come only."""
+    rig = prepared(tmp_path, monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(SourceEntries, "link", read_only)
+        async with rig.mount() as session:
+            await session.write(b"b", b"written")
+            await session.drained()
+            (rig.source / "b").chmod(0o711)
+            await session.link(b"c", b"x")
+            session.kill()
+    with (rig.source / "b").open("ab") as file:
+        file.write(b" others' end")
+    for _ in range(2):
+        async with rig.mount(works=False, **how("lost state", rig)) as session:
+            shown = session.shown()
+            assert {shown[name].mode for name in (b"b", b"c", b"x")} == {0o711}
+    async with rig.mount() as session:
+        await session.drained()
+        shown = session.shown()
+        assert {shown[name].mode for name in (b"b", b"c", b"x")} == {0o711}
+        await session.end()
+    there = tree_of(rig.source)
+    assert {there[name].mode for name in (b"b", b"c", b"x")} == {0o711}
+    assert there[b"b"].content == b"written others' end"
