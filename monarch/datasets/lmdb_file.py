@@ -72,11 +72,12 @@ class LmdbFile:
         fd = os.open(found, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             with naming(found):
-                status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode):
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise LmdbError("is not a regular file")
                 first = os.pread(fd, META_BYTES, 0)
                 second = os.pread(fd, META_BYTES, page_bytes_of(first))
+                # A writer first makes the file longer, and then refers to the new pages.
+                status = os.fstat(fd)
                 meta = parse_meta(first, second, status.st_size)
             # Records are read in ranges that were computed: more bytes would be read in vain.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -117,10 +118,12 @@ class LmdbFile:
             for begin in range(offset, offset + length, _READAHEAD_BYTES):
                 os.posix_fadvise(fd, begin, _READAHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
-    def require_unchanged(self) -> None:
-        """Raises LmdbError if the file was written since it was opened."""
+    def require_unchanged(self, *, at_once: bool = False) -> None:
+        """Raises LmdbError if the file was written since it was opened. On a mount, or a network
+        file system, a write is seen within ``_OPEN_AGAIN_S``, or ``at_once``."""
         with self._shared.using() as fd:
-            self._open_again(fd)
+            if at_once or time.monotonic() - self._opened_s[0] >= _OPEN_AGAIN_S:
+                self._open_again(fd)
             status, transaction = os.fstat(fd), self._transaction(fd)
         found = status.st_size, status.st_mtime_ns, transaction
         if found != (self.version.size, self.version.mtime_ns, self.version.transaction):
@@ -129,10 +132,9 @@ class LmdbFile:
     def _open_again(self, fd: int) -> None:
         """A network file system, or a mount of Monarch, may show an earlier version until a process
         opens the file."""
-        if time.monotonic() - self._opened_s[0] >= _OPEN_AGAIN_S:
-            with suppress(OSError):
-                os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
-            self._opened_s[0] = time.monotonic()
+        with suppress(OSError):
+            os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+        self._opened_s[0] = time.monotonic()
 
     def _transaction(self, fd: int) -> int:
         """The last transaction now. A writer that maps the file changes pages that are not on the

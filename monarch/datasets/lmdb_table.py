@@ -91,6 +91,14 @@ def read_table(file: LmdbFile, progress: Progress | None = None) -> Table:
     It needs 16 bytes and the key for each record. Raises LmdbError if the tree is damaged or has
     records of a kind that is not supported, or if the file is changed meanwhile; and OSError.
     """
+    try:
+        return _walked(file, progress)
+    finally:
+        # Instead of another error: a file that is written meanwhile is not damaged.
+        file.require_unchanged(at_once=True)
+
+
+def _walked(file: LmdbFile, progress: Progress | None) -> Table:
     meta = file.meta
     pages = array("Q", () if meta.root is None else (meta.root,))
     walk = _Walk(file, progress)
@@ -114,7 +122,6 @@ def read_table(file: LmdbFile, progress: Progress | None = None) -> Table:
             ends.append(len(heap))
     if len(offsets) != meta.entries:
         raise LmdbError(f"is damaged: it has {len(offsets)} records instead of {meta.entries}")
-    file.require_unchanged()
     return Table(
         np.frombuffer(offsets, np.uint64),
         np.frombuffer(lengths, np.uint32),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -205,6 +206,56 @@ def test_a_file_that_is_written_through_a_map_is_noticed_without_a_new_time(
         with pytest.raises(LmdbError, match="was changed"):
             reader.get(0)
     environment.close()
+
+
+@pytest.mark.promise(243)
+def test_a_file_that_is_written_while_its_tree_is_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data.mdb"
+    written(path, appended(2000, 1000))
+    preadv, reads = os.preadv, 0
+
+    def writing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nonlocal reads
+        reads += 1
+        # Behind the root: its leaves have other records when they are read.
+        if reads == 2:
+            for count in (1, 2, 3):
+                written(path, partial(replaced, count))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", writing)
+    with pytest.raises(LmdbError, match="was changed"):
+        LmdbReader(path)
+    assert reads >= 2
+    assert len(LmdbReader(path)) == 2000
+
+
+def replaced(size: int, environment: lmdb.Environment) -> None:
+    with environment.begin(write=True) as transaction:
+        for number in range(0, 2000, 2):
+            transaction.put(b"%08d" % number, b"x" * 5000 * size)
+
+
+def test_a_file_that_grows_while_it_is_opened_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data.mdb"
+    written(path, appended(10, 1000))
+    fstat, is_written = os.fstat, False
+
+    def writing(fd: int) -> os.stat_result:
+        nonlocal is_written
+        status = fstat(fd)
+        if not is_written:
+            is_written = True
+            written(path, appended(11, 100_000))
+        return status
+
+    monkeypatch.setattr(os, "fstat", writing)
+    with LmdbReader(path) as reader:
+        assert len(reader.get(10)) == 100_000
 
 
 def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
