@@ -92,7 +92,8 @@ def _opened(top: bytes) -> Pack:
     try:
         return Pack.open(directory, _kept_index(directory))
     except PackError as error:
-        if is_pack(directory):
+        # Whether a directory that this process may not read is a pack is not known.
+        if is_pack(directory) or isinstance(error.__cause__, PermissionError):
             raise
         name = escape_text(os.fsdecode(top))
         raise PackError(

@@ -140,9 +140,10 @@ class Pack:
                 opened._is_kept = bool(found)
                 return opened
         except OSError as error:
+            is_denied = isinstance(error, PermissionError)
+            which = "a pack that you may read" if is_denied else "the directory of a complete pack"
             raise PackError(
-                f"{escape_text(os.fsdecode(path))}: {error.strerror}",
-                hint="name the directory of a complete pack",
+                f"{escape_text(os.fsdecode(path))}: {error.strerror}", hint=f"name {which}"
             ) from error
 
     def close(self) -> None:

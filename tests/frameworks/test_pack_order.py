@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from monarch.order import chunks_of_files, distinct_labels, pack_sampler
 from monarch.packs.pack import Pack
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.text import escape_text
+from tests.packs.test_unpack import as_user, needs_root
 from tests.packs.trees import copied, pack
 
 CLASSES, FILES = 6, 240
@@ -125,6 +127,21 @@ def test_a_file_that_the_pack_does_not_have_is_named(made: tuple[Path, list[str]
             chunks_of_files(top / "random", [path])
     with pytest.raises(PackError, match="neither a pack nor the mount point"):
         chunks_of_files(top, ["large"])
+
+
+@needs_root
+def test_a_pack_that_the_user_may_not_read_is_called_so(
+    made: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Not below tmp_path: its parents are the owner's alone.
+    with tempfile.TemporaryDirectory(prefix="monarch-pack-") as root:
+        os.chmod(root, 0o755)
+        packed = copied(made[0] / "random", Path(root) / "pack")
+        packed.chmod(0o700)
+        monkeypatch.setenv("MONARCH_STATE_ROOT", root)
+        with as_user(1234), pytest.raises(PackError, match="/pack: Permission denied") as refused:
+            chunks_of_files(packed, made[1])
+    assert refused.value.hint == "name a pack that you may read"
 
 
 @pytest.mark.parametrize("group", [1, 8, 40])
