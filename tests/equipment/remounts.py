@@ -398,11 +398,13 @@ class HistoryChecker:
         self.theirs |= {path for path, it in self.before.tree.items() if it.ino in numbers}
         # Names, links and special files that meet a conflict on their way go no further, nor do
         # files of the source whose unsynced bytes go with the machine. A file of others keeps a
-        # name that it has got on its way, and that the mount has removed since.
+        # name that it has got on its way, and that the mount has removed since, or given to
+        # another file.
         kept = {it.object for it in self.before.tree.values() if self.before.is_owed(it, kind)}
         for op in self.in_tier.waiting():
             is_named = op.kind == "rename" or (op.kind == "link" and op.object)
-            goes_on = op.object in kept and op.to in self.before.tree
+            shown = self.before.tree.get(op.to)
+            goes_on = op.object in kept and shown is not None and shown.object == op.object
             if is_named and not goes_on and self.is_theirs(op.path):
                 self.theirs.add(op.to)
         owed = {it.content for it in self.before.tree.values() if self.before.is_owed(it, kind)}

@@ -155,3 +155,26 @@ def _refuse_removals(patched: pytest.MonkeyPatch) -> None:
 
 def _full(*_: object, **__: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.promise(79, 128)
+@pytest.mark.parametrize("kind", ["same", "lost state"])
+async def test_what_replaced_a_link_to_a_file_that_others_write_is_kept_beside_it_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
+) -> None:
+    """The source gets the link first, and then finds their bytes under the name."""
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.link(b"b", b"x")
+        await session.write(b"y", b"newer")
+        await session.rename(b"y", b"x")
+        session.kill()
+    os.truncate(rig.source / "b", 2)
+    async with rig.mount(**how(kind, rig)) as session:
+        await session.drained()
+        (conflict,) = session.write_back.drain.writer.log.conflicts
+        await session.end()
+    assert conflict.path == b"x"
+    there = {path: it.content for path, it in tree_of(rig.source).items()}
+    assert {there[name] for name in (b"b", b"c", b"x")} == {b"ol"}
+    assert there[conflict.kept] == b"newer"
