@@ -159,7 +159,7 @@ def _full(*_: object, **__: object) -> int:
 
 @pytest.mark.promise(79, 128)
 @pytest.mark.parametrize("kind", ["same", "lost state"])
-async def test_what_replaced_a_link_to_a_file_that_others_write_is_kept_beside_it_and_named(
+async def test_a_file_renamed_over_a_link_to_a_file_of_others_is_kept_beside_it_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
 ) -> None:
     """The source gets the link first, and then finds their bytes under the name."""
