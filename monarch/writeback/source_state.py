@@ -37,6 +37,9 @@ class Entries:
         self._waiting: dict[int, int] = {}
         # Times of modification that an earlier mount may have set without marking it.
         self.set_times: dict[int, frozenset[int]] = {}
+        # Those that changes over an older snapshot set, by inode number at the source. Changes over
+        # a newer one number the file differently, and so may be made at the same time.
+        self._older_times: dict[int, frozenset[int]] = {}
         # Entries of an older snapshot, by their former identity, with the identity that changes of
         # the drain gave them. A newer snapshot numbers them differently, and may be older than the
         # changes.
@@ -58,6 +61,21 @@ class Entries:
             return self.current(ino, was)
         before = self._before.get(ino)
         return made if not before or was in before else was
+
+    def will_set_time(self, op: Op, mtime_ns: int) -> None:
+        """A change of an earlier mount sets a time of modification, or has set it without a
+        mark."""
+        tables = [(self.set_times, op.ino)]
+        if op.ino < 0 and op.was is not None:
+            tables.append((self._older_times, op.was.source_ino))
+        for table, key in tables:
+            table[key] = table.get(key, frozenset()) | {mtime_ns}
+
+    def as_set(self, ino: int, known: Identity) -> Iterator[Identity]:
+        """A known identity with each time that may have been set without a mark."""
+        older = self._older_times.get(known.source_ino, frozenset())
+        for mtime_ns in self.set_times.get(ino, frozenset()) | older:
+            yield replace(known, mtime_ns=mtime_ns)
 
     def queued(self, op: Op) -> None:
         """A change is in the queue."""
@@ -213,9 +231,11 @@ class SourceState:
                     ours = self._ours.get(op.object, frozenset())
                     self._ours[op.object] = ours | replay.staged[op.object]
             elif op.mtime_ns is not None and (op.object or op.file):
-                table = self._set_times if op.object else self.entries.set_times
-                key = op.object or op.ino
-                table[key] = table.get(key, frozenset()) | {op.mtime_ns}
+                if op.object:
+                    times = self._set_times.get(op.object, frozenset())
+                    self._set_times[op.object] = times | {op.mtime_ns}
+                else:
+                    self.entries.will_set_time(op, op.mtime_ns)
             if seq not in replay.done:
                 self.entries.queued(op)
         self.entries.forget_settled()
@@ -324,8 +344,7 @@ class SourceState:
         if not (op.file or op.kind in ("unlink", "take")):
             return Expected(seq=seq, known=entries.current(op.ino, op.was))
         known = entries.current_file(op.ino, op.was)
-        times = entries.set_times.get(op.ino, ()) if known is not None else ()
-        as_set = tuple(replace(known, mtime_ns=time_ns) for time_ns in times if known is not None)
+        as_set = tuple(entries.as_set(op.ino, known)) if known is not None else ()
         return Expected(seq=seq, known=known, as_set=as_set, is_file=op.file)
 
     def expected_over(self, rename: Op) -> Expected:

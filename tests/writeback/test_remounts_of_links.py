@@ -178,3 +178,35 @@ async def test_a_file_renamed_over_a_link_to_a_file_of_others_is_kept_beside_it_
     there = {path: it.content for path, it in tree_of(rig.source).items()}
     assert {there[name] for name in (b"b", b"c", b"x")} == {b"ol"}
     assert there[conflict.kept] == b"newer"
+
+
+@pytest.mark.promise(128, 129)
+@pytest.mark.parametrize("change", ["unlink", "replace", "write"])
+@pytest.mark.parametrize("kind", ["lost state", "same"])
+async def test_a_name_is_changed_of_a_file_whose_time_waits_over_another_snapshot(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    kind: str,
+    change: str,
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.utime(b"b", 1_000_000_000)
+        session.kill()
+    async with rig.mount(works=False, **how("lost state", rig)) as session:
+        if change == "unlink":
+            session.unlink(b"c")
+        elif change == "replace":
+            await session.rename(b"a", b"c")
+        else:
+            await session.write(b"c", b"written")
+        session.kill()
+    async with rig.mount(**how(kind, rig)) as session:
+        await session.drained()
+        assert not session.write_back.drain.writer.log.conflicts
+        await session.end()
+    there = {path: it.content for path, it in tree_of(rig.source).items()}
+    expected = {"unlink": None, "replace": b"old a", "write": b"written"}[change]
+    assert there.get(b"c") == expected
+    assert there[b"b"] == (b"written" if change == "write" else b"old b")
