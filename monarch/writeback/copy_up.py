@@ -22,6 +22,7 @@ from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import copy_data
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
+from monarch.writeback.object_table import xattrs_of
 from monarch.writeback.op import Op
 from monarch.writeback.open_file import set_times
 from monarch.writeback.open_files import WrittenFiles
@@ -142,7 +143,7 @@ class CopyUp:
                 mode=node.mode | node.hidden_bits,
                 uid=node.uid,
                 gid=node.gid,
-                xattrs=dict(node.xattrs),
+                xattrs=xattrs_of(self._names, node),
                 by=by,
                 was=was,
             )

@@ -16,6 +16,7 @@ from typing import Any
 
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
+from monarch.posix import acl
 from monarch.types import ROOT_INO, Identity, Ino
 from monarch.writeback.history import Numbered, names_of
 from monarch.writeback.object_states import ObjectStates
@@ -33,7 +34,22 @@ def mode_of(node: Node) -> int:
     return stat.S_IMODE(node.mode) | node.hidden_bits
 
 
-def content_of(node: Node, paths: tuple[bytes, ...], *, size: int, **more: Any) -> Op:
+def xattrs_of(names: Namespace, node: Node) -> dict[bytes, bytes]:
+    """The extended attributes of a file with its access control list, which the source may have to
+    give to a new file: others may have removed or replaced the one that has it."""
+    if acl.ACCESS not in node.xattrs and (access := names.acls(node.ino).access):
+        return {**node.xattrs, acl.ACCESS: access}
+    return dict(node.xattrs)
+
+
+def content_of(
+    node: Node,
+    paths: tuple[bytes, ...],
+    *,
+    size: int,
+    xattrs: Mapping[bytes, bytes] | None = None,
+    **more: Any,
+) -> Op:
     """A content of the first ``size`` bytes of a file, with its attributes and all its ``paths``;
     ``more`` are other fields of the record."""
     return Op(
@@ -49,7 +65,7 @@ def content_of(node: Node, paths: tuple[bytes, ...], *, size: int, **more: Any) 
         atime_ns=node.atime_ns,
         mtime_ns=node.mtime_ns,
         size=size,
-        xattrs=dict(node.xattrs),
+        xattrs=dict(node.xattrs if xattrs is None else xattrs),
         **more,
     )
 
@@ -129,7 +145,8 @@ class ObjectTable:
         node = self.node(number)
         if node is None or not node.names or self.states.is_write_through(number):
             return None
-        return content_of(node, tuple(self._names.visible_paths(node.ino)), size=node.size)
+        paths, xattrs = tuple(self._names.visible_paths(node.ino)), xattrs_of(self._names, node)
+        return content_of(node, paths, size=node.size, xattrs=xattrs)
 
     def drop_bits(self, number: int, bits: int) -> None:
         """Shows a file without these bits of its mode: the source will not get them."""

@@ -21,7 +21,7 @@ from monarch.text import errno_words
 from monarch.types import Identity, Ino
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Journal, Replay
-from monarch.writeback.object_table import ObjectTable, content_of
+from monarch.writeback.object_table import ObjectTable, content_of, xattrs_of
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.open_file import UNTOUCHED, OpenFile
@@ -281,6 +281,7 @@ class Recorder:
             node,
             paths,
             size=size,
+            xattrs=xattrs_of(self._names, node),
             intact=min(lowest, size),
             synced=synced,
             through=is_through,

@@ -280,6 +280,9 @@ class _Replayed:
 
     def _have_xattrs(self, node: Node) -> None:
         given = {name: value for name, value in self._op.xattrs.items() if value is not None}
+        if given.get(acl.ACCESS) and self._names.at_source(node.ino) is not None:
+            # The list of a file of the source is that of the source.
+            del given[acl.ACCESS]
         self._names.have_xattrs(node, given)
 
     def _have_attributes(self, node: Node) -> None:
@@ -291,7 +294,10 @@ class _Replayed:
         if mode is None:
             return
         node.drop_bits((stat.S_ISUID | stat.S_ISGID) & ~mode)
-        if op.ino >= 0 or self._names.at_source(node.ino) is None or self._is_of_others(node.ino):
+        there = self._names.at_source(node.ino)
+        if op.ino >= 0 or there is None or self._is_of_others(node.ino):
+            if there is not None and (access := op.xattrs.get(acl.ACCESS)):
+                self._names.refresh(node.ino, there, acl.Acls(access))
             node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(mode)
             node.hidden_bits = 0
             self._hide_mask(node)

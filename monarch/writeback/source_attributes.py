@@ -74,6 +74,15 @@ class SourceAttributes:
             except OSError as error:
                 self._raise_if_supported("times", error, op)
 
+    @staticmethod
+    def without_list(fd: int) -> dict[bytes, bytes | None]:
+        """The change that removes the access control list of an open entry, if it has one: a
+        default list of its directory has given it to a staged file."""
+        with suppress(OSError):
+            if acl.ACCESS.decode() in os.listxattr(path_of(fd)):
+                return {acl.ACCESS: None}
+        return {}
+
     def set_new(self, directory_fd: int, name: bytes, op: Op, by: Credentials | None) -> Identity:
         """Sets the attributes of an entry that ``by`` has just made, and syncs it. A directory
         keeps a set-group-ID bit that it has from the one above. Raises OSError."""

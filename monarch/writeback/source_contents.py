@@ -248,6 +248,9 @@ class StagedContents:
         if place.kind == "over" and place.target is not None and op.strict:
             self._apply_attributes_of(place.target, fd, op, expected)
             return
+        if expected.known is not None or not expected.is_made:
+            # A file that the source has had has its own list, or none.
+            op = replace(op, xattrs={**self._attributes.without_list(fd), **op.xattrs})
         if has_ended_rights(op, place, expected):
             op = replace(op, mode=None if op.mode is None else op.mode & ~SPECIAL_BITS)
         if place.by is None and not (expected.is_made or op.by is None):
@@ -275,11 +278,8 @@ class StagedContents:
             if any(writer is not None and not writer.is_root for writer in (op.by, *op.also)):
                 mode &= ~(stat.S_ISUID | stat.S_ISGID)
             mode = mode & ~expected.taken | due_bits(there, op, expected)
-            xattrs: dict[bytes, bytes | None] = {}
+            xattrs = self._attributes.without_list(fd)
             with suppress(OSError):
-                # A default ACL of the directory has given the staged file one.
-                if acl.ACCESS.decode() in os.listxattr(path_of(fd)):
-                    xattrs[acl.ACCESS] = None
                 for each in os.listxattr(path_of(it)):
                     if each.startswith(("user.", "trusted.", acl.ACCESS.decode())):
                         xattrs[os.fsencode(each)] = os.getxattr(path_of(it), each)

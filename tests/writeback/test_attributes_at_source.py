@@ -14,6 +14,7 @@ import pytest
 import trio.testing
 
 from monarch.errors import Refused
+from monarch.posix.credentials import Credentials
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
 from monarch.vfs.filesystem import ExtendedAttributes
@@ -129,6 +130,26 @@ async def test_a_change_is_shown_and_drained_without_a_read_of_the_file(
         entries = session.write_back.drain.state.entries
         assert not entries.made and not entries._before and not entries._waiting
         assert session.write_back.drain.backlog().conflicts == 0
+
+
+@pytest.mark.fault("U7")
+@pytest.mark.promise(88)
+@pytest.mark.parametrize(
+    "change",
+    [{"by": Credentials(1002, 1002)}, {"by": ROOT, "gid": 12}, {"by": ROOT, "size": 3}],
+    ids=["write", "chown", "truncate"],
+)
+async def test_a_mode_that_the_kernel_sets_takes_set_id_bits_and_no_others(
+    rig: Rig, change: dict[str, Any]
+) -> None:
+    (rig.source / "a").chmod(0o4755)
+    async with rig.mount(works=False) as session:
+        await session.front.attributes.change(session.ino(b"a"), mode=0o755, **change)
+        await session.front.recorder.sync()
+    (rig.source / "a").chmod(0o4700)
+    async with rig.mount() as session:
+        await session.drained()
+    assert stat.S_IMODE(at(rig).st_mode) == 0o700
 
 
 @pytest.mark.parametrize("kind", CHANGES)
