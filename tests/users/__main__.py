@@ -1,4 +1,4 @@
-"""``python -m tests.users SEED [COUNT]``: plays histories again and prints all calls."""
+"""``python -m tests.users [--lists] SEED [COUNT]``: plays histories again and prints all calls."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from tests.users.runner import play
 
 
 def main() -> int:
-    first = int(sys.argv[1])
-    count = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    lists = "--lists" in sys.argv
+    numbers = [int(each) for each in sys.argv[1:] if each != "--lists"]
+    first, count = (*numbers, 1)[:2]
     found = 0
     for seed in range(first, first + count):
         lines: list[str] = []
         with tempfile.TemporaryDirectory() as directory:
             monarch = MonarchCommand(Path(directory), uuid.uuid4().hex, "relay")
             try:
-                problems = play(monarch, Path(directory), [generated(seed)], lines.append)
+                problems = play(
+                    monarch, Path(directory), [generated(seed, lists=lists)], lines.append
+                )
             except AssertionError as error:
                 problems = [str(error)]
             finally:

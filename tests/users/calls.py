@@ -85,6 +85,15 @@ def _chown(at: int, path: str, uid: int, gid: int) -> None:
     os.chown(path, uid, gid, dir_fd=at, follow_symlinks=False)
 
 
+def _set_list(at: int, path: str, name: str, value: str) -> None:
+    # The present directory is that of ``at``, and no call takes both.
+    os.setxattr(path, name, bytes.fromhex(value), follow_symlinks=False)
+
+
+def _remove_list(at: int, path: str, name: str) -> None:
+    os.removexattr(path, name, follow_symlinks=False)
+
+
 _CALLS: Mapping[str, Callable[..., str | None]] = {
     "mkdir": lambda at, path, mode: os.mkdir(path, mode, dir_fd=at),
     "create": _create,
@@ -100,6 +109,8 @@ _CALLS: Mapping[str, Callable[..., str | None]] = {
     "mkfifo": lambda at, path, mode: os.mkfifo(path, mode, dir_fd=at),
     "chmod": lambda at, path, mode: os.chmod(path, mode, dir_fd=at),
     "chown": _chown,
+    "setfacl": _set_list,
+    "delfacl": _remove_list,
 }
 
 
@@ -112,7 +123,8 @@ class Outcome:
 
 
 def perform(at: int, name: str, arguments: Sequence[Any]) -> Outcome:
-    """Make a call in the directory of the descriptor ``at``, as the user of this process."""
+    """Make a call in the directory of the descriptor ``at``, which is the present one, as the user
+    of this process."""
     try:
         content = _CALLS[name](at, *arguments)
     except OSError as error:
@@ -165,6 +177,7 @@ def _serve(directories: Mapping[str, str], ask: int, answer: int) -> None:
         for line in lines:
             directory, below, user, name, arguments = json.loads(line)
             at = os.open(below, os.O_PATH | os.O_DIRECTORY, dir_fd=opened[directory])
+            os.fchdir(at)
             _become(user)
             try:
                 outcome = perform(at, name, arguments)

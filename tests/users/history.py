@@ -13,8 +13,12 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
+from monarch.posix import acl
+from monarch.posix.credentials import Credentials
+from tests.users import lists
 from tests.users.calls import ROOT, SHARED, Call, Outcome
 from tests.users.trees import Entry, Tree
 
@@ -35,6 +39,10 @@ class Step:
 
     def __str__(self) -> str:
         call = self.call
+        if call.name == "setfacl":
+            path, name, value = call.arguments
+            text = lists.text_of(bytes.fromhex(value))
+            return f"{self.side:6} {call.user:4} setfacl({path!r}, {name!r}, {text!r})"
         words = [oct(a) if isinstance(a, int) and a > 0 else repr(a) for a in call.arguments]
         return f"{self.side:6} {call.user:4} {call.name}({', '.join(words)})"
 
@@ -65,6 +73,11 @@ def users_of(number: int) -> tuple[int, int]:
     return 10_000 + 2 * number, 10_001 + 2 * number
 
 
+def third_user_of(number: int) -> int:
+    """The third ordinary user of a history with lists."""
+    return 20_000_000 + number
+
+
 def surroundings(alice: int, mallory: int) -> dict[str, Entry]:
     """The directories that each history has."""
     return {
@@ -77,9 +90,9 @@ def surroundings(alice: int, mallory: int) -> dict[str, Entry]:
     }
 
 
-def generated(seed: int) -> History:
-    """The history of a seed."""
-    return _Generator(seed).history()
+def generated(seed: int, *, lists: bool = False) -> History:
+    """The history of a seed; with ``lists`` three users also set access control lists."""
+    return (_GeneratorOfLists if lists else _Generator)(seed).history()
 
 
 class _Generator:
@@ -87,7 +100,9 @@ class _Generator:
         self._random = random.Random(seed)
         self._seed = seed
         self._alice, self._mallory = users_of(seed)
-        self._users = (self._alice, self._mallory, ROOT)
+        self._ordinary: tuple[int, ...] = (self._alice, self._mallory)
+        self._users: tuple[int, ...] = (*self._ordinary, ROOT)
+        self._shares: tuple[int, ...] = (45, 45, 10)
         self._written = 0
         self._near: list[str] = []
         # What is believed to be there: directories, and files for all else.
@@ -101,7 +116,7 @@ class _Generator:
         )
         for above in _SHARED_DIRECTORIES:
             for name in _NAMES:
-                uid = self._random.choice(self._users[:2])
+                uid = self._random.choice(self._ordinary)
                 kind = self._random.random()
                 mode = self._random.choice(_FILE_MODES)
                 if kind < 0.3:
@@ -143,7 +158,7 @@ class _Generator:
 
     def _step(self) -> Step:
         side: Side = "mount" if self._random.random() < 0.55 else "source"
-        user = self._random.choices(self._users, (45, 45, 10))[0]
+        user = self._random.choices(self._users, self._shares)[0]
         return Step(side, self._call(user))
 
     def _call(self, user: int) -> Call:
@@ -177,7 +192,7 @@ class _Generator:
             case "chmod":
                 return (chosen((*_FILE_MODES, *_DIRECTORY_MODES)),)
             case "chown":
-                uid = chosen(self._users[:2]) if user == ROOT else -1
+                uid = chosen(self._ordinary) if user == ROOT else -1
                 return (uid, chosen((user, SHARED)))
         return ()
 
@@ -193,6 +208,60 @@ class _Generator:
         elif call.name in ("create", "save", "symlink", "mkfifo", "link"):
             self._there.setdefault(to, "file")
 
+
+class _GeneratorOfLists(_Generator):
+    """Directories and files have lists from the beginning, or get them at the source, and the users
+    meet each other in them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._ordinary = (self._alice, self._mallory, third_user_of(seed))
+        self._users = (*self._ordinary, ROOT)
+        self._shares = (30, 30, 30, 10)
+
+    def history(self) -> History:
+        history = super().history()
+        tree = dict(history.tree)
+        tree["third"] = directory(self._ordinary[2], self._ordinary[2], 0o750)
+        for path, it in tree.items():
+            if path and self._random.random() < 0.6:
+                is_directory = it.kind == "directory"
+                rights = _WIDE if path in _SHARED_DIRECTORIES else _RIGHTS
+                access, default = (
+                    self._list(rights) if is_there else b""
+                    for is_there in (
+                        not is_directory or self._random.random() < 0.6,
+                        is_directory and self._random.random() < 0.6,
+                    )
+                )
+                tree[path] = replace(it, lists=(access, default))
+        return History(f"lists-{self._seed}", tree, history.rounds)
+
+    def _step(self) -> Step:
+        if self._random.random() > 0.25:
+            return super()._step()
+        # The mount sets no lists.
+        side: Side = "mount" if self._random.random() < 0.1 else "source"
+        user = self._random.choices(self._users, self._shares)[0]
+        path = self._path() if self._random.random() < 0.6 else self._random.choice(_LISTED)
+        name = self._random.choice(lists.NAMES)
+        if self._random.random() < 0.25:
+            return Step(side, Call(user, "delfacl", (path, name)))
+        rights = _WIDE if path in _SHARED_DIRECTORIES else _RIGHTS
+        return Step(side, Call(user, "setfacl", (path, name, self._list(rights).hex())))
+
+    def _list(self, rights: Sequence[int]) -> bytes:
+        bits = partial(self._random.choice, rights)
+        users, groups = (
+            {each: bits() for each in numbers if self._random.random() < 0.4}
+            for numbers in (self._ordinary, (SHARED, *self._ordinary))
+        )
+        return lists.packed(bits(), bits(), bits(), bits(), users, groups)
+
+
+_LISTED = (*_SHARED_DIRECTORIES, "alice", "mallory", "third")
+_RIGHTS = (0, 4, 5, 6, 6, 7, 7, 7)
+_WIDE = (5, *(7,) * 7)
 
 _OF_MISSING = {"mkdir": 10, "create": 14, "save": 10, "symlink": 3, "mkfifo": 4}
 _OF_DIRECTORIES = {"rename": 8, "rmdir": 8, "chmod": 10, "chown": 4, "mkdir": 3, "save": 3}
@@ -222,13 +291,15 @@ class Round:
 class Allowed:
     """What each path and each inode of the source may be after a drain.
 
-    ``last``: what all is if the drain has come to its end.
+    ``last``: what all is if the drain has come to its end. ``left``: the calls that do nothing in
+    the place of the drain. If the source refuses changes, they may be among them.
     """
 
     paths: dict[str, set[Entry | None]] = field(default_factory=lambda: defaultdict(set))
     inodes: dict[int, set[Entry]] = field(default_factory=lambda: defaultdict(set))
     moments: int = 0
     last: Mapping[str, Entry] = field(default_factory=dict)
+    left: list[Made] = field(default_factory=list)
 
     def add(self, tree: Tree, origins: Mapping[int, int]) -> None:
         """``origins``: inodes of ``tree`` that stand for those of the source."""
@@ -261,11 +332,11 @@ def replay(
     tree = look()
     allowed.add(before, {ino: ino for ino in before.inodes.values()})
     for call, meant in made:
-        if not _meets_what_it_meant(call, meant, tree, origins):
-            continue
-        if perform(call).error == "":
+        if _meets_what_it_meant(call, meant, tree, origins) and not perform(call).error:
             tree = look()
             allowed.add(tree, origins)
+        else:
+            allowed.left.append((call, meant))
     return allowed
 
 
@@ -285,6 +356,8 @@ _CONFLICT = ".monarch-conflict-"
 # What waits for its turn at the source has such a name.
 _STAGED = ".monarch-"
 _SPECIAL_BITS = 0o6000
+# A user who is in no group of the others.
+_STRANGER = 65534
 _STICKY = 0o1000
 
 
@@ -384,8 +457,8 @@ class SourceChecker:
         """Whether a user may make an inode into what it is."""
         if (now.kind, now.uid) != (was.kind, was.uid) or self._is_dressed_up(now):
             return False
-        attributes = (now.mode, now.gid) == (was.mode & ~_SPECIAL_BITS, was.gid)
-        attributes = attributes or (now.mode, now.gid) == (was.mode, was.gid)
+        attributes = (now.gid, now.lists) == (was.gid, was.lists)
+        attributes = attributes and now.mode in (was.mode, was.mode & ~_SPECIAL_BITS)
         content = now.data == was.data or all(
             _grants(was, writer, 2) for writer in {user} | (_writers(now) - _writers(was) - {ROOT})
         )
@@ -426,12 +499,31 @@ class SourceChecker:
             return False
         if all(_grants(now, writer, 2) for writer in _writers(now) - {ROOT, now.uid}):
             return not self._is_dressed_up(now)
-        if now.kind != "file" or _writers(now) <= {now.uid} or not now.mode & 0o077:
+        is_closed = not (now.mode & 0o007 or self._is_for_others(now))
+        if now.kind != "file" or _writers(now) <= {now.uid} or is_closed:
             return not self._is_dressed_up(now)
         return any(
-            (now.uid, now.data) == (each.uid, each.data) and not now.mode & ~each.mode
+            (now.uid, now.data) == (each.uid, each.data) and self._is_no_wider(now, each)
             for shown, each in self._shown.items()
             if shown.rpartition("/")[0] == above
+        )
+
+    def _is_for_others(self, now: Entry) -> bool:
+        """Whether the group of an entry, or a user of its list, has any right."""
+        if not any(now.lists):
+            return bool(now.mode & 0o070)
+        others = self._users - {now.uid}
+        return any(_grants(now, user, right) for user in others for right in (1, 2, 4))
+
+    def _is_no_wider(self, now: Entry, than: Entry) -> bool:
+        """Whether an entry gives no user a right that another gives not."""
+        if not (any(now.lists) or any(than.lists)):
+            return not now.mode & ~than.mode
+        return all(
+            _grants(than, user, right)
+            for user in (*self._users, _STRANGER)
+            for right in (1, 2, 4)
+            if _grants(now, user, right)
         )
 
     def _is_brought_renamed(self, path: str, was: Entry | None, now: Entry) -> bool:
@@ -511,11 +603,7 @@ def _writers(entry: Entry) -> set[int]:
 
 
 def _grants(entry: Entry, user: int, bits: int) -> bool:
-    """Whether the mode of an entry lets an ordinary user do all of ``bits``, as in rwx."""
-    if entry.uid == user:
-        given = entry.mode >> 6
-    elif entry.gid in (user, SHARED):
-        given = entry.mode >> 3
-    else:
-        given = entry.mode
-    return given & bits == bits
+    """Whether the mode and list of an entry let an ordinary user do all of ``bits``, as in rwx."""
+    groups = () if user == _STRANGER else (SHARED,)
+    by = Credentials(user, user, groups)
+    return acl.allows(entry.lists[0], entry.mode, uid=entry.uid, gid=entry.gid, by=by, wanted=bits)

@@ -17,6 +17,7 @@ from tests.conftest import MonarchCommand
 from tests.equipment.remounted import Remounts, drained_or_refused, rotated
 from tests.users.calls import Actors, Call
 from tests.users.history import Allowed, History, Made, Round, SourceChecker, Step, replay
+from tests.users.lists import lists_at, set_lists
 from tests.users.trees import Entry, Tree, build, entry, look
 
 # Histories that go through their rounds together: one drain for all, within the time for which the
@@ -131,7 +132,7 @@ class HistoryRunner:
                 now, was = entry(fd, path), shown[path]
                 if kind == "lost state" and now is not None:
                     # A new snapshot has the owners and modes that others have set.
-                    now = replace(now, uid=was.uid, gid=was.gid, mode=was.mode)
+                    now = replace(now, uid=was.uid, gid=was.gid, mode=was.mode, lists=was.lists)
                 if now != was:
                     problems.append(f"{path}: mounted again ({kind}), {now}, not {was}")
             self._drain()
@@ -188,7 +189,7 @@ class HistoryRunner:
         }
         with ExitStack() as stack:
             before = {history.name: self._held(stack, history.name) for history in histories}
-            self._drain()
+            trouble = self._drain()
             for history in histories:
                 name = history.name
                 problems[name] += rounds[name].problems
@@ -203,16 +204,17 @@ class HistoryRunner:
                 began = self._began[name]
                 if after.entries == allowed.last:
                     self.complete += bool(pending)
-                    pending.clear()
-                    began.clear()
+                    pending[:] = allowed.left if trouble else []
+                    if not pending:
+                        began.clear()
                 shown = self._look("view", name).entries
                 checker = SourceChecker(before[name], allowed, pending, shown, began)
                 found = checker.problems(after)
                 problems[name] += [f"round {number + 1}: {text}" for text in found]
 
-    def _drain(self) -> None:
-        """Have all come to the source but what that refuses."""
-        drained_or_refused(self._remounts.mounted, self._tell)
+    def _drain(self) -> str:
+        """Have all come to the source but what that refuses; as ``drained_or_refused``."""
+        return drained_or_refused(self._remounts.mounted, self._tell)
 
     def _steps(self, history: History, steps: Sequence[Step], origins: Mapping[int, int]) -> Round:
         """``origins``: for inodes of the view those of the source."""
@@ -239,6 +241,7 @@ class HistoryRunner:
             # Where the source has another file by now, the mount may have taken that file. The
             # outcome of the call is compared at the source.
             is_other = any(len(inodes - {None}) > 1 for inodes in meant)
+            is_other = is_other or any(self._is_taken(history.name, path) for path in call.paths)
             if expected.error in ("EACCES", "EPERM") and not is_other:
                 played.problems.append(f"{step}: done, though without the mount {expected.error}")
             if call.name == "read" and outcome not in (
@@ -279,15 +282,30 @@ class HistoryRunner:
             shown, viewed = self._status("mnt", name, path), self._status("view", name, path)
             if shown is None or viewed is None or not stat.S_ISREG(shown.st_mode):
                 continue
-            if _rights(shown) == _rights(viewed):
+            at, below = self._fds["view"], f"{name}/{path}"
+            lists = lists_at(self._fds["mnt"], below)
+            if (_rights(shown), lists) == (_rights(viewed), lists_at(at, below)):
                 continue
             there = self._look_at_source(name)
             names = [at for at, ino in there.inodes.items() if ino == origin]
             found = self._status("source", name, names[0]) if names else None
-            if found is not None and _rights(found) == _rights(shown):
-                at, below = self._fds["view"], f"{name}/{path}"
+            if found is not None and (_rights(found), there.entries[names[0]].lists) == (
+                _rights(shown),
+                lists,
+            ):
                 os.chown(below, shown.st_uid, shown.st_gid, dir_fd=at, follow_symlinks=False)
+                set_lists(at, below, lists, anew=True)
                 os.chmod(below, stat.S_IMODE(shown.st_mode), dir_fd=at)
+
+    def _is_taken(self, name: str, path: str) -> bool:
+        """Whether the mount has taken what the source has under a name now, and the view has not:
+        when the round began others had removed it there, or put another kind of entry there."""
+        of_mount, of_view, of_source = (
+            (status and _rights(status), status and lists_at(self._fds[where], f"{name}/{path}"))
+            for where in ("mnt", "view", "source")
+            for status in (self._status(where, name, path),)
+        )
+        return of_mount == of_source != of_view
 
     def _set(self, name: str, played: Round) -> set[int | None]:
         """The files of the source whose owner or mode the mount has to bring there."""

@@ -1,12 +1,13 @@
 """Two users attack each other's files at the source and through a mount of root.
 
-``python -m tests.users SEED`` plays one history again and prints each call.
+``python -m tests.users [--lists] SEED`` plays one history again and prints each call.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from tests.users.history import (
     surroundings,
     users_of,
 )
+from tests.users.lists import packed
 from tests.users.runner import play
 from tests.users.trees import Entry
 
 pytestmark = [needs_root, needs_fuse]
 
-_SEEDS = 500
+_SEEDS, _SEEDS_WITH_LISTS = 500, 200
 # Findings at the source are logged; a machine under load may let the tier wait. After a kill the
 # next mount applies the journal over what other users have made at the source since.
 _LOGGED = (
@@ -56,6 +58,22 @@ def test_users_do_to_each_other_only_what_they_could_do_without_the_mount(
     assert problems == [], "\n".join(problems)
 
 
+@pytest.mark.fault("U7")
+@pytest.mark.promise(20, 77)
+@pytest.mark.timeout(300)
+@pytest.mark.modes("relay", "passthrough")
+def test_users_with_lists_do_only_what_they_could_do_without_the_mount(
+    monarch: MonarchCommand, tmp_path: Path, mode: str
+) -> None:
+    """Three users, and the access control lists that they set at the source."""
+    monarch.expects_log(_LOGGED)
+    first = MODES.index(mode)
+    seeds = range(first, _SEEDS_WITH_LISTS, len(MODES))
+    histories = [generated(seed, lists=True) for seed in seeds]
+    problems = play(monarch, tmp_path, histories, number=first)
+    assert problems == [], "\n".join(problems)
+
+
 @pytest.mark.timeout(0)
 @pytest.mark.modes("relay", "passthrough")
 def test_users_run_for_the_given_time(
@@ -69,7 +87,7 @@ def test_users_run_for_the_given_time(
         command = MonarchCommand(directory, monarch.case, mode)
         command.expects_log(_LOGGED)
         try:
-            histories = [generated(seed + n) for n in range(200)]
+            histories = [generated(seed + n, lists=n % 4 == 0) for n in range(200)]
             problems = play(command, directory, histories, number=seed // 200)
         finally:
             command.close()
@@ -98,6 +116,7 @@ def directed() -> list[History]:
         _rename_brings_a_removed_program_back,
         _link_makes_a_program_of_its_user,
         _write_opens_a_program_that_its_owner_has_closed,
+        _file_with_a_list_is_made_anew,
     )
     histories = []
     for number, steps in enumerate(stories):
@@ -229,6 +248,22 @@ def _write_opens_a_program_that_its_owner_has_closed(
         # The write removes the set-ID bits. That is no change of the other bits.
         yield on(mallory, call, f"open/{name}", f"{mallory}:{name};")
         yield at(alice, "chmod", f"open/{name}", 0o700)
+
+
+def _file_with_a_list_is_made_anew(alice: int, mallory: int, tree: dict[str, Entry]) -> Steps:
+    # The group bits of the file are the mask: the group has no right.
+    own = packed(6, 0, 6, 0, {mallory: 6}, {})
+    wide = packed(7, 7, 7, 7, {}, {SHARED: 7})
+    tree["open/d"] = replace(directory(0, 0, 0o777), lists=(b"", wide))
+    for name, mode, given in (("listed", 0o660, own), ("plain", 0o662, b"")):
+        for path in (f"open/{name}", f"open/d/{name}"):
+            of_alice = file(alice, alice, mode, f"{alice}:{path};")
+            tree[path] = replace(of_alice, lists=(given, b""))
+        yield on(mallory, "rename", f"open/{name}", f"open/d/renamed {name}")
+        yield at(alice, "unlink", f"open/{name}")
+        yield on(mallory, "append", f"open/d/{name}", f"{mallory}:{name};")
+        yield at(alice, "unlink", f"open/d/{name}")
+        yield at(alice, "create", f"open/d/{name}", 0o600, f"{alice}:new;")
 
 
 def at(user: int, name: str, *arguments: Any) -> Step:

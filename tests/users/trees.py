@@ -7,6 +7,8 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tests.users.lists import lists_at, set_lists, text_of
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -15,7 +17,9 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 class Entry:
     """What a name leads to. ``data``: the bytes of a file, the target of a link, else empty.
 
-    Two entries are equal if a user sees no difference; the inode number ``ino`` is beside that.
+    ``lists``: its access control lists, the one for itself and the default of a directory, each
+    empty if there is none. Two entries are equal if a user sees no difference; the inode number
+    ``ino`` is beside that.
     """
 
     kind: str
@@ -23,9 +27,11 @@ class Entry:
     gid: int
     mode: int
     data: str
+    lists: tuple[bytes, bytes] = (b"", b"")
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.mode:04o} {self.uid}:{self.gid} {self.data!r}"
+        lists = " ".join(map(text_of, self.lists)) if any(self.lists) else ""
+        return f"{self.kind} {self.mode:04o} {self.uid}:{self.gid} {self.data!r} {lists}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,8 @@ def _note(fd: int, name: str, path: str, entries: dict[str, Entry], inodes: dict
     elif kind == "file":
         data = _content(fd, name)
     mode = stat.S_IMODE(status.st_mode)
-    entries[path] = Entry(kind, status.st_uid, status.st_gid, mode, data)
+    lists = (b"", b"") if kind == "link" else lists_at(fd, name)
+    entries[path] = Entry(kind, status.st_uid, status.st_gid, mode, data, lists)
     inodes[path] = status.st_ino
     return kind
 
@@ -133,4 +140,7 @@ def build(at: int, below: str, tree: Tree) -> dict[int, int]:
         if entry.kind != "link":
             os.chmod(name, entry.mode, dir_fd=at)
         numbers[ino] = os.stat(name, dir_fd=at, follow_symlinks=False).st_ino
+    # At the end: what is made in a directory with a default list inherits it.
+    for path, entry in tree.entries.items():
+        set_lists(at, f"{below}/{path}" if path else below, entry.lists)
     return numbers
