@@ -23,7 +23,7 @@ from monarch.types import Ino
 from tests.conftest import contents
 from tests.equipment.waiting import becomes_true
 from tests.fuse import wire
-from tests.fuse.rig import Rig, rig
+from tests.fuse.rig import PATIENCE_S, Rig, rig
 from tests.fuse.wire import Op
 from tests.peers.member import HOST, Act, Member, hang_up, head, say, silent, without_end
 
@@ -31,8 +31,8 @@ from tests.peers.member import HOST, Act, Member, hang_up, head, say, silent, wi
 SIZE, LARGE = 5000, 300_000
 NAMES = ("one", "two", *(f"more{number}" for number in range(20)))
 NOT_KEPT, SLOW = 0xFFFE, 0xFFFF
-# A loaded machine must not make a member look slow.
-LONG_US, SHORT_US = 20_000_000, 50_000
+# A loaded machine must not make a member look slow. A test fails if a thread waits as long.
+LONG_US, SHORT_US = int(2e6 * PATIENCE_S), 50_000
 FETCHED = 0xFE
 
 
