@@ -114,10 +114,10 @@ class WrittenAttributes:
         # Nothing below waits: the file keeps its object until the change is recorded.
         node = self._names.node(ino)
         was = None if self._has_lost_names(node) else known_at_source(self._names, ino)
-        # Only owners change modes, alone. Else the kernel does, when it removes set-ID bits.
-        owner = _owner(self._names.attributes(ino))
-        is_of_another = mode is not None and by.uid not in (0, owner.uid)
-        is_by_kernel = is_of_another or not (mode is None or (uid is gid is size is None))
+        # Only owners change modes. For other users the kernel does, when it removes set-ID bits.
+        now = self._names.attributes(ino)
+        is_of_another = mode is not None and by.uid not in (0, now.uid)
+        is_by_kernel = is_of_another or _ends_set_id(now.mode, mode, uid, gid, size)
         if node is not None and not is_of_times and self._is_recorded_with(node, mode, uid, gid):
             self._names.change(ino, now_ns=file_now_ns())
             return self._names.attributes(ino)
@@ -144,7 +144,7 @@ class WrittenAttributes:
                     same=mtime_ns is not None and self._recorder.is_recorded(node),
                     file=is_file and not node.object,
                     ino=ino,
-                    by=owner if is_of_another else by,
+                    by=Credentials(now.uid, now.gid) if is_of_another else by,
                     ends_set_id=is_by_kernel,
                     was=was,
                 )
@@ -358,5 +358,9 @@ def _changed(found: Mapping[bytes, bytes], node: Node) -> dict[bytes, bytes]:
     return kept | node.xattrs
 
 
-def _owner(attributes: Attributes) -> Credentials:
-    return Credentials(attributes.uid, attributes.gid)
+def _ends_set_id(was: int, mode: int | None, *others: int | None) -> bool:
+    """Whether a new mode, set with one of ``others``, is the former one without some of its set-ID
+    bits: so the kernel sets it with a new owner or size."""
+    of_set_id = was & (stat.S_ISUID | stat.S_ISGID)
+    is_with_others = any(each is not None for each in others)
+    return mode is not None and is_with_others and not stat.S_IMODE(was ^ mode) & ~of_set_id

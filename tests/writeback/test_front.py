@@ -16,6 +16,7 @@ import trio.testing
 
 from monarch.errors import Refused
 from monarch.namespace.overlay import Node
+from monarch.posix.acl import Acls
 from monarch.posix.credentials import Credentials
 from monarch.posix.thread_pool import ThreadPool
 from monarch.types import WRITTEN_INO, Identity, Ino
@@ -69,6 +70,9 @@ class Names:
     def path_text(self, ino: Ino, *, is_visible: bool) -> str:
         assert is_visible
         return repr(os.fsdecode(self.visible_path(ino)))
+
+    def acls(self, ino: Ino) -> Acls:
+        return Acls()
 
     def at_source(self, ino: Ino) -> None:
         return None
