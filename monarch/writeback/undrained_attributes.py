@@ -135,6 +135,11 @@ class UndrainedAttributes:
             became, there = done[seq], self._names.at_source(node.ino)
             if became is None or there is None:
                 continue
+            if op.ino < 0 and not (_same_bytes(there, became) or _same_bytes(there, op.was)):
+                # Others wrote the file between the change and the snapshot, and the mark has the
+                # bytes of before.
+                self._refresh(node.ino, there, op, there.identity)
+                continue
             known.add(there.identity)
             if op.was is not None and op.was not in known:
                 # The mount had noticed a change by others: earlier copies have other bytes.
@@ -180,6 +185,12 @@ class UndrainedAttributes:
         kept = {name: value for name, value in node.xattrs.items() if name not in changes}
         self._names.have_xattrs(node, kept | given)
         node.removed_xattrs = (node.removed_xattrs | changes.keys()) - given.keys()
+
+
+def _same_bytes(there: Attributes, known: Identity | None) -> bool:
+    """Whether a file has the bytes of an identity, as far as size and time show; so also if that
+    is not known."""
+    return known is None or (there.size, there.mtime_ns) == (known.size, known.mtime_ns)
 
 
 def applied(

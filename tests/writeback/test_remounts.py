@@ -230,6 +230,25 @@ async def test_a_mount_between_with_another_snapshot_hides_no_change(
 
 
 @pytest.mark.promise(170)
+async def test_a_change_from_before_the_snapshot_does_not_bring_older_bytes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    """Others write a file between a change of its mode and the snapshot over which that is drained.
+    The mark of the drain has the size and time from the moment of the change."""
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.chmod(b"d/a", 0o600)
+    (rig.source / "d/a").write_bytes(b"others")
+    rig.lose_state()
+    async with rig.mount() as session:
+        await session.drained()
+        session.kill()
+    async with rig.mount(works=False, freshness="never") as session:
+        assert session.names.attributes(session.ino(b"d/a")).size == len(b"others")
+        assert session.shown()[b"d/a"].bare == tree_of(rig.source)[b"d/a"].bare
+
+
+@pytest.mark.promise(170)
 @pytest.mark.parametrize("kind", ["given", "same"])
 async def test_a_mount_that_never_checks_shows_drained_files_over_another_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
