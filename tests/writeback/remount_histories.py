@@ -239,8 +239,13 @@ class Agreed:
         }
 
     def _at_source(self, path: bytes) -> tuple[tuple[int, ...], tuple[int, int]] | None:
+        above, _, name = path.rpartition(b"/")
+        folder = os.path.join(os.path.realpath(os.fsencode(self._source)), above)
+        if os.path.realpath(folder) != os.path.normpath(folder):
+            # Others have put a link in the place of a directory.
+            return None
         try:
-            it = os.lstat(os.path.join(os.fsencode(self._source), path))
+            it = os.lstat(os.path.join(folder, name))
         except (FileNotFoundError, NotADirectoryError):
             return None
         status = (it.st_mode, it.st_uid, it.st_gid, it.st_size, kept_ns(it.st_mtime_ns))
