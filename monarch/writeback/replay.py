@@ -21,6 +21,7 @@ from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.posix import acl
 from monarch.types import SHOWING_CHANGES, WRITTEN_INO, Attributes, Identity, Ino, Progress
+from monarch.writeback.expected import Expected
 from monarch.writeback.journal_found import PROGRESS_STEP, no_progress
 from monarch.writeback.op import Op
 from monarch.writeback.source_state import SourceState
@@ -296,6 +297,10 @@ class _Replayed:
         node.drop_bits((stat.S_ISUID | stat.S_ISGID) & ~mode)
         there = self._names.at_source(node.ino)
         if op.ino >= 0 or there is None or self._is_of_others(node.ino):
+            if op.ino < 0 and there is not None and self._expected().may_be(there.identity):
+                # It is the known file with another owner, or a number that was used again. A right
+                # that the known file has lost there, is lost here.
+                mode &= there.mode
             if there is not None and (access := op.xattrs.get(acl.ACCESS)):
                 self._names.refresh(node.ino, there, acl.Acls(access))
             node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(mode)
@@ -312,7 +317,7 @@ class _Replayed:
         if state.identity(op.object) is not None and not state.has_older(op.object):
             # The known one has none of the names of the object there.
             return True
-        expected = state.expected(0, self._take or op)
+        expected = self._expected()
         known = expected.known
         if known is None or there is None:
             return False
@@ -325,6 +330,9 @@ class _Replayed:
             return False
         has_owner = op.uid in (None, there.uid)
         return not (has_owner and expected.may_be(there.identity))
+
+    def _expected(self) -> Expected:
+        return self._state.expected(0, self._take or self._op)
 
     def _linked(self) -> Ino:
         """The inode that gets another name; it may have only its new name by now."""

@@ -20,6 +20,7 @@ from monarch.daemon.write_verbs import WrittenVerbs
 from monarch.errors import Refused, SourceError
 from monarch.namespace import scan
 from monarch.namespace.build import build
+from monarch.posix import failpoints
 from monarch.telemetry.report import LostReport
 from monarch.writeback import replay as replay_module
 from monarch.writeback.source_contents import StagedContents
@@ -29,6 +30,7 @@ from tests.equipment.remounts import tree_of
 from tests.writeback.conftest import small_disk
 from tests.writeback.remount_histories import history, how, prepared
 from tests.writeback.remounts import Session
+from tests.writeback.rig import Killed, is_killed
 
 # The tests that share the histories. A history whose changes the source refuses for good waits
 # 1,800 virtual seconds, which take 18 real ones: few of them may meet in one test.
@@ -637,6 +639,41 @@ async def test_written_bytes_do_not_get_the_owner_of_a_file_that_another_user_ha
     status = kept.stat()
     assert (status.st_mode & 0o7777, status.st_uid) == (0o600, os.geteuid())
     assert kept.read_bytes() == b"new d/a"
+
+
+@pytest.mark.promise(79, 129)
+async def test_a_file_that_was_closed_and_given_away_at_the_source_is_not_opened_by_a_new_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    """The mount that has brought it was killed before the journal has a mark of that."""
+
+    def reached(name: str) -> None:
+        if name == "drain-renamed":
+            raise Killed(name)
+
+    rig = prepared(tmp_path, monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(failpoints, "failpoint", reached)
+        try:
+            async with rig.mount() as session:
+                await session.write(b"d/a", b"written", synced=True)
+                await session.drained()
+        except BaseException as error:
+            if not is_killed(error):
+                raise
+    assert (rig.source / "d/a").read_bytes() == b"written"
+    (rig.source / "d/a").chmod(0o640)
+    os.chown(rig.source / "d/a", 1234, 1234)
+    rig.lose_state()
+    async with rig.mount(works=False) as session:
+        now = session.names.attributes(session.ino(b"d/a"))
+        # The owner is known when it is drained: another file may have its number.
+        assert (now.mode & 0o7777, now.uid) == (0o640, os.geteuid())
+    async with rig.mount() as session:
+        await session.drained()
+        await session.end()
+    status = (rig.source / "d/a").stat()
+    assert (status.st_mode & 0o7777, status.st_uid) == (0o640, 1234)
 
 
 @pytest.mark.promise(31, 128)
