@@ -169,6 +169,20 @@ class Left:
         kinds = ("create", "content", "rename", "link")
         return {op.object for op in self.waiting() if op.kind in kinds} - {0}
 
+    def through(self) -> dict[int, int]:
+        """The objects whose bytes only a file at the source has, under a name there, with the inode
+        number of that file."""
+        if not (self.directory / "journal").exists():
+            return {}
+        found = read_replay(self.directory)
+        numbers = {op.object for _, op in found.ops if op.kind == "through"}
+        there = {
+            op.object: found.done.get(seq)
+            for seq, op in found.ops
+            if op.kind == "content" and op.object in numbers
+        }
+        return {number: it.source_ino for number, it in there.items() if it is not None}
+
     def names(self) -> dict[bytes, int]:
         """The objects of all written files by the names that the last mount showed."""
         if not (self.directory / "journal").exists():
@@ -299,9 +313,10 @@ class HistoryChecker:
 
     ``theirs``: paths that others have touched at the source, with all beneath; ``gone``: contents
     that others have taken from it. ``left``: the paths, with these contents, from which others have
-    taken files that nothing waited for. ``taken``: objects whose staged files others have taken
-    away, with all the bytes that there were. ``modes``: those that others have given to files: a
-    written file has the mode that it was given at the source.
+    taken files that nothing waited for. ``taken``: objects with all of their bytes in a staged
+    file, or a file with a name, that others have taken away. ``modes``: those that others have
+    given to files: a written file has the mode that it was given at the source. ``given_away``: the
+    paths of files that others have given another owner.
     """
 
     source: Path
@@ -312,6 +327,7 @@ class HistoryChecker:
     left: set[tuple[bytes, bytes]] = field(default_factory=set)
     taken: set[int] = field(default_factory=set)
     modes: set[int] = field(default_factory=set)
+    given_away: set[bytes] = field(default_factory=set)
     before: Ending = field(init=False)
 
     def __post_init__(self) -> None:
@@ -385,13 +401,21 @@ class HistoryChecker:
         }
         given = [now[path][1] for path in then.keys() & now.keys() if then[path][1] != now[path][1]]
         self.modes |= set(map(stat.S_IMODE, given))
+        tree = self.before.tree
+        owners = [path for path in then.keys() & now.keys() if then[path][3:] != now[path][3:]]
+        numbers = {tree[path].ino for path in owners if path in tree}
+        self.given_away |= {path for path, it in tree.items() if it.ino in numbers}
         self.taken |= {
             int(found[1]) for found in map(_WRITE_THROUGH.search, then.keys() - now.keys()) if found
+        }
+        away = {then[path][0] for path in then.keys() - now.keys()}
+        stay = {now[path][0] for path in then.keys() & now.keys()}
+        self.taken |= {
+            number for number, ino in self.in_tier.through().items() if ino in away - stay
         }
         self.before.owed -= self.taken
         self.theirs |= {path for path, it in self.before.tree.items() if it.object in self.taken}
         # A directory that others have taken away may have another name on the mount by now.
-        away = {then[path][0] for path in then.keys() - now.keys()}
         self.theirs |= {path for path, it in self.before.tree.items() if it.source_ino in away}
         # A file that others have touched under one name is theirs under its others.
         numbers = self.numbers_of_others(self.before.tree)
@@ -443,6 +467,10 @@ class HistoryChecker:
             if path in linked and was is not None and it is not None:
                 was, it = was.without_links, it.without_links
             was = self._with_mode_of_others(was, it)
+            if was is not None and it is not None and path in self.given_away:
+                # Until it is drained it has the owner of before, and no right of others that is not
+                # there as well.
+                was = replace(was, mode=was.mode & it.mode)
             message = f"{path!r} is {it} after {before.way} and {kind}, and was {was}"
             assert (it and it.bare) == (was and was.bare), message
 
