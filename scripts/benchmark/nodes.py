@@ -15,7 +15,6 @@ each turn in another order.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import re
 import secrets
@@ -29,14 +28,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from monarch.daemon.peers import ownership_of
 from monarch.namespace.snapshot import Snapshot
 from monarch.peers.client import TOKEN_HEADER
 from monarch.peers.hello import MemberKey
 from monarch.peers.ranges import block_items
+from monarch.peers.spans import Span
+from monarch.placement.parts import BLOCK
 from monarch.text import counted
 from monarch.tiers.contents import copy_name
+from monarch.tiers.partial import GRANULE
 from monarch.types import Ino
 from scripts.benchmark.packs_writers import tree
 from scripts.benchmark.page_cache import can_drop, drop_pages
@@ -75,12 +78,13 @@ SIZE = 110_000
 SHARE = 0.3
 LARGE_MB = (2000, 256)
 # With less, chance decides whether the blocks of a node fit into its tier.
-LEAST_LARGE = 1000 * MB
+LEAST_LARGE = 2000 * MB
 ALONE = "each node alone"
 PLAIN = "plain HTTP clients"
+# The least ratio to as many plain clients over the same links.
+LINKS_BAR = 0.9
 # The plain client reads the head of an answer, and at most this of its bytes with it.
 _HEAD = 4096
-_BUFFER = 1 << 20
 # The least ratio of remote reads to the plain client, and how often both read all files. Once takes
 # a fifth of a second, in which any other program of this machine would count.
 REMOTE_BAR, REMOTE_TURNS = 0.6, 5
@@ -177,7 +181,7 @@ class Job:
         """The first node reads the files whose only copies are on other nodes, with so many
         readers, or as many clients."""
         first, *others = self.mounts
-        files = self._lacking(names, 0)
+        files = self._lacking_files(names, 0)
         if not files:
             raise BenchError("no node has the only copy of a file")
         servers = {number: self._server(number) for number in range(1, NODES)}
@@ -202,21 +206,25 @@ class Job:
             raise BenchError(f"plain clients have read {plain.bytes} of {mounted.bytes} bytes")
         return Remote(mounted, plain, asking_s, answering_s)
 
-    def exchange(self, names: Sequence[str]) -> Reading:
+    def exchange(self, place: str) -> Reading:
         """On all nodes at the same time, as many plain clients as readers get what the node has no
         copy of, over the same links. It is what the links allow so many readers."""
         servers = {number: self._server(number) for number in range(NODES)}
         tasks: list[Callable[[], Counts]] = []
         for number in range(NODES):
-            requests = [request for _, request in self._lacking(names, number)]
+            if place == "files":
+                lacking = self._lacking_files(self._bench.names, number)
+                requests = [request for _, request in lacking]
+            else:
+                requests = self._lacking_pieces(number)
             random.Random(number).shuffle(requests)
             namespace = self._bench.network.namespace(number + 1)
             tasks += [partial(_get_all, namespace, servers, Shared(requests))] * READERS
         return together(tasks)
 
-    def _lacking(self, names: Sequence[str], number: int) -> list[tuple[str, tuple[int, int]]]:
+    def _lacking_files(self, names: Sequence[str], number: int) -> list[tuple[str, Request]]:
         """The files whose only copies are on other nodes: the path in the mount of this node, and
-        the owner and the inode number."""
+        the request of a client."""
         kept = [_copies(mounted.tier) for mounted in self.mounts]
         top = self.mounts[number].path
         files = []
@@ -224,8 +232,23 @@ class Job:
             ino = (top / name).stat().st_ino
             owners = [other for other in range(NODES) if ino in kept[other]]
             if owners and number not in owners:
-                files.append((str(top / name), (owners[0], ino)))
+                request = Request(owners[0], f"c/{copy_name(Ino(ino))}")
+                files.append((str(top / name), request))
         return files
+
+    def _lacking_pieces(self, number: int) -> list[Request]:
+        """The requests of a client for the pieces of the large file that other nodes own."""
+        ino = Ino((self.mounts[number].path / "file").stat().st_ino)
+        owners = self._bench.owners("large").tolist()
+        requests = []
+        for offset in range(0, self._bench.large_bytes, BUFFER_BYTES):
+            owner = owners[offset // BLOCK]
+            end = min(offset + BUFFER_BYTES, self._bench.large_bytes)
+            span = Span(ino, offset // GRANULE, (end - 1) // GRANULE)
+            if owner != number:
+                fields = f"Range: bytes={offset}-{end - 1}\r\n"
+                requests.append(Request(owner, span.name_at_engine, fields))
+        return requests
 
     def _server(self, number: int) -> Server:
         mounted = self.mounts[number]
@@ -234,7 +257,7 @@ class Job:
         key = MemberKey(name, set_name, self._secret.read_text().encode())
         port = int((mounted.state / "peers" / "port").read_text())
         headers = f"Host: monarch\r\n{TOKEN_HEADER}: {key.token()}\r\n"
-        return Server(name, port, f"/{set_name}/c", headers)
+        return Server(name, port, f"/{set_name}/", headers)
 
 
 def _dealt(order: list[T], readers: int) -> list[list[T]]:
@@ -252,23 +275,35 @@ class Server:
     headers: str
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client wants of a node: ``name`` follows the path of its engine, ``fields`` are more
+    lines of the head."""
+
+    owner: int
+    name: str
+    fields: str = ""
+
+
 def _get_all(
-    namespace: Path, servers: Mapping[int, Server], requests: Iterable[tuple[int, int]]
+    namespace: Path, servers: Mapping[int, Server], requests: Iterable[Request]
 ) -> tuple[int, int]:
-    """The files of some inode numbers from their nodes, over kept connections, in a network
-    namespace. The number of files, and of their bytes."""
+    """Makes requests over kept connections, in a network namespace. The number of answers, and of
+    their bytes."""
     enter(namespace)
-    buffer = memoryview(bytearray(_BUFFER))
+    buffer = memoryview(bytearray(_HEAD + BUFFER_BYTES))
     count = size = 0
     with ExitStack() as stack:
-        connections = {
-            number: stack.enter_context(socket.create_connection((server.host, server.port)))
-            for number, server in servers.items()
-        }
-        for number, ino in requests:
-            server, connection = servers[number], connections[number]
-            path = f"{server.path}/{copy_name(Ino(ino))}"
-            connection.sendall(f"GET {path} HTTP/1.1\r\n{server.headers}\r\n".encode())
+        connections: dict[int, socket.socket] = {}
+        for request in requests:
+            server = servers[request.owner]
+            if request.owner not in connections:
+                # An engine closes one that has no request for some seconds.
+                made = socket.create_connection((server.host, server.port))
+                connections[request.owner] = stack.enter_context(made)
+            connection = connections[request.owner]
+            head = f"GET {server.path}{request.name} HTTP/1.1\r\n{server.headers}{request.fields}"
+            connection.sendall(f"{head}\r\n".encode())
             size += _received(connection, buffer)
             count += 1
     return count, size
@@ -284,7 +319,7 @@ def _received(connection: socket.socket, buffer: memoryview) -> int:
         got += more
     head = bytes(buffer[:end]).decode().lower()
     length = re.search(r"\r\ncontent-length: (\d+)", head)
-    if " 200 " not in head or length is None:
+    if not re.match(r"http/1\.1 20[06] ", head) or length is None:
         raise BenchError(f"an engine answered {head.partition(chr(13))[0]}")
     whole = end + 4 + int(length[1])
     while got < whole:
@@ -351,12 +386,16 @@ class Bench:
 
     def owned(self, place: str) -> list[float]:
         """The part of the data that each node owns, by the hash."""
+        owners = self.owners(place)
+        return [count / len(owners) for count in np.bincount(owners, minlength=NODES).tolist()]
+
+    def owners(self, place: str) -> npt.NDArray[np.int64]:
+        """The node that owns each file, or each block of the large file, by the hash."""
         with Snapshot.open(self.snapshots[place]) as snapshot:
             inos, sizes, _ = snapshot.files_in(range(1, snapshot.entries + 1))
             ownership = ownership_of(map(address, range(1, NODES + 1)), snapshot.content_digest())
         items = inos if place == "files" else block_items(Ino(int(inos[0])), int(sizes[0]))
-        counts = np.bincount(ownership.owners(items), minlength=NODES)
-        return [count / len(items) for count in counts.tolist()]
+        return ownership.owners(items).astype(np.int64)
 
 
 class Lab:
@@ -365,7 +404,7 @@ class Lab:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._epochs: dict[tuple[str, bool], list[Epoch]] = {}
-        self._exchange = Reading(0, 0, math.inf)
+        self._exchanges: dict[str, Reading] = {}
         # By the number of readers.
         self._remote: dict[int, Remote] = {}
 
@@ -389,8 +428,9 @@ class Lab:
             bench.network.limit(bench.link_mbit)
             job = Job(bench, place, size, stack, shares=shares)
             epochs = [job.epoch(names, number) for number in (1, 2)]
+            if shares:
+                self._exchanges[place] = job.exchange(place)
             if shares and is_of_files:
-                self._exchange = job.exchange(names)
                 bench.network.limit(0)
                 for readers in REMOTE_READERS:
                     self._remote[readers] = job.remote(names, readers)
@@ -404,7 +444,12 @@ class Lab:
     def exchanged(self) -> float:
         """Files a second of each node by plain clients, with those of its own tier in no time."""
         self.epoch("files", 2, shares=True)
-        return len(self._bench.names) / self._exchange.seconds
+        return len(self._bench.names) / self._exchanges["files"].seconds
+
+    def exchanged_large(self) -> float:
+        """MB a second of each node by plain clients, with the blocks of its own in no time."""
+        self.epoch("large", 2, shares=True)
+        return self._bench.large_bytes / MB / self._exchanges["large"].seconds
 
     def speed(self, place: str, number: int, *, shares: bool) -> float:
         """MB a second of each node."""
@@ -430,45 +475,56 @@ class Lab:
         return self.remote(readers).answering_s / self.remote(readers).mounted.bytes * 1e9
 
 
-def rows(allowed: Mapping[str, float], *, is_large: bool) -> list[Row[Lab]]:
-    """``allowed``: as ``Bench.allowed``, by place. ``is_large``: the large file has so many blocks
-    that each node has room for its own."""
+def _compared(name: str, value: Any, unit: str) -> Row[Lab]:
+    ours, theirs = partial(value, shares=True), partial(value, shares=False)
+    return Row(name, ours, unit, theirs, ALONE, more_is_better=True)
 
-    def compared(name: str, value: Any, unit: str, bar: float | None = None) -> Row[Lab]:
-        ours, theirs = partial(value, shares=True), partial(value, shares=False)
-        return Row(name, ours, unit, theirs, ALONE, bar, True)
 
-    def of_source(name: str, place: str, number: int, bar: float | None) -> Row[Lab]:
-        ours = partial(Lab.source_share, place=place, number=number, shares=True)
-        return Row(name, ours, "of the bytes", bar=bar)
+def _of_source(name: str, place: str, number: int, bar: float | None) -> Row[Lab]:
+    ours = partial(Lab.source_share, place=place, number=number, shares=True)
+    return Row(name, ours, "of the bytes", bar=bar)
 
+
+def rows(*, is_large: bool) -> list[Row[Lab]]:
+    """``is_large``: the large file has so many blocks that each node has room for its own."""
     first = partial(Lab.rate, place="files", number=1)
     second = partial(Lab.rate, place="files", number=2)
     return [
-        of_source("read at the source, epoch 1", "files", 1, 1.02),
-        of_source("read at the source, epoch 2", "files", 2, 0.01),
-        compared("a node, epoch 1", first, "files/s"),
-        compared("a node, epoch 2", second, "files/s"),
+        _of_source("read at the source, epoch 1", "files", 1, 1.02),
+        _of_source("read at the source, epoch 2", "files", 2, 0.01),
+        _compared("a node, epoch 1", first, "files/s"),
+        _compared("a node, epoch 2", second, "files/s"),
         Row(
             "a node, epoch 2, same links",
             partial(second, shares=True),
             "files/s",
             Lab.exchanged,
             PLAIN,
-            0.9,
+            LINKS_BAR,
             True,
         ),
         *remote_rows(),
-        of_source(
-            "large file, read at the source, epoch 1", "large", 1, 1.02 if is_large else None
-        ),
-        of_source("large file, read at the source, epoch 2", "large", 2, None),
-        compared("large file, epoch 1", partial(Lab.speed, place="large", number=1), "MB/s"),
-        compared(
-            "large file, epoch 2",
-            partial(Lab.speed, place="large", number=2),
+        *large_rows(is_large=is_large),
+    ]
+
+
+def large_rows(*, is_large: bool) -> list[Row[Lab]]:
+    """The rows of ``--only large``."""
+    second = partial(Lab.speed, place="large", number=2)
+    name, first_bar = "large file, epoch 2", 1.02 if is_large else None
+    return [
+        _of_source("large file, read at the source, epoch 1", "large", 1, first_bar),
+        _of_source("large file, read at the source, epoch 2", "large", 2, None),
+        _compared("large file, epoch 1", partial(Lab.speed, place="large", number=1), "MB/s"),
+        _compared(name, second, "MB/s"),
+        Row(
+            f"{name}, same links",
+            partial(second, shares=True),
             "MB/s",
-            0.9 * allowed["large"] if is_large else None,
+            Lab.exchanged_large,
+            PLAIN,
+            LINKS_BAR if is_large else None,
+            True,
         ),
     ]
 
@@ -499,10 +555,12 @@ def run(
         raise BenchError("only root can drop the page cache")
     with ExitStack() as stack:
         bench = Bench(work, options, stack)
-        measured, allowed = remote_rows(), {}
-        if options.only != "remote":
-            allowed = {place: bench.allowed(place) for place in ("files", "large")}
-            measured = rows(allowed, is_large=bench.large_bytes >= LEAST_LARGE)
+        is_large = bench.large_bytes >= LEAST_LARGE
+        places, measured = {
+            "remote": ([], remote_rows()),
+            "large": (["large"], large_rows(is_large=is_large)),
+            None: (["files", "large"], rows(is_large=is_large)),
+        }[options.only]
         results = measure(measured, partial(Lab, bench), options.rounds)
     conditions: dict[str, object] = {
         "nodes": NODES,
@@ -513,7 +571,7 @@ def run(
         "link_mbit": options.link_mbit,
         "latency_ms": options.latency,
         "bandwidth_MBps": options.bandwidth,
-        "allowed_ratio": allowed,
+        "allowed_ratio": {place: bench.allowed(place) for place in places},
         "rounds": options.rounds,
         "remote_turns": REMOTE_TURNS,
     }

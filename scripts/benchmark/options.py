@@ -41,6 +41,7 @@ examples:
   scripts/bench month --lines 20000
   scripts/bench nodes --quick
   scripts/bench nodes --only remote
+  scripts/bench nodes --only large --json large.json
   scripts/bench nodes --json nodes.json --plot nodes.png
   scripts/bench packs --only lmdb --quick
   scripts/bench packs --only lmdb --json lmdb.json
@@ -212,7 +213,9 @@ def _month(subject: argparse.ArgumentParser) -> None:
 
 def _nodes(subject: argparse.ArgumentParser) -> None:
     subject.add_argument(
-        "--only", choices=("remote",), help="only the rows of files that other nodes have"
+        "--only",
+        choices=("remote", "large"),
+        help="only the rows of files that other nodes have, or only those of the large file",
     )
     subject.add_argument(
         "--large-mb", type=int, help="size of the large file in MB (2,000; with --quick 256)"
