@@ -135,9 +135,9 @@ class UndrainedAttributes:
             became, there = done[seq], self._names.at_source(node.ino)
             if became is None or there is None:
                 continue
-            if op.ino < 0 and not (_same_bytes(there, became) or _same_bytes(there, op.was)):
-                # Others wrote the file between the change and the snapshot, and the mark has the
-                # bytes of before.
+            if op.ino < 0 and became.ctime_ns < there.ctime_ns:
+                # The mark has what the mount knew at the change, and the snapshot is newer: others
+                # wrote the file in between.
                 self._refresh(node.ino, there, op, there.identity)
                 continue
             known.add(there.identity)
@@ -185,12 +185,6 @@ class UndrainedAttributes:
         kept = {name: value for name, value in node.xattrs.items() if name not in changes}
         self._names.have_xattrs(node, kept | given)
         node.removed_xattrs = (node.removed_xattrs | changes.keys()) - given.keys()
-
-
-def _same_bytes(there: Attributes, known: Identity | None) -> bool:
-    """Whether a file has the bytes of an identity, as far as size and time show; so also if that
-    is not known."""
-    return known is None or (there.size, there.mtime_ns) == (known.size, known.mtime_ns)
 
 
 def applied(

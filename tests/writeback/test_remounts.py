@@ -22,6 +22,7 @@ from monarch.namespace import scan
 from monarch.namespace.build import build
 from monarch.posix import failpoints
 from monarch.telemetry.report import LostReport
+from monarch.tiers.source import identity_of
 from monarch.writeback import replay as replay_module
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_entries import SourceEntries
@@ -248,6 +249,35 @@ async def test_a_change_from_before_the_snapshot_does_not_bring_older_bytes_back
     async with rig.mount(works=False, freshness="never") as session:
         assert session.names.attributes(session.ino(b"d/a")).size == len(b"others")
         assert session.shown()[b"d/a"].bare == tree_of(rig.source)[b"d/a"].bare
+
+
+@pytest.mark.promise(170)
+@pytest.mark.parametrize("is_older", [False, True])
+async def test_times_from_before_the_snapshot_are_known_to_each_mount_that_uses_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    is_older: bool,
+) -> None:
+    """``is_older``: that snapshot was made before others wrote the file, and these changed it."""
+    rig = prepared(tmp_path, monkeypatch)
+    given = tmp_path / "given.snapshot"
+    if is_older:
+        build(rig.source, given, jobs=1)
+        (rig.source / "d/a").write_bytes(b"others")
+    async with rig.mount(works=False) as session:
+        for number in (1, 2):
+            await session.utime(b"d/a", number * 10**18)
+    rig.lose_state()
+    if not is_older:
+        build(rig.source, given, jobs=1)
+    snapshot = {"file": given, "jobs": 1}
+    async with rig.mount(snapshot=snapshot) as session:
+        await session.drained()
+        session.kill()
+    async with rig.mount(works=False, snapshot=snapshot) as session:
+        known = session.names.stored(session.ino(b"d/a"))
+        assert known.identity == identity_of((rig.source / "d/a").stat())
 
 
 @pytest.mark.promise(170)
