@@ -220,12 +220,15 @@ class SourceState:
         for seq, op in replay.ops:
             self.foresee(op)
             if seq in replay.done:
-                if not (op.kind == "take" and op.object in settled):
-                    self.note(op, replay.done[seq])
-                else:
+                now = replay.done[seq]
+                if op.kind == "take" and op.object in settled:
                     self.entries.forget(op.ino)
+                elif not (op.kind == "content" and op.same and now is None):
+                    # The source has a file that was only copied up, though perhaps with other
+                    # bytes by others.
+                    self.note(op, now)
                 if op.kind == "content":
-                    self.rebase(op, replay.done[seq])
+                    self.rebase(op, now)
                 if op.object in replay.staged:
                     # These files were staged after the last change that is marked as done.
                     ours = self._ours.get(op.object, frozenset())

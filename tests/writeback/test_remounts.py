@@ -430,6 +430,26 @@ def refused(*_: object, **__: object) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
+@pytest.mark.promise(128)
+async def test_a_refused_link_of_a_file_that_others_have_written_is_no_conflict_of_a_later_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.link(b"d/a", b"h/a")
+    (rig.source / "d/a").write_bytes(b"others' version")
+    with monkeypatch.context() as patched:
+        patched.setattr(SourceEntries, "link", refused)
+        for _ in range(2):
+            async with rig.mount() as session:
+                await session.at_rest()
+                assert [it.kind for it in session.write_back.drain.queue.refusals()] == ["link"]
+    async with rig.mount() as session:
+        await session.drained()
+    assert (rig.source / "h/a").samefile(rig.source / "d/a")
+    assert not [path for path in tree_of(rig.source) if b".monarch-conflict-" in path]
+
+
 @pytest.mark.promise(176)
 @pytest.mark.parametrize("place", ["file", "link"])
 @pytest.mark.parametrize("change", ["rename", "link"])
