@@ -307,28 +307,31 @@ async def test_a_staged_file_does_not_stay_in_a_renamed_directory_when_its_file_
 
 
 @pytest.mark.promise(67, 71)
-@pytest.mark.parametrize("way", ["rename", "link", "replace"])
+@pytest.mark.parametrize("way", ["rename", "link", "replace", "leave"])
 @pytest.mark.parametrize("is_killed", [False, True])
 async def test_an_open_file_without_room_is_drained_under_a_name_in_another_directory(
     rig: Rig, clock: trio.testing.MockClock, way: str, is_killed: bool
 ) -> None:
+    """With "leave" its old directory stays, and the staged file in it."""
+    (rig.source / "h").mkdir()
+    name = "h/y" if way == "leave" else "y"
     with trio.fail_after(PATIENCE_S):
         async with rig.mount() as session:
             ino = await session.open(b"d/x")
             await session.files.write(ino, 0, b"ne")
             if way == "rename":
-                await session.rename(b"d/x", b"y")
+                await session.rename(b"d/x", os.fsencode(name))
             else:
-                await session.link(b"d/x", b"y")
+                await session.link(b"d/x", os.fsencode(name))
                 session.unlink(b"d/x")
             if way == "replace":
                 await session.mkdir(b"new")
                 await session.rename(b"new", b"d")
-            else:
+            elif way != "leave":
                 session.rmdir(b"d")
             # The drain waits for the close, and has made all other changes.
             await trio.sleep(30)
-            assert (rig.source / "d").exists() == (way == "replace")
+            assert (rig.source / "d").exists() == (way in ("replace", "leave"))
             await session.files.write(ino, 2, b"w")
             if is_killed:
                 session.kill()
@@ -338,5 +341,5 @@ async def test_an_open_file_without_room_is_drained_under_a_name_in_another_dire
         async with rig.mount() as session:
             await session.drained()
             assert session.write_back.drain.backlog().lost == ()
-    assert (rig.source / "y").read_bytes() == b"new"
+    assert (rig.source / name).read_bytes() == b"new"
     assert staged(rig) == [] and not (rig.source / "d/x").exists()
