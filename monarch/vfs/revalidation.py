@@ -97,7 +97,11 @@ class Revalidation:
             # Attributes were changed on the mount meanwhile, and ``status`` may be older.
             return
         node = self._names.node(ino)
-        if node is not None and not (node.object or node.undrained):
+        if (
+            node is not None
+            and not node.object
+            and (not node.undrained or _is_of_another(node, known, status))
+        ):
             node.follow_all()
         mode = self._shown_mode(status, acls)
         only_access = replace(known, mode=mode, uid=status.st_uid, gid=status.st_gid)
@@ -352,3 +356,11 @@ class Revalidation:
         self._kernel.invalidate_attributes(ino)
         words = "%s %s since the snapshot; run: monarch snapshot refresh"
         self._limiter.warning(what, words, self._names.path_text(ino), what)
+
+
+def _is_of_another(node: Node, known: Attributes, status: os.stat_result) -> bool:
+    """Whether the source has another file in the place of a known one, or the file belongs to
+    another user: attributes that were set on the mount and wait are not for that one."""
+    if status.st_ino != known.source_ino:
+        return True
+    return status.st_uid != known.uid and not node.keeps_owner

@@ -75,17 +75,18 @@ class ObjectTable:
 
     ``unshown``: objects of files that earlier mounts have left and that have a name by the journal,
     but not in the tree: that name. Their changes are drained all the same. ``attributes``: the
-    changes of files without an object; ``renewed`` as of ``UndrainedAttributes``.
+    changes of files without an object; ``renewed`` and ``unset`` as of ``UndrainedAttributes``.
     """
 
     def __init__(
         self,
         names: Namespace,
         renewed: Callable[[Ino, Identity, Identity], None] = lambda ino, before, now: None,
+        unset: Callable[[Ino], None] = lambda ino: None,
     ) -> None:
         self._names = names
         self.states = ObjectStates()
-        self.attributes = UndrainedAttributes(names, renewed)
+        self.attributes = UndrainedAttributes(names, renewed, unset)
         self.open: dict[int, OpenFile] = {}
         self._inos: dict[int, Ino] = {}
         self.unshown: dict[int, bytes] = {}

@@ -25,6 +25,7 @@ from monarch.writeback.expected import Expected
 from monarch.writeback.journal_found import PROGRESS_STEP, no_progress
 from monarch.writeback.op import Op
 from monarch.writeback.source_state import SourceState
+from monarch.writeback.undrained_attributes import as_made
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ def replay(
     state = state or SourceState()
     taken: dict[int, Op] = {}
     gone: set[int] = {0}
-    settled = _settled(ops, done or {})
+    done = done or {}
+    settled = _settled(ops, done)
     for count, (seq, op) in enumerate(ops, 1):
         if count % PROGRESS_STEP == 0:
             progress(count, len(ops), SHOWING_CHANGES)
@@ -67,6 +69,8 @@ def replay(
             taken[op.object] = op
         elif op.kind == "gone":
             gone.add(op.object)
+        elif op.file and seq in done:
+            op = as_made(op, done[seq])
         try:
             take, names_later = taken.get(op.object), later.get(op.object, ())
             is_settled = op.object in settled
@@ -160,12 +164,17 @@ class _Replayed:
         return None
 
     def _change_file(self) -> Ino:
-        """Changes the attributes of a file without an object."""
+        """Changes the attributes of a file without an object. Raises Refused, EPERM, if it belongs
+        to another user in a newer snapshot: the drain leaves the change out."""
         op, names = self._op, self._names
         ino = self._still_file()
+        now = names.attributes(ino)
+        is_given = any(value is not None for value in (op.mode, op.uid, op.gid))
+        if op.ino < 0 and is_given and op.by is not None and op.by.uid not in (0, now.uid):
+            raise Refused(errno.EPERM)
         node = names.change(
             ino,
-            mode=op.mode_from(names.attributes(ino).mode),
+            mode=op.mode_from(now.mode),
             uid=op.uid,
             gid=op.gid,
             atime_ns=op.atime_ns,

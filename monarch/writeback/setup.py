@@ -263,7 +263,7 @@ def build_write_back(
             with closing_fd(os.open(place.directory, os.O_RDONLY | os.O_DIRECTORY)) as fd:
                 fast.set_objects(fd, tier=place.tier.number)
         names.report_names(fast.name_given, fast.name_taken, fast.forget_attributes)
-    table = ObjectTable(names, read.renewed)
+    table = ObjectTable(names, read.renewed, kernel.invalidate_attributes)
     reserve = WriteReserve(given.reserve, place.tier.number, ledger, table.states)
     drain = Drain(
         contents=table,

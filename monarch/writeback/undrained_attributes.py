@@ -16,19 +16,25 @@ from dataclasses import replace
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.types import WRITTEN_INO, Attributes, Identity, Ino
+from monarch.writeback.expected import is_time
 from monarch.writeback.history import Numbered
 from monarch.writeback.op import Op
 
 
 class UndrainedAttributes:
     """Belongs to the event loop. ``renewed`` is called with the inode number of each file that the
-    drain has changed, and its identity at the source before and after that."""
+    drain has changed, and its identity at the source before and after that; ``unset`` with that of
+    each file that does not show any more what was set, since the drain has left that out."""
 
     def __init__(
-        self, names: Namespace, renewed: Callable[[Ino, Identity, Identity], None]
+        self,
+        names: Namespace,
+        renewed: Callable[[Ino, Identity, Identity], None],
+        unset: Callable[[Ino], None],
     ) -> None:
         self._names = names
         self._renewed = renewed
+        self._unset = unset
         # The inodes of changes of earlier mounts, by seq: a new snapshot has numbered them anew.
         self._inos: dict[int, Ino] = {}
         # By inode number, the changes of extended attributes since each of the reads under way.
@@ -81,6 +87,21 @@ class UndrainedAttributes:
                 }
                 self._names.have_xattrs(node, kept)
                 node.removed_xattrs = frozenset()
+        if as_made(op, now) is not op:
+            self._left_out(node, now)
+
+    def _left_out(self, node: Node, now: Identity | None) -> None:
+        """The source has not taken a change, or not its times: unless later changes wait, the file
+        shows what the source has."""
+        if now is not None and not node.undrained_mtimes:
+            node.keeps_times = False
+        elif now is None and not node.undrained:
+            node.follow_all()
+        else:
+            return
+        if (there := self._names.at_source(node.ino)) is not None and node.names:
+            self._names.refresh(node.ino, there)
+            self._unset(node.ino)
 
     def _refresh(self, ino: Ino, there: Attributes, op: Op, now: Identity) -> None:
         """The source has a file as ``now`` after ``op``; ``there`` is what was known of it."""
@@ -185,6 +206,20 @@ class UndrainedAttributes:
         kept = {name: value for name, value in node.xattrs.items() if name not in changes}
         self._names.have_xattrs(node, kept | given)
         node.removed_xattrs = (node.removed_xattrs | changes.keys()) - given.keys()
+
+
+def as_made(op: Op, now: Identity | None) -> Op:
+    """A change of the attributes of a file without an object as the drain has made it; ``now`` is
+    its mark.
+
+    It leaves a change out if others have replaced the file, and the times if others have written
+    it.
+    """
+    if now is None:
+        return replace(op, mode=None, uid=None, gid=None, mtime_ns=None, atime_ns=None)
+    if op.mtime_ns is not None and not is_time(now.mtime_ns, op.mtime_ns):
+        return replace(op, mtime_ns=None, atime_ns=None)
+    return op
 
 
 def applied(

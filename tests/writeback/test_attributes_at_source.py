@@ -6,14 +6,16 @@ import errno
 import os
 import stat
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import trio
 import trio.testing
 
-from monarch.errors import Refused
+from monarch.errors import Refused, SourceError
 from monarch.posix.credentials import Credentials
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
@@ -21,7 +23,7 @@ from monarch.vfs.filesystem import ExtendedAttributes
 from monarch.vfs.measured import MeasuredJobs
 from monarch.vfs.read_side import ReadSide
 from monarch.vfs.readers import Readers
-from monarch.writeback import copy_up
+from monarch.writeback import copy_up, source_entries
 from monarch.writeback.earlier import renewed_by_drain
 from monarch.writeback.source_entries import SourceEntries
 from tests.writeback.remount_histories import how
@@ -475,6 +477,100 @@ async def test_times_do_not_hide_what_others_have_written(rig: Rig) -> None:
         await session.drained()
         assert at(rig).st_mtime_ns != MTIME_NS
         assert session.write_back.drain.backlog().conflicts == 1
+
+
+async def drain(session: Session) -> None:
+    """The drain works until the source has all."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(session.write_back.drain.run)
+        await session.drained()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.fault("N6")
+@pytest.mark.promise(79)
+@pytest.mark.parametrize("kind", ["chmod", "utime"])
+@pytest.mark.parametrize("noticed", ["by a look", "by the next snapshot"])
+async def test_changes_that_the_drain_leaves_out_for_others_are_not_shown(
+    kind: str, noticed: str, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mount knows the file of others before the drain does."""
+
+    def check(session: Session) -> None:
+        now, there = session.names.attributes(session.ino(b"a")), at(rig)
+        assert (now.size, now.mtime_ns) == (there.st_size, there.st_mtime_ns)
+        assert now.mode == there.st_mode and stat.S_IMODE(now.mode) == 0o644
+
+    async with rig.mount(works=False) as session:
+        await CHANGES[kind](session)
+        (rig.source / "a").write_bytes(b"of others")
+        if kind == "chmod":
+            # As if they had made it anew, and the source had used the number again.
+            born_ns = at(rig).st_ctime_ns
+            monkeypatch.setattr(source_entries, "born_ns", lambda fd, name=b"": born_ns)
+        if noticed == "by a look":
+            await session.front.source._revalidate(session.ino(b"a"))
+            assert await shows(session, kind)
+            await drain(session)
+            check(session)
+        session.kill()
+    if noticed == "by the next snapshot":
+        rig.lose_state()
+        async with rig.mount(works=False) as session:
+            assert await shows(session, kind)
+            await drain(session)
+            assert session.write_back.drain.backlog().conflicts == 1
+            check(session)
+            session.kill()
+        async with rig.mount(works=False, freshness="never") as session:
+            check(session)
+
+
+@pytest.mark.fault("N6")
+@pytest.mark.promise(79)
+@pytest.mark.parametrize("way", ["replaced", "given away"])
+async def test_a_mode_that_waits_is_not_shown_of_a_file_that_is_another_user_s_by_now(
+    way: str, rig: Rig
+) -> None:
+    """Else each user could read through the mount what its owner has closed at the source."""
+    os.chown(rig.source / "a", 1001, 1001)
+
+    def access(session: Session) -> tuple[int, int]:
+        now = session.names.attributes(session.ino(b"a"))
+        return stat.S_IMODE(now.mode), now.uid
+
+    async with rig.mount(works=False) as session:
+        ino, alice = session.ino(b"a"), Credentials(1001, 1001)
+        await session.front.attributes.change(ino, mode=0o666, by=alice)
+        theirs = rig.source / ("new" if way == "replaced" else "a")
+        theirs.write_bytes(b"private")
+        os.chown(theirs, 1002, 1002)
+        theirs.chmod(0o600)
+        theirs.replace(rig.source / "a")
+        with suppress(SourceError):
+            await session.front.source._revalidate(ino)
+        assert access(session) == (0o600, 1002)
+        await drain(session)
+        assert access(session) == (0o600, 1002)
+        assert stat.S_IMODE(at(rig).st_mode) == 0o600
+
+
+@pytest.mark.fault("N6")
+@pytest.mark.promise(79)
+async def test_a_new_snapshot_shows_no_mode_on_a_file_that_is_another_user_s_by_now(
+    rig: Rig,
+) -> None:
+    os.chown(rig.source / "a", 1001, 1001)
+    async with rig.mount(works=False) as session:
+        ino, alice = session.ino(b"a"), Credentials(1001, 1001)
+        await session.front.attributes.change(ino, mode=0o666, by=alice)
+    os.chown(rig.source / "a", 1002, 1002)
+    (rig.source / "a").chmod(0o600)
+    for works in (False, True):
+        async with rig.mount(works=works, **how("lost state" if not works else "same", rig)) as it:
+            if works:
+                await it.drained()
+            assert stat.S_IMODE(it.names.attributes(it.ino(b"a")).mode) == 0o600
 
 
 async def test_a_time_set_without_a_mark_is_no_conflict(rig: Rig) -> None:
