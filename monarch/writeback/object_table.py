@@ -17,7 +17,7 @@ from typing import Any
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.posix import acl
-from monarch.types import ROOT_INO, Identity, Ino
+from monarch.types import ROOT_INO, WRITTEN_INO, Identity, Ino
 from monarch.writeback.history import Numbered, names_of
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
@@ -245,13 +245,11 @@ class ObjectTable:
         """
         had = self.states.take_up(ops, done)
         removed = {op.object for _, op in ops if op.kind == "gone"}
+        inos = {op.object: op.ino for _, op in ops if op.object in removed and op.kind == "content"}
         found = []
         for node in self._names.nodes():
             if node.object in removed and node.names:
-                there = self._names.at_source(node.ino)
-                identity = had.get(node.object) or (there.identity if there is not None else None)
-                if identity is not None:
-                    self._read_at_source(node, identity)
+                self._show_drained(node, had.get(node.object), inos.get(node.object))
             if node.object in removed:
                 # The file was removed, maybe before the source had anything of it.
                 node.object = 0
@@ -265,6 +263,23 @@ class ObjectTable:
         self._know_unshown(ops, known | removed)
         self.states.keep(known, removed)
         return found
+
+    def _show_drained(self, node: Node, had: Identity | None, ino: int | None) -> None:
+        """Has a file read at the source that was drained as ``had``. ``ino`` is its inode number in
+        the journal. A newer snapshot may have what others have written since."""
+        names, there = self._names, self._names.at_source(node.ino)
+        is_newer = node.ino != ino
+        if there is None and had is not None:
+            # It was created here: a newer snapshot has the same file under its name.
+            parent, name = next(iter(node.names))
+            found = names.snapshot.lookup(parent, name) if parent < WRITTEN_INO else None
+            there = None if found is None else names.snapshot.attributes(found)
+            is_newer = there is not None and there.source_ino == had.source_ino
+        if had is not None and not (is_newer and there and had.ctime_ns < there.ctime_ns):
+            self._read_at_source(node, had)
+        elif there is not None:
+            node.keeps_times = False
+            self._read_at_source(node, there.identity)
 
     def _know_unshown(self, ops: Sequence[Numbered], known: Container[int]) -> None:
         """Find what has a name by the journal and not in the tree."""

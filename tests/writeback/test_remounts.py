@@ -252,6 +252,34 @@ async def test_a_change_from_before_the_snapshot_does_not_bring_older_bytes_back
 
 
 @pytest.mark.promise(170)
+@pytest.mark.parametrize("path", [b"d/a", b"d/new"])
+async def test_a_content_from_before_the_snapshot_does_not_bring_older_bytes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, path: bytes
+) -> None:
+    """As above, with a file that was written here, and whose object has left the tier."""
+    rig = prepared(tmp_path, monkeypatch)
+    at_source = rig.source / os.fsdecode(path)
+    async with rig.mount() as session:
+        await session.write(path, b"written")
+        await session.drained()
+        # The drain lets a task that makes changes continue for a while.
+        await session.chmod(path, 0o600)
+    at_source.write_bytes(b"others")
+    rig.lose_state()
+    async with rig.mount() as session:
+        await session.drained()
+        node = session.names.node(session.ino(path))
+        assert node is not None and session.front.drained.release_if_clean(node)
+        await session.revalidation.look_again(node.ino)
+        before = session.shown()[path]
+        assert before.bare == tree_of(rig.source)[path].bare
+        session.kill()
+    async with rig.mount(works=False, freshness="never") as session:
+        assert session.shown()[path] == before
+        assert session.shown()[path].status == before.status
+
+
+@pytest.mark.promise(170)
 @pytest.mark.parametrize("is_older", [False, True])
 async def test_times_from_before_the_snapshot_are_known_to_each_mount_that_uses_it(
     tmp_path: Path,
