@@ -38,6 +38,7 @@ from monarch.tiers.source import Source
 from monarch.types import Ino, KernelCaches, attributes_of, kept_ns
 from monarch.writeback.conflicts import PendingWatch
 from monarch.writeback.drain import Drain
+from monarch.writeback.expected import is_shared
 from monarch.writeback.front import WriteFront
 
 log = logging.getLogger(__name__)
@@ -270,6 +271,7 @@ class Others:
     ) -> None:
         if pending.names() is None:
             return
+        await self._show_owner(directory, path)
         known, begun_s = self._known(directory), time.monotonic()
         try:
             listed = await self._threads.run(self._source.at_root, _listed, path, known)
@@ -380,6 +382,27 @@ class Others:
         ]
 
     # -- differences ---------------------------------------------------------------------------
+
+    async def _show_owner(self, directory: Ino, path: bytes) -> None:
+        """Shows a directory that was made here as it is at the source, if others had made one
+        there: the mode that was set here must not open the entries of another user."""
+        entries, names = self._drain.state.entries, self._names
+        made = entries.made.get(directory)
+        if made is None or not is_shared(made):
+            return
+        above, _, name = path.rpartition(b"/")
+        found = (await self._threads.run(_found, self._source, above, [name])).get(name)
+        node = names.node(directory)
+        if found is None or node is None or entries.is_waiting(directory):
+            return
+        mode = found.status.st_mode
+        if not names.has_acls:
+            mode = narrowed(mode, found.acls)
+        now = attributes_of(found.status, directory, node.parent, mode)
+        if (node.mode, node.uid, node.gid) != (now.mode, now.uid, now.gid):
+            node.follow_all()
+            names.refresh(directory, now, found.acls)
+            self._kernel.invalidate_attributes(directory)
 
     async def _show(self, directory: Ino, name: bytes, found: _Found) -> bool:
         """Shows a name that others have created; returns whether that was possible."""

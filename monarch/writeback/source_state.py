@@ -82,6 +82,10 @@ class Entries:
         for ino in {op.ino, op.over_ino} - {0}:
             self._waiting[ino] = self._waiting.get(ino, 0) + 1
 
+    def is_waiting(self, ino: int) -> bool:
+        """Whether a change of an entry is in the queue."""
+        return ino in self._waiting
+
     def left(self, op: Op) -> None:
         """A change has left the queue, after it was noted."""
         for ino in {op.ino, op.over_ino} - {0}:

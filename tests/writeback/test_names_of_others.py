@@ -822,3 +822,27 @@ async def test_a_file_whose_times_were_set_here_is_no_file_of_others(
             session.unlink(b"x")
             await session.drained()
     assert not (rig.source / "x").exists()
+
+
+@pytest.mark.promise(78)
+async def test_a_directory_that_another_user_has_made_opens_no_file_of_that_user(
+    rig: Rig, clock: Clock
+) -> None:
+    """The same directory was made on the mount, with a mode that lets everyone in."""
+    async with rig.mount(works=False) as session:
+        await session.mkdir(b"e", 0o777)
+    (rig.source / "e").mkdir(0o700)
+    (rig.source / "e/private").write_bytes(b"private")
+    os.chown(rig.source / "e", 1001, 1001)
+    async with rig.mount() as session:
+        await session.drained()
+        await session.looked()
+        assert session.shown()[b"e/private"].content == b"private"
+        for _ in range(2):
+            now = session.names.attributes(session.ino(b"e"))
+            assert (stat.S_IMODE(now.mode), now.uid) == (0o700, 1001)
+            # Neither does root open it: that is left out at the source.
+            await session.chmod(b"e", 0o755)
+            await session.drained()
+            await session.looked()
+    assert stat.S_IMODE((rig.source / "e").stat().st_mode) == 0o700
