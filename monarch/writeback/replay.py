@@ -147,6 +147,7 @@ class _Replayed:
                 self._rename()
             case "attr":
                 ino = self._require(op.path)
+                self._require_own(ino)
                 node = self._names.change(
                     ino,
                     mode=op.mode_from(self._names.attributes(ino).mode),
@@ -164,17 +165,13 @@ class _Replayed:
         return None
 
     def _change_file(self) -> Ino:
-        """Changes the attributes of a file without an object. Raises Refused, EPERM, if it belongs
-        to another user in a newer snapshot: the drain leaves the change out."""
+        """Changes the attributes of a file without an object."""
         op, names = self._op, self._names
         ino = self._still_file()
-        now = names.attributes(ino)
-        is_given = any(value is not None for value in (op.mode, op.uid, op.gid))
-        if op.ino < 0 and is_given and op.by is not None and op.by.uid not in (0, now.uid):
-            raise Refused(errno.EPERM)
+        self._require_own(ino)
         node = names.change(
             ino,
-            mode=op.mode_from(now.mode),
+            mode=op.mode_from(names.attributes(ino).mode),
             uid=op.uid,
             gid=op.gid,
             atime_ns=op.atime_ns,
@@ -199,6 +196,19 @@ class _Replayed:
             if there.source_ino == op.was.source_ino:
                 return ino
         raise Refused(errno.ENOENT)
+
+    def _require_own(self, ino: Ino) -> None:
+        """Raises Refused if an entry without an object is another one in a newer snapshot, or
+        another user's: the drain leaves the change out, and its mode would open that entry."""
+        op, now = self._op, self._names.attributes(ino)
+        if op.object or ino == op.ino:
+            return
+        there = self._names.at_source(ino)
+        if there is not None and op.was is not None and there.source_ino != op.was.source_ino:
+            raise Refused(errno.ENOENT)
+        is_given = any(value is not None for value in (op.mode, op.uid, op.gid))
+        if is_given and op.by is not None and op.by.uid not in (0, now.uid):
+            raise Refused(errno.EPERM)
 
     def _set_xattrs(self, ino: Ino) -> None:
         for name, value in self._op.xattrs.items():

@@ -573,6 +573,26 @@ async def test_a_new_snapshot_shows_no_mode_on_a_file_that_is_another_user_s_by_
             assert stat.S_IMODE(it.names.attributes(it.ino(b"a")).mode) == 0o600
 
 
+@pytest.mark.fault("N6")
+@pytest.mark.promise(79)
+@pytest.mark.parametrize("by", [ROOT, Credentials(1001, 1001)], ids=["by root", "by its owner"])
+async def test_a_new_snapshot_shows_no_mode_of_an_earlier_directory(
+    by: Credentials, rig: Rig
+) -> None:
+    """Others have put another one in its place since."""
+    for name, uid in (("d", by.uid), ("theirs", 0 if by.is_root else 1002)):
+        (rig.source / name).mkdir(0o700)
+        os.chown(rig.source / name, uid, uid)
+    async with rig.mount(works=False) as session:
+        await session.front.attributes.change(session.ino(b"d"), mode=0o777, by=by)
+    (rig.source / "theirs").replace(rig.source / "d")
+    for works in (False, True):
+        async with rig.mount(works=works, **how("lost state" if not works else "same", rig)) as it:
+            if works:
+                await it.drained()
+            assert stat.S_IMODE(it.names.attributes(it.ino(b"d")).mode) == 0o700
+
+
 async def test_a_time_set_without_a_mark_is_no_conflict(rig: Rig) -> None:
     async with rig.mount(works=False) as session:
         await session.utime(b"a", MTIME_NS)
