@@ -36,6 +36,7 @@ from monarch.types import Identity
 from monarch.writeback.conflicts import PathSet
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import REMOVALS, DrainQueue
+from monarch.writeback.expected import with_known_time
 from monarch.writeback.growth import Grower
 from monarch.writeback.history import Numbered
 from monarch.writeback.journal import Journal, Known, Replay
@@ -45,6 +46,7 @@ from monarch.writeback.objects import Objects, TierCallError, of_tier
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Marks, Progress
 from monarch.writeback.queue_entry import Backlog, Entry
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter, Step
 from monarch.writeback.stager import StageAhead, Stager
@@ -480,6 +482,7 @@ class Drain:
         # A content that was given up leaves the source with what it has.
         is_given_up = entry.is_moot and op.kind == "content"
         known = self.state.expected(entry.seq, op).known if op.file else None
+        before = self.state.identity(op.object)
         if not (is_given_up or (entry.published and identity is None)):
             self.state.note(op, identity)
         if op.file:
@@ -487,7 +490,7 @@ class Drain:
             attributes = self._contents.attributes
             attributes.drained(entry.seq, op, known, identity, dropped=dropped)
         self.state.entries.left(op)
-        staged = entry.staged
+        staged, place = entry.staged, entry.place
         self._stager.forget(entry)
         if identity is None:
             return
@@ -499,7 +502,15 @@ class Drain:
             self.state.note_version(op.object, staged)
             self._drained_files += 1
             self._drained_bytes += staged.size
-        self._contents.states.published(op.object, identity)
+        self._contents.states.published(op.object, _as_shown(before, place, identity))
+
+
+def _as_shown(known: Identity | None, place: Place | None, now: Identity) -> Identity:
+    """The version that the mount shows of a file when the source has its last content as ``now``.
+    A content that replaces an older version has the mode that others have given that one."""
+    if place is None or place.kind != "over" or place.target is None:
+        return now
+    return with_known_time(known, place.target, now)
 
 
 def _described(op: Op) -> str:

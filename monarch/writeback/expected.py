@@ -49,8 +49,7 @@ class Expected:
     are those that the kernel allowed; ``maker`` is the user who created it, None if it has another
     path by now, or the source has it. ``was_there``: the source has had the file under its name,
     and the drain has not removed it; if there is no such file now, or another, others have removed
-    or replaced it. ``is_file``: ``known`` is the identity of a regular file. ``has_set_id``: the
-    drain may have given it set-ID bits, or withheld them, without a later content.
+    or replaced it. ``is_file``: ``known`` is the identity of a regular file.
 
     Set-ID bits of a file whose content replaces an older version: ``due`` are those that the drain
     has withheld from the older version, and that come with the content. ``kept`` are those that
@@ -70,7 +69,6 @@ class Expected:
     maker: Credentials | None = None
     was_there: bool = False
     is_file: bool = False
-    has_set_id: bool = False
     due: int = 0
     kept: int = 0
     doubtful: int = 0
@@ -195,6 +193,20 @@ def shared(identity: Identity) -> Identity:
 
 def is_shared(identity: Identity) -> bool:
     return identity.ctime_ns == _SHARED_NS
+
+
+def with_known_time(known: Identity | None, found: stat_result, now: Identity) -> Identity:
+    """The identity ``now`` of the file of an object after a change by the drain; ``found`` is what
+    the file was before, and ``known`` what the mount knew of it.
+
+    If others have changed the file before, the identity keeps the known time of change. So a later
+    open notices their change, perhaps of the mode. They may have removed set-ID bits as well, and
+    then no later mount gives these again (``due_bits``).
+    """
+    if known is None or known.source_ino != found.st_ino:
+        return now
+    is_known = kept_ns(found.st_ctime_ns) == known.ctime_ns
+    return now if is_known else replace(now, ctime_ns=known.ctime_ns)
 
 
 @dataclass(frozen=True, slots=True)

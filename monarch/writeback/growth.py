@@ -19,7 +19,7 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.expected import grown_to
+from monarch.writeback.expected import grown_to, with_known_time
 from monarch.writeback.mover import TURN_BYTES, Courtesy
 from monarch.writeback.objects import Objects, of_tier
 from monarch.writeback.op import Op
@@ -38,14 +38,16 @@ class OthersWroteError(Exception):
 
 class Growth:
     """Closes ``object_fd`` and ``file_fd``, the file at the source. ``by`` is the user who writes
-    there. The first ``base`` bytes there are those of the object."""
+    there. The first ``base`` bytes there are those of the object. ``found`` is what the file was at
+    the beginning."""
 
     def __init__(self, object_fd: int, file_fd: int, *, by: Credentials | None, base: int) -> None:
         self._fds = [object_fd, file_fd]
         self._by = by
         self._offset = base
         # Bytes behind the base were left there by a turn that failed.
-        self._size = os.fstat(file_fd).st_size
+        self.found = os.fstat(file_fd)
+        self._size = self.found.st_size
         self._piece = b""
 
     def missing(self, size: int) -> int:
@@ -173,7 +175,7 @@ class Grower:
                 return False
             self._state.note_grown(number, await self._threads.run(growth.write))
         identity = await self._threads.run(growth.finish, op.size, op.mtime_ns)
-        self._state.note_grown(number, identity)
+        self._state.note_grown(number, with_known_time(known, growth.found, identity))
         self._state.note_version(number, Identity(op.size, op.mtime_ns or 0, 0, 0))
         self.files += op.size > base
         self.bytes += op.size - base

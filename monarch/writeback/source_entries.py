@@ -22,7 +22,7 @@ from monarch.posix.files import born_ns, closing_fd, status_at
 from monarch.text import errno_words
 from monarch.tiers.source import identity_of
 from monarch.types import Identity, kept_ns
-from monarch.writeback.expected import Expected, SourceLog, is_shared, shared
+from monarch.writeback.expected import Expected, SourceLog, is_shared, shared, with_known_time
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, NOT_SUPPORTED, SourceAttributes, sync_entry
 from monarch.writeback.source_contents import Place, may_replace
@@ -149,7 +149,8 @@ class SourceEntries:
         _require_reached(directories, op, by, there)
         with closing_fd(os.open(name, ITSELF, dir_fd=fd)) as it:
             self._temporaries.link_over(it, to_fd, to_name, op.object, by)
-        return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+        linked = identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+        return with_known_time(expected.known, there, linked) if op.object else linked
 
     def unlink(
         self, directories: OpenDirectories, op: Op, expected: Expected, place: Place
@@ -256,7 +257,8 @@ class SourceEntries:
             # The kernel leaves both names of one file.
             with suppress(FileNotFoundError), acting_as(by):
                 os.unlink(name, dir_fd=fd)
-        return identity_of(os.stat(to_name, dir_fd=to_fd, follow_symlinks=False))
+        renamed = identity_of(os.stat(to_name, dir_fd=to_fd, follow_symlinks=False))
+        return with_known_time(expected.known, there, renamed) if op.object else renamed
 
     def _swept(
         self,
@@ -352,7 +354,7 @@ class SourceEntries:
         sync_entry(fd)
         now = identity_of(os.fstat(fd))
         if op.object:
-            return _with_known_change(expected, found, now)
+            return with_known_time(expected.known, found, now)
         if not stat.S_ISREG(found.st_mode):
             return now
         return _with_known_bytes(expected, found, now, op)
@@ -375,20 +377,6 @@ def _is_of_others(
     if expected.known == identity_of(found):
         return False
     return expected.is_reused(found, born_ns(fd, name))
-
-
-def _with_known_change(expected: Expected, found: os.stat_result, now: Identity) -> Identity:
-    """The identity ``now`` of the file of an object after a change of its attributes.
-
-    If others have changed the file before, as ``found`` shows, the identity keeps the time of
-    change that the mount knows. Others may have removed set-ID bits, and then no later mount gives
-    these bits again (``due_bits``).
-    """
-    known = expected.known
-    if known is None or known.source_ino != found.st_ino or not expected.has_set_id:
-        return now
-    is_known = kept_ns(found.st_ctime_ns) == known.ctime_ns
-    return now if is_known else replace(now, ctime_ns=known.ctime_ns)
 
 
 def _with_known_bytes(expected: Expected, found: os.stat_result, now: Identity, op: Op) -> Identity:

@@ -20,7 +20,7 @@ from monarch.posix.files import closing_fd, rename_new, status_at
 from monarch.text import MiB
 from monarch.tiers.source import identity_of
 from monarch.types import Identity, kept_ns
-from monarch.writeback.expected import Expected, SourceLog, is_time
+from monarch.writeback.expected import Expected, SourceLog, is_time, with_known_time
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, SPECIAL_BITS, SourceAttributes, path_of
 from monarch.writeback.source_contents import (
@@ -262,7 +262,7 @@ class Publishing:
                 # The bytes were drained before an earlier change of the times was made.
                 require_writable(at, name, op)
                 self._attributes.set(fd, Op(kind="attr", path=op.path, mtime_ns=op.mtime_ns))
-            return identity_of(os.fstat(fd))
+            return with_known_time(expected.known, found, identity_of(os.fstat(fd)))
         finally:
             os.close(fd)
 

@@ -244,8 +244,6 @@ class Steps:
                     return None
                 op = self._with_bits_that_stay(entry)
                 entry.withheld = (entry.op.mode or 0) & _SET_ID & ~(op.mode or 0)
-                has_set_id = op.object in self._withheld or op.object in self._doubtful
-                expected = replace(expected, has_set_id=has_set_id)
                 if absent and not has_older:
                     return partial(entries.change_older, op=op, expected=expected)
                 will_come = absent and self._order.later(entry) is not None

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import trio
 
+from monarch.errors import SourceError
+from monarch.types import Ino
 from monarch.writeback.source_entries import SourceEntries
 from tests.writeback.remounts import Rig, Session
 
@@ -193,3 +195,62 @@ async def test_a_file_that_is_written_before_others_remove_it_keeps_its_name(rig
         rig.monkeypatch.setattr(session.source_calls, "status", asked)
         await session.revalidation.look_again(session.ino(b"w"))
         assert begun and session.shown()[b"w"].content == b"second"
+
+
+async def append(session: Session) -> None:
+    ino = await session.open(b"b")
+    await session.files.write(ino, len(b"written"), b" and more")
+    session.files.release(ino)
+
+
+CHANGES: dict[str, Callable[[Session], Awaitable[object]]] = {
+    "append": append,
+    "write": lambda session: session.write(b"b", b"newer"),
+    "rename": lambda session: session.rename(b"b", b"c"),
+    "link": lambda session: session.link(b"b", b"c"),
+    "utime": lambda session: session.utime(b"b", 10**18),
+    "setxattr": lambda session: session.setxattr(b"b", b"user.n", b"1"),
+}
+
+
+def close_there(rig: Rig, name: str) -> None:
+    """Others close a file to all but its owner, which its time of change tells."""
+    before = (rig.source / name).stat().st_ctime_ns
+    while (rig.source / name).stat().st_ctime_ns == before:
+        (rig.source / name).chmod(0o600)
+
+
+async def require_noticed(session: Session, ino: Ino) -> None:
+    """An open at the source finds that the mode of a file was changed there."""
+    node = session.names.node(ino)
+    assert node is not None and session.front.drained.release_if_clean(node)
+    assert stat.S_IMODE(node.mode) == 0o644
+    with pytest.raises(SourceError, match="access changed"):
+        (await session.front.source.open(ino)).release()
+    assert stat.S_IMODE(node.mode) == 0o600
+    (await session.front.source.open(ino)).release()
+
+
+@pytest.mark.promise(156)
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_mode_that_others_set_before_the_last_change_of_a_written_file_is_noticed(
+    rig: Rig, change: str
+) -> None:
+    """Else an open would find the version that the drain has left, and not look."""
+    async with rig.mount(works=False) as session:
+        await session.write(b"b", b"written")
+        await drain(session)
+        close_there(rig, "b")
+        ino = session.ino(b"b")
+        await CHANGES[change](session)
+        await drain(session)
+        await require_noticed(session, ino)
+
+
+@pytest.mark.promise(156)
+async def test_a_mode_that_others_have_given_a_linked_file_is_noticed(rig: Rig) -> None:
+    async with rig.mount(works=False) as session:
+        await session.link(b"a", b"c")
+        close_there(rig, "a")
+        await drain(session)
+        await require_noticed(session, session.ino(b"c"))
