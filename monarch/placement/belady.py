@@ -46,6 +46,8 @@ _MOST_RENEWED = 64
 _RENEWED = 4
 # Copies that are compared for one that leaves for a file which the other policy admits.
 _MOST_GUESTS = 64
+# Numbers of groups that may be kept although their groups are gone.
+_STALE = 64
 
 
 class NextUses(Protocol):
@@ -72,8 +74,10 @@ class ByUse:
     def __init__(self) -> None:
         # The copies that were recorded the longest time ago first.
         self._uses: OrderedDict[Ino, float] = OrderedDict()
+        # None is empty: the uses of a job advance for months, and each group is left behind.
         self._groups: dict[float, dict[Ino, None]] = {}
-        # The groups, negative, the farthest first; some may be empty by now.
+        # A heap of the numbers of the groups, negative, the farthest first; some groups may be
+        # gone.
         self._order: list[float] = []
         self.renewals = 0
 
@@ -85,13 +89,19 @@ class ByUse:
         if group is None:
             group = self._groups[number] = {}
             heapq.heappush(self._order, -number)
+            if len(self._order) > 2 * len(self._groups) + _STALE:
+                # A sorted list is a heap.
+                self._order = sorted(-number for number in self._groups)
         group[ino] = None
         self._uses[ino] = use
 
     def discard(self, ino: Ino) -> None:
         use = self._uses.pop(ino, None)
         if use is not None:
-            del self._groups[_group_of(use)][ino]
+            number = _group_of(use)
+            del self._groups[number][ino]
+            if not self._groups[number]:
+                del self._groups[number]
 
     def renew(self, next_use: Callable[[Ino], float]) -> None:
         """Records the present next use of a few copies, each in its turn."""
@@ -105,9 +115,8 @@ class ByUse:
         whose use is later than recorded is not found before its turn in ``renew``."""
         while self._order and self.renewals:
             number = -self._order[0]
-            group = self._groups[number]
-            if not group:
-                del self._groups[number]
+            group = self._groups.get(number)
+            if group is None:
                 heapq.heappop(self._order)
                 continue
             ino = max(group, key=self._uses.__getitem__) if number < math.inf else next(iter(group))

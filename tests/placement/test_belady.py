@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from array import array
 from collections.abc import Sequence
 
@@ -232,6 +233,30 @@ def test_an_order_that_begins_renews_few_copies_for_one_file(
         by_use.renewals = 8
         found = by_use.farthest(next_use)
     assert found == (2, 998.0)
+
+
+def test_the_memory_for_next_uses_does_not_grow_with_the_epochs() -> None:
+    """The next uses of a job that trains for weeks advance with each open."""
+    copies, by_use = 100, ByUse()
+    uses: dict[Ino, float] = {}
+
+    def read(opens: range) -> None:
+        for time in opens:
+            ino = Ino(2 + time * 37 % copies)
+            uses[ino] = float(time + copies)
+            by_use.put(ino, uses[ino])
+            if not time % 7:
+                by_use.renewals = 8
+                assert by_use.farthest(uses.__getitem__) == (ino, uses[ino])
+
+    read(range(10_000))
+    tracemalloc.start()
+    try:
+        read(range(10_000, 60_000))
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 500 * copies
 
 
 @pytest.mark.promise(188)
