@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeAlias, TypeVar, cast
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -234,11 +235,18 @@ def _taken(items: Iterable[Any], most: int) -> list[Any]:
     """The first items, until they have ``most`` indices."""
     taken, indices = [], 0
     for item in items:
-        taken.append(item)
+        taken.append(_as_it_is(item))
         indices += _size(item)
         if indices >= most:
             break
     return taken
+
+
+def _as_it_is(item: Any) -> Any:
+    """The item, or a copy of it: a sampler may fill one list, tensor or array again and again."""
+    if isinstance(item, torch.Tensor):
+        return item.clone()
+    return copy.copy(item) if isinstance(item, list | np.ndarray) else item
 
 
 def _is_resumable(sampler: object) -> bool:

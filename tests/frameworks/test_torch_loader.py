@@ -396,6 +396,16 @@ def later_length() -> int:
     raise AttributeError
 
 
+def refilled(batch: Any) -> Callable[[int], Any]:
+    """A sampler's batches: the same object each time, with other numbers."""
+
+    def fill(number: int) -> Any:
+        batch[0], batch[1] = number % COUNT, number * 7 % COUNT
+        return batch
+
+    return fill
+
+
 # What a program may have as a sampler, and whether its files can be announced.
 ODD: dict[str, tuple[Make, bool]] = {
     "no length": (lambda it: {"sampler": Odd(int, unknown_length)}, False),
@@ -418,6 +428,15 @@ ODD: dict[str, tuple[Make, bool]] = {
     ),
     "arrays": (
         lambda it: {"batch_sampler": Odd(lambda number: np.arange(number % 4 + 1), lambda: 90)},
+        True,
+    ),
+    "one list": (lambda it: {"batch_sampler": Odd(refilled([0, 0]), lambda: 90)}, True),
+    "one tensor": (
+        lambda it: {"batch_sampler": Odd(refilled(torch.zeros(2, dtype=torch.int64)), lambda: 90)},
+        True,
+    ),
+    "one array": (
+        lambda it: {"batch_sampler": Odd(refilled(np.zeros(2, np.int64)), lambda: 90)},
         True,
     ),
 }
