@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +50,9 @@ _STEP_S = 0.01
 # that is not announced leaves, too, if for so long no file of the window was read.
 _SWEEP_S = 1.0
 _IDLE_S = 60.0
+# Files of the window that are checked before other tasks run: a few milliseconds. It may have a
+# hundred thousand.
+_SWEPT = 512
 # The daemon takes up to this time to fetch a file ahead and to store it, or to open it from the
 # window, one after the other. So readers that call the source at the same time may be faster.
 _FILE_S = 0.0005
@@ -152,6 +155,9 @@ class FetchAhead:
         # The files of the window that no reader was expected to open at the last sweep. One of them
         # may just have been opened, and its read still comes: ``open: none``.
         self._doubted: set[Ino] = set()
+        # The sweep that is under way, and when its last part began.
+        self._sweeping: Iterator[None] | None = None
+        self._part_s = -math.inf
         self._swept_s = self._served_s = -math.inf
         self._served_files = 0
         # The readers at the source, the latency of their reads, and their totals with the time at
@@ -205,7 +211,7 @@ class FetchAhead:
                     with trio.move_on_after(self._pause_s()):
                         await self._woken.wait()
         finally:
-            self._window.sweep(lambda held: False)
+            self._window.sweep(lambda held: False, self._window.files())
             self._small.clear()
             self._for_window.clear()
             self._large.clear()
@@ -213,6 +219,8 @@ class FetchAhead:
 
     def _pause_s(self) -> float:
         """How long to wait for ``wake``."""
+        if self._sweeping is not None:
+            return _STEP_S
         if not self._is_gain(trio.current_time()):
             return _LOOK_S
         is_idle = not (self._small or self._large or self._concurrency.running)
@@ -221,13 +229,25 @@ class FetchAhead:
         return _SWEEP_S if self._for_window or len(self._window) else math.inf
 
     def _sweep(self, now: float) -> None:
-        """Drops files of the window that no reader is expected to open."""
-        if now < self._swept_s + _SWEEP_S:
+        """Drops files of the window that no reader is expected to open, a part of them in each
+        call."""
+        if self._sweeping is None:
+            if now < self._swept_s + _SWEEP_S:
+                return
+            self._swept_s = now
+            self._readers *= _FADING
+            if not (len(self._window) or self._for_window):
+                return
+            self._sweeping = self._swept(now)
+        if now < self._part_s + _STEP_S:
             return
-        self._swept_s = now
-        self._readers *= _FADING
-        if not (len(self._window) or self._for_window):
+        self._part_s = now
+        for _ in self._sweeping:
             return
+        self._sweeping = None
+
+    def _swept(self, now: float) -> Iterator[None]:
+        """A sweep, which waits after each of its parts."""
         if self._served_files != self._window.served_files or not len(self._window):
             self._served_files, self._served_s = self._window.served_files, now
         is_idle = now > self._served_s + _IDLE_S
@@ -253,8 +273,11 @@ class FetchAhead:
                     return False
             return self._is_current(held)
 
-        for ino in self._window.sweep(stays):
-            self._foreseen.refused(ino)
+        files = self._window.files()
+        for start in range(0, len(files), _SWEPT):
+            for ino in self._window.sweep(stays, files[start : start + _SWEPT]):
+                self._foreseen.refused(ino)
+            yield
         for ino in self._for_window.keep(is_expected):
             self._foreseen.refused(ino)
 

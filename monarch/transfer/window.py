@@ -9,7 +9,7 @@ reader has fetched. The bytes count for the buffer between the source and the ti
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from monarch.placement.controller import Controller
@@ -154,12 +154,17 @@ class Window:
             self.dropped_bytes += len(held.content)
         self._leave(held)
 
-    def sweep(self, is_expected: Callable[[Held], bool]) -> list[Ino]:
-        """Drops the files for which ``is_expected`` returns False, and returns their numbers. A
-        fetch under way is left to its end."""
+    def files(self) -> list[Held]:
+        """The files in it now."""
+        return list(self._held.values())
+
+    def sweep(self, is_expected: Callable[[Held], bool], files: Iterable[Held]) -> list[Ino]:
+        """Drops those of ``files`` that are still in it and for which ``is_expected`` returns
+        False, and returns their numbers. A fetch under way is left to its end."""
         dropped = []
-        for held in list(self._held.values()):
-            if held.content is not None and not is_expected(held):
+        for held in files:
+            is_here = held.content is not None and self._held.get(held.ino) is held
+            if is_here and not is_expected(held):
                 self.drop(held)
                 dropped.append(held.ino)
         return dropped

@@ -154,6 +154,34 @@ async def test_files_that_no_reader_is_expected_to_open_leave_the_window(
     assert rig.opens_of("0") == 2 and sum(rig.source.opens.values()) == 11
 
 
+async def test_other_tasks_run_while_a_large_window_is_swept(
+    rigs: Rigs, clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files of 500 bytes it has a hundred thousand, and each check takes microseconds."""
+    monkeypatch.setattr(ahead, "_SWEPT", 8)
+    content = files(100, SIZE)
+    rig = rigs(content, capacity=1, window=100 * SIZE)
+    asked, is_announced = 0, rig.foreseen.is_announced
+
+    def count(ino: Ino) -> bool:
+        nonlocal asked
+        asked += 1
+        return is_announced(ino)
+
+    async with rig.running():
+        rig.foresee(*content)
+        await until(lambda: len(rig.window) == 100)
+        monkeypatch.setattr(rig.foreseen, "is_announced", count)
+        most = before = 0
+        until_s = trio.current_time() + 3
+        while trio.current_time() < until_s:
+            await trio.sleep(0.001)
+            most, before = max(most, asked - before), asked
+        assert most <= 8 and asked >= 200, "each file is checked in each sweep"
+        rig.foreseen.awaited.clear()
+        await until(lambda: len(rig.window) == 0, virtual_s=3)
+
+
 @pytest.mark.promise(187)
 async def test_a_file_that_was_opened_stays_in_the_window_for_a_read_that_comes_later(
     rigs: Rigs, clock: MockClock
