@@ -133,7 +133,11 @@ class Promotions:
         promote = self._controller.opened(item, may_evict=may_evict, job=quota, is_held=is_held)
         if promote is not None:
             self.submit(promote, attributes.identity, content=content)
-        elif self.is_expected_again(attributes.ino, job):
+            return
+        if self._residency.is_wanted(attributes.ino):
+            # The window has another version of it, perhaps, and no copy is under way.
+            self.wake()
+        if self.is_expected_again(attributes.ino, job):
             self.stage(attributes, content)
 
     def read_from_window(

@@ -232,6 +232,22 @@ async def test_a_file_that_changed_leaves_the_window_and_is_not_shown(
     assert rig.opens_of("a") == 2
 
 
+async def test_nothing_stays_wanted_after_a_file_of_the_window_changed(
+    rigs: Rigs, clock: MockClock
+) -> None:
+    """Its reader fetches another version than that of the window, which then leaves."""
+    rig = rigs({"a": b"a" * SIZE}, capacity=1, window=10 * SIZE)
+    async with rig.running():
+        (ino,) = rig.foresee("a")
+        await until(lambda: len(rig.foreseen.coming) == 1)
+        (rig.source_path / "a").write_bytes(b"new")
+        await rig.read_side.revalidation.look_again(ino)
+        assert await rig.content(ino) == b"new"
+        await until(lambda: len(rig.window) == 0, virtual_s=3)
+        await until(lambda: rig.residency.wanted == 0, virtual_s=1)
+        assert not rig.residency.is_copying(ino)
+
+
 async def test_a_reader_shares_the_call_under_way_and_makes_one_that_has_not_begun(
     rigs: Rigs, clock: MockClock
 ) -> None:
