@@ -413,7 +413,7 @@ class Foresight:
             self._end_stream(stale)
         del job.streams[_MOST_STREAMS:]
         for ino, process in outside:
-            if ino in files:
+            if ino in files and not self._marks.of[ino] & GONE:
                 stream.opened(ino, process)
 
     def _new_stream(self, subtree: Subtree) -> Stream:

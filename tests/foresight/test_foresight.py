@@ -405,6 +405,19 @@ def test_files_that_are_gone_are_none_that_an_epoch_must_open(files: int, togeth
     assert (stream.share, stream.files) == (1.0, len(there) + 1), "one of them is back"
 
 
+def test_files_that_were_gone_before_the_job_was_known_are_none_of_those_that_it_has_opened() -> (
+    None
+):
+    job = Job(rate=0, tree=Tree((1, 200)))
+    order = shuffled(job.files(0), 1)
+    job.open(order[:20])
+    for ino in order[:10]:
+        job.foresight.left(Ino(ino))
+    job.open(order[20:])
+    (stream,) = job.foresight.report(counts_opens=True).streams
+    assert (stream.epoch, stream.share, stream.files) == (1, 1.0, 190)
+
+
 def test_files_that_are_gone_are_not_given_out() -> None:
     job = Job(rate=0)
     order = shuffled(job.files(TRAIN), 1)
