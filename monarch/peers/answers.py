@@ -40,6 +40,7 @@ from monarch.types import Ino
 log = logging.getLogger(__name__)
 
 _MOST_HEAD = 4096
+# The connections that are served at a time: further ones wait in the socket.
 _MOST_CONNECTIONS = 512
 # The most that Linux allows by default. An engine whose connection is refused answers 502 to its
 # client, which then takes this node for broken; the event loop accepts one in each round.
@@ -139,7 +140,7 @@ class Answers:
         self._patience_s = patience_s
         self._most_held = most_held
         self._held = 0
-        self._connections = 0
+        self._places = trio.Semaphore(_MOST_CONNECTIONS)
         self._fetches: dict[Wanted, _Fetch] = {}
         # What the request that is being decided is for.
         self._asked: Wanted | None = None
@@ -166,11 +167,8 @@ class Answers:
                     await trio.sleep(_SOCKET_PAUSE_S)
             async with trio.open_nursery() as nursery:
                 while True:
+                    await self._places.acquire()
                     stream = await self._accepted(listener)
-                    if self._connections >= _MOST_CONNECTIONS:
-                        await trio.aclose_forcefully(stream)
-                        continue
-                    self._connections += 1
                     nursery.start_soon(self._serve, stream, nursery)
 
     async def _accepted(self, listener: trio.SocketListener) -> trio.SocketStream:
@@ -200,7 +198,7 @@ class Answers:
         except Exception:
             self._unexpected()
         finally:
-            self._connections -= 1
+            self._places.release()
 
     async def _answer_to(
         self, stream: trio.SocketStream, head: bytes, nursery: trio.Nursery

@@ -185,6 +185,26 @@ def test_an_unknown_error_in_one_answer_ends_its_connection_only(
     with_answers(tmp_path, check)
 
 
+@pytest.mark.promise(271)
+def test_more_connections_than_are_served_at_a_time_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an answer the engine would say 502, and the member take this node for broken."""
+    monkeypatch.setattr("monarch.peers.answers._MOST_CONNECTIONS", 4)
+
+    async def check(files: Files, path: Path) -> None:
+        streams = [await trio.open_unix_socket(path) for _ in range(12)]
+        for stream in streams:
+            await stream.send_all(to_daemon(f"/{SET}/d/{SMALL}"))
+        files.may_arrive.set()
+        for stream in streams:
+            # The daemon keeps a connection until the engine closes it.
+            async with stream:
+                assert (await stream.receive_some(4096)).startswith(b"HTTP/1.1 200 ")
+
+    with_answers(tmp_path, check)
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 def test_answers_continue_after_a_time_without_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
