@@ -482,9 +482,12 @@ class Datapath:
     def drop_connections(self, member: int) -> None:
         self._native.drop_connections(member)
 
-    def received(self, member: int, limit_us: int) -> tuple[int, int, int, list[int]]:
-        files, nbytes, slow, latencies_us = self._native.received(member, limit_us)
-        return files, nbytes, slow, latencies_us
+    def received(
+        self, member: int, limit_us: int, fair_us: int
+    ) -> tuple[int, int, int, int, list[int]]:
+        found: tuple[int, int, int, int, list[int]]
+        found = self._native.received(member, limit_us, fair_us)
+        return found
 
     # -- what it has served without an event -----------------------------------------------------
 

@@ -187,10 +187,9 @@ class PeerClient:
         """Records that the bytes of an answer were wrong; returns the error to raise."""
         return self._noted(PeerFailed("damaged"))
 
-    def used(self, latencies_s: Sequence[float], slow: int) -> None:
-        """Records requests of the datapath: answers after these latencies, and answers that did not
-        come in time."""
-        limit_s = self.breaker.limit_s
+    def used(self, latencies_s: Sequence[float], slow: int, late_s: float) -> None:
+        """Records requests of the datapath: answers after these latencies, answers that did not
+        come in time, and the time for which answers were late."""
         for latency_s in latencies_s:
             self.was_asked, self.trouble = True, None
             self.breaker.answered(latency_s)
@@ -198,8 +197,7 @@ class PeerClient:
             self.breaker.right()
         for _ in range(slow):
             self._noted(PeerFailed("slow"))
-        longest_s = max([*latencies_s, limit_s if slow else 0.0])
-        self.late(longest_s - self.breaker.fair_s)
+        self.late(late_s)
 
     def _noted(self, error: PeerFailed) -> PeerFailed:
         """Records a failure."""

@@ -120,9 +120,13 @@ class PeerFetcher(Protocol):
     def drop_connections(self, member: int) -> None:
         """Closes all connections to a member."""
 
-    def received(self, member: int, limit_us: int) -> tuple[int, int, int, list[int]]:
+    def received(
+        self, member: int, limit_us: int, fair_us: int
+    ) -> tuple[int, int, int, int, list[int]]:
         """What a member gave since the last call: files, their bytes, answers that took longer than
-        the limit, and the latencies of the last answers. Sets the limit of each wait for it."""
+        the limit, the time for which answers were late, each moment once, and the latencies of the
+        last answers. Sets the limit of each wait for it, and what each MiB may take without being
+        late."""
 
 
 class DatapathConnections:

@@ -134,9 +134,12 @@ class Peers:
             if client is None:
                 continue
             limit_us = microseconds(client.breaker.limit_s)
-            files, nbytes, slow, latencies_us = self._fetcher.received(index, limit_us)
-            if files or slow:
-                client.used([latency / 1e6 for latency in latencies_us], slow)
+            fair_us = microseconds(client.breaker.fair_s)
+            files, nbytes, slow, late_us, latencies_us = self._fetcher.received(
+                index, limit_us, fair_us
+            )
+            if files or slow or late_us:
+                client.used([latency / 1e6 for latency in latencies_us], slow, late_us / 1e6)
                 with self._requests.counting:
                     self.received[index].files += files
                     self.received[index].nbytes += nbytes

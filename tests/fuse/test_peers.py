@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,6 +33,8 @@ NAMES = ("one", "two", *(f"more{number}" for number in range(20)))
 NOT_KEPT, SLOW = 0xFFFE, 0xFFFF
 # A loaded machine must not make a member look slow. A test fails if a thread waits as long.
 LONG_US, SHORT_US = int(2e6 * PATIENCE_S), 50_000
+# What each MiB may take without being late.
+FAIR_US = 1000
 FETCHED = 0xFE
 
 
@@ -149,9 +151,10 @@ def test_files_of_another_node_are_fetched_without_python_over_one_connection(
         end = " HTTP/1.1\r\nToken: t\r\n\r\n"
         paths = f"c/{copy_name(made.ino('one'))}", f"d/{two}", f"c/{copy_name(two)}"
         assert job.member.requests == [f"GET /set/{path}{end}".encode() for path in paths]
-        files, nbytes, slow, latencies = made.datapath.received(1, LONG_US)
+        files, nbytes, slow, late_us, latencies = made.datapath.received(1, LONG_US, FAIR_US)
         assert (files, nbytes, slow, len(latencies)) == (3, 3 * SIZE, 0, 3)
-        assert made.datapath.received(1, LONG_US) == (0, 0, 0, [])
+        assert late_us == 0, "nothing is late before Python has said when"
+        assert made.datapath.received(1, LONG_US, FAIR_US) == (0, 0, 0, 0, [])
         traffic = made.datapath.source_traffic()
         assert (traffic.opens, traffic.reads, traffic.calls) == (0, 0, 3)
         assert traffic.waited_ns > 0 and made.datapath.open_files() == 0
@@ -191,7 +194,7 @@ def test_all_but_the_right_bytes_in_time_is_left_to_python(
         job.connect(SHORT_US if mark == SLOW else LONG_US)
         assert job.is_passed_on("one")
         assert job.givers[job.rig.ino("one")] == mark
-        files, _, slow, latencies = job.rig.datapath.received(1, LONG_US)
+        files, _, slow, _, latencies = job.rig.datapath.received(1, LONG_US, FAIR_US)
         assert (files, slow, latencies) == (0, mark == SLOW, [])
         # The member is not asked again before Python says so.
         assert job.is_passed_on("one")
@@ -308,7 +311,58 @@ def test_a_member_that_takes_requests_and_closes_late_is_slow(tmp_path: Path) ->
         assert job.is_passed_on("one")
         # Later than the limit, it is slow as well.
         assert job.givers[job.rig.ino("one")] == SLOW
-        assert job.rig.datapath.received(1, LONG_US)[2] == 1
+        assert job.rig.datapath.received(1, LONG_US, FAIR_US)[2] == 1
+
+
+@pytest.mark.promise(341)
+def test_the_time_for_which_answers_are_late_is_that_of_all_files_and_each_mib(
+    tmp_path: Path,
+) -> None:
+    # One MiB, and no byte of the second.
+    size, pause_s = 1 << 20, 0.1
+
+    def gives_late(connection: socket.socket) -> None:
+        name = "one" if len(job.member.requests) == 1 else "two"
+        answer = head(size) + contents(name, size)
+        for begin, end in pairwise((0, size // 2, len(answer))):
+            time.sleep(pause_s)
+            connection.sendall(answer[begin:end])
+
+    with job_of(tmp_path, gives_late, gives_late, size=size) as job:
+        datapath = job.rig.datapath
+        datapath.received(1, LONG_US, FAIR_US)
+        job.connect()
+        for name in ("one", "two"):
+            assert job.read(name) == contents(name, size)
+        files, _, _, late_us, _ = datapath.received(1, LONG_US, FAIR_US)
+        assert files == 2
+        assert late_us >= 2 * (2 * 1e6 * pause_s - 2 * FAIR_US)
+        assert datapath.received(1, LONG_US, FAIR_US)[3] == 0
+
+
+@pytest.mark.promise(341)
+def test_of_requests_at_the_same_time_each_late_moment_counts_once(tmp_path: Path) -> None:
+    pause_s, both = 0.5, threading.Barrier(2)
+
+    def lacks_it(connection: socket.socket) -> None:
+        both.wait(PATIENCE_S)
+        time.sleep(pause_s)
+        connection.sendall(head(0, status="404 Not Found"))
+
+    with job_of(tmp_path, lacks_it) as job, closing(Member(lacks_it)) as second:
+        made, datapath = job.rig, job.rig.datapath
+        datapath.received(1, LONG_US, FAIR_US)
+        job.connect()
+        connection = socket.create_connection((HOST, second.port))
+        assert datapath.keep_connection(1, connection.detach(), LONG_US)
+        began_s = time.monotonic()
+        sent = [made.send_open(made.ino(name)) for name in ("one", "two")]
+        for _ in sent:
+            made.reply(made.passed(), error=5)
+        assert [made.answer(unique).error for unique in sent] == [5, 5]
+        late_us = datapath.received(1, LONG_US, FAIR_US)[3]
+        assert 1e6 * pause_s - FAIR_US <= late_us <= 1e6 * (time.monotonic() - began_s)
+        datapath.drop_connections(1)
 
 
 def test_python_takes_connections_back_and_drops_them(tmp_path: Path) -> None:
@@ -331,7 +385,7 @@ def test_python_takes_connections_back_and_drops_them(tmp_path: Path) -> None:
         assert not datapath.keep_connection(7, 0, LONG_US)
         assert datapath.take_connection(7) is None
         datapath.drop_connections(7)
-        assert datapath.received(7, 1) == (0, 0, 0, [])
+        assert datapath.received(7, 1, 1) == (0, 0, 0, 0, [])
 
 
 def changed(job: Job, ino: Ino) -> None:

@@ -193,15 +193,24 @@ def test_a_kept_connection_that_the_member_has_closed_is_replaced(
 
 def test_requests_of_the_datapath_count_as_those_of_the_client() -> None:
     client = client_of(1, limit_s=0.01)
-    client.used([1e-4] * 64, 0)
+    client.used([1e-4] * 64, 0, 0.0)
     assert (client.was_asked, client.trouble, client.breaker.limit_s) == (True, None, 0.01)
     dropped: list[bool] = []
     client.connections = cast(Connections, SimpleNamespace(drop=lambda: dropped.append(True)))
-    client.used([1e-4], 2)
+    client.used([1e-4], 2, 0.0)
     assert (client.trouble, dropped) == ("slow", [])
-    client.used([], 1)
+    client.used([], 1, 0.0)
     assert client.breaker.is_failing
     assert dropped == [True], "so the datapath asks it no more"
+
+
+@pytest.mark.promise(341)
+def test_the_late_time_of_the_datapath_counts_as_that_of_the_client() -> None:
+    client = client_of(1)
+    dropped: list[bool] = []
+    client.connections = cast(Connections, SimpleNamespace(drop=lambda: dropped.append(True)))
+    client.used([0.5], 0, 11.0)
+    assert (client.trouble, dropped) == ("slow", [True])
 
 
 OTHER_SET = MemberKey(HOST, "1" * 32, b"the secret of the job")

@@ -60,8 +60,8 @@ class FakeMember:
     def late(self, seconds: float) -> None:
         self.breaker.late(0.0, seconds)
 
-    def used(self, latencies_s: Sequence[float], slow: int) -> None:
-        self.latencies_s, self.slow = list(latencies_s), slow
+    def used(self, latencies_s: Sequence[float], slow: int, late_s: float) -> None:
+        self.latencies_s, self.slow, self.late_s = list(latencies_s), slow, late_s
 
 
 RIGHT = Answer(200, BYTES, digest_of(BYTES))
@@ -277,7 +277,8 @@ class FakeFetcher:
 
     def __init__(self) -> None:
         self.givers = self.digests = np.zeros(0, np.uint64)
-        self.found: dict[int, tuple[int, int, int, list[int]]] = {}
+        self.found: dict[int, tuple[int, int, int, int, list[int]]] = {}
+        self.limits_us: dict[int, tuple[int, int]] = {}
 
     def set_peers(
         self,
@@ -290,8 +291,11 @@ class FakeFetcher:
         self.givers, self.digests, self.gives_bytes = givers, digests, gives_bytes
         self.requests = list(requests)
 
-    def received(self, member: int, limit_us: int) -> tuple[int, int, int, list[int]]:
-        return self.found.pop(member, (0, 0, 0, []))
+    def received(
+        self, member: int, limit_us: int, fair_us: int
+    ) -> tuple[int, int, int, int, list[int]]:
+        self.limits_us[member] = limit_us, fair_us
+        return self.found.pop(member, (0, 0, 0, 0, []))
 
 
 def fetched_by_datapath(peers: Peers) -> FakeFetcher:
@@ -350,18 +354,31 @@ def test_an_open_that_has_waited_for_the_datapath_waits_for_no_other_request() -
     datapath = fetched_by_datapath(peers)
     slow, unwanted, *_ = (Ino(i) for i in range(1, FILES + 1) if not peers.owns(Ino(i)))
     datapath.givers[slow], datapath.givers[unwanted] = 0xFFFF, 0xFFFE
-    datapath.found[1] = 7, 7000, 3, [100, 2_000_000]
+    datapath.found[1] = 7, 7000, 3, 4_000_000, [100, 2_000_000]
     assert peers.fetch(unwanted, identity(unwanted)) is None
     assert datapath.found, "counts of all members for each file that a member does not keep"
     assert peers.fetch(slow, identity(slow)) is None
     assert other.asked == []
     found = peers.received[1]
     assert (found.files, found.nbytes, found.failed, peers.failures) == (7, 7000, 3, {"slow": 3})
-    assert (other.latencies_s, other.slow) == ([1e-4, 2.0], 3)
+    assert (other.latencies_s, other.slow, other.late_s) == ([1e-4, 2.0], 3, 4.0)
     # The next opens ask again, but not for a file that the member does not keep.
     assert peers.fetch(slow, identity(slow)) == BYTES
     assert peers.fetch(unwanted, identity(unwanted)) is None
     assert (len(other.asked), peers.not_kept) == (1, 1)
+
+
+@pytest.mark.promise(341)
+def test_the_datapath_learns_what_is_late_and_its_late_time_counts() -> None:
+    other = FakeMember(RIGHT)
+    peers = peers_of(None, other)
+    datapath = fetched_by_datapath(peers)
+    peers.source_took(0.25)
+    # No file came, and none in time: it was left to Python.
+    datapath.found[1] = 0, 0, 0, 300_000, []
+    peers.catch_up()
+    assert datapath.limits_us == {1: (1_000_000, 1_000_000)}
+    assert other.late_s == 0.3
 
 
 def test_counts_of_many_threads_add_up() -> None:

@@ -38,9 +38,13 @@ bool peers_prepare(struct peers *peers, uint64_t entries, uint32_t count, uint16
     peers->members = calloc(count + 1ul, sizeof *peers->members);
     if (!peers->members)
         return false;
-    for (; peers->prepared < count; peers->prepared++)
-        if (pthread_mutex_init(&peers->members[peers->prepared].lock, NULL))
+    for (; peers->prepared < count; peers->prepared++) {
+        struct member *member = &peers->members[peers->prepared];
+        /* Nothing is late before Python has said when. */
+        member->fair_us = UINT32_MAX;
+        if (pthread_mutex_init(&member->lock, NULL))
             return false;
+    }
     peers->count = count;
     peers->givers = givers;
     peers->digests = digests;
@@ -336,29 +340,38 @@ bool peers_may_fetch(struct peers *peers, uint64_t ino, uint64_t size) {
     return member && member->after && LOAD(member->idle_count);
 }
 
-static void count(struct member *member, enum outcome outcome, uint64_t size, uint64_t waited_us) {
+/* Records the result of a request for a file that began at ``begin_us``. */
+static void count(struct member *member, enum outcome outcome, uint64_t size, uint64_t begin_us) {
     struct received *to = &member->received;
+    /* The bytes after the first MiB have limits of their own. */
+    uint64_t parts = 1 + size / PIECE, fair_us = parts * LOAD(member->fair_us);
     pthread_mutex_lock(&member->lock);
+    uint64_t now = now_us(), waited_us = now - begin_us;
     if (outcome == SLOW) {
         to->slow++;
     } else if (outcome == ANSWERED) {
         to->files++;
         to->bytes += size;
-        /* The bytes after the first MiB have limits of their own. */
-        waited_us /= 1 + size / PIECE;
+        uint64_t each_us = waited_us / parts;
         to->latencies_us[to->latencies++ % PEERS_LATENCIES] =
-            waited_us < UINT32_MAX ? (uint32_t)waited_us : UINT32_MAX;
+            each_us < UINT32_MAX ? (uint32_t)each_us : UINT32_MAX;
+    }
+    if (waited_us > fair_us) {
+        uint64_t late_us = waited_us - fair_us, since_us = now - member->late_to_us;
+        to->late_us += late_us < since_us ? late_us : since_us;
+        member->late_to_us = now;
     }
     pthread_mutex_unlock(&member->lock);
 }
 
-void peers_received(struct peers *peers, uint32_t member, uint32_t limit_us,
+void peers_received(struct peers *peers, uint32_t member, uint32_t limit_us, uint64_t fair_us,
                     struct received *received) {
     *received = (struct received){0};
     if (member >= peers->count)
         return;
     struct member *of = &peers->members[member];
     STORE(of->limit_us, limit_us);
+    STORE(of->fair_us, fair_us);
     pthread_mutex_lock(&of->lock);
     *received = of->received;
     of->received = (struct received){0};
@@ -409,7 +422,7 @@ struct content *peers_fetch(struct peers *peers, uint64_t ino, uint64_t size, in
         if (!whole || !head.is_kept || !keep(peers, member, used, drops))
             end(used);
     }
-    count(member, outcome, size, now_us() - begin_us);
+    count(member, outcome, size, begin_us);
     if (outcome == ANSWERED)
         return content;
     content_release(content);

@@ -24,9 +24,10 @@ struct connection {
     uint32_t limit_us, wakes_at;
 };
 
-/* What was received from a member since Python asked last. */
+/* What was received from a member since Python asked last. ``late_us``: the time for which its
+ * answers were late. Of requests at the same time each moment counts once. */
 struct received {
-    uint64_t files, bytes, slow;
+    uint64_t files, bytes, slow, late_us;
     uint32_t latencies_us[PEERS_LATENCIES], latencies;
 };
 
@@ -37,6 +38,8 @@ struct member {
     uint32_t idle_count;     /* atomic */
     uint32_t drops;          /* how often its connections were dropped; atomic */
     uint32_t limit_us;       /* of each wait for it; atomic */
+    uint64_t fair_us;        /* what each MiB of an answer may take without being late; atomic */
+    uint64_t late_to_us;     /* the end of the last late request */
     struct received received;
 };
 
@@ -66,8 +69,9 @@ bool peers_keep(struct peers *peers, uint32_t member, int fd, uint32_t limit_us)
 int peers_take(struct peers *peers, uint32_t member, uint32_t *limit_us);
 /* Closes the connections without a request, and those with one after it. */
 void peers_drop(struct peers *peers, uint32_t member);
-/* What was received from a member since the last call; sets the limit of each wait for it. */
-void peers_received(struct peers *peers, uint32_t member, uint32_t limit_us,
+/* What was received from a member since the last call; sets the limit of each wait for it, and the
+ * fair time for each MiB. */
+void peers_received(struct peers *peers, uint32_t member, uint32_t limit_us, uint64_t fair_us,
                     struct received *received);
 /* Whether peers_fetch may find the bytes of a file. */
 bool peers_may_fetch(struct peers *peers, uint64_t ino, uint64_t size);

@@ -69,14 +69,15 @@ PyObject *datapath_drop_connections(Datapath *self, PyObject *number) {
     Py_RETURN_NONE;
 }
 
-/* Files, bytes, slow answers and a list of the last latencies of a member since the last call. The
- * limit of its waits is set. */
+/* Files, bytes, slow answers, the time for which answers were late, and a list of the last
+ * latencies of a member since the last call. The limit of its waits and the fair time are set. */
 PyObject *datapath_received(Datapath *self, PyObject *args) {
     unsigned member, limit_us;
+    unsigned long long fair_us;
     struct received found;
-    if (!PyArg_ParseTuple(args, "II", &member, &limit_us))
+    if (!PyArg_ParseTuple(args, "IIK", &member, &limit_us, &fair_us))
         return NULL;
-    peers_received(&self->dp->peers, member, limit_us, &found);
+    peers_received(&self->dp->peers, member, limit_us, fair_us, &found);
     Py_ssize_t count = found.latencies < PEERS_LATENCIES ? found.latencies : PEERS_LATENCIES;
     PyObject *latencies = PyList_New(count);
     for (Py_ssize_t i = 0; latencies && i < count; i++) {
@@ -86,6 +87,7 @@ PyObject *datapath_received(Datapath *self, PyObject *args) {
         else
             Py_CLEAR(latencies);
     }
-    return latencies ? Py_BuildValue("(KKKN)", found.files, found.bytes, found.slow, latencies)
+    return latencies ? Py_BuildValue("(KKKKN)", found.files, found.bytes, found.slow, found.late_us,
+                                     latencies)
                      : NULL;
 }
