@@ -28,6 +28,7 @@ from monarch.peers.ownership import Ownership
 from monarch.peers.ranges import Ranges
 from monarch.peers.requests import Requests
 from monarch.posix.buckets import BUCKETS, buckets
+from monarch.posix.thread_pool import waiting_elsewhere
 from monarch.telemetry.log import Limiter
 from monarch.tiers.contents import copy_name
 from monarch.tiers.source import Fetched, Source
@@ -329,6 +330,8 @@ class PeerSource(Source):
         super().__init__(path, close)
         self.peers: Peers | None = None
         self._limiter = Limiter(log)
+        # The file of each call for which other nodes are asked now.
+        self._asking: list[Ino] = []
 
     @property
     def directory(self) -> int:
@@ -353,17 +356,22 @@ class PeerSource(Source):
             return None
         return self._or_none(ranges.read, ino, offset, size)
 
+    def asks_others(self, ino: Ino) -> bool:
+        return ino in self._asking
+
     def took(self, seconds: float) -> None:
         if self.peers is not None:
             self.peers.source_took(seconds)
 
     def _or_none(
-        self, call: Callable[[Unpack[Args]], bytes | None], *args: Unpack[Args]
+        self, call: Callable[[Ino, Unpack[Args]], bytes | None], ino: Ino, *args: Unpack[Args]
     ) -> bytes | None:
-        """The result of a request to other nodes. The source is the truth, whatever happens with
-        them."""
+        """The result of a request to other nodes for a file. The source is the truth, whatever
+        happens with them."""
+        self._asking.append(ino)
         try:
-            return call(*args)
+            with waiting_elsewhere():
+                return call(ino, *args)
         except Exception:
             self._limiter.exception(
                 "unexpected",
@@ -371,6 +379,8 @@ class PeerSource(Source):
                 " bug, please report it",
             )
             return None
+        finally:
+            self._asking.remove(ino)
 
 
 def _turn() -> int:

@@ -8,11 +8,13 @@ per call, measured on two shared cores: 63 us with trio, 24 us here.
 from __future__ import annotations
 
 import errno
+import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -44,6 +46,25 @@ class _Call:
     result: outcome.Outcome[Any] = field(init=False)
 
 
+# The ``call`` that a thread runs.
+_running = threading.local()
+
+
+@contextmanager
+def waiting_elsewhere() -> Iterator[None]:
+    """Surrounds a wait in a call of a pool that is none for what the pool calls: ``oldest_s``
+    counts the call from the end of the wait."""
+    call: _Call | None = getattr(_running, "call", None)
+    if call is None:
+        yield
+        return
+    call.begun_s = math.inf
+    try:
+        yield
+    finally:
+        call.begun_s = time.monotonic()
+
+
 class ThreadPool:
     """Runs at most ``limit`` calls at once, in the order of arrival. Belongs to one event loop.
 
@@ -67,7 +88,7 @@ class ThreadPool:
         self._discard = discard
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._answers: deque[_Call] = deque()
-        # Running calls in the order of their start.
+        # The calls that have no result yet.
         self._under_way: dict[_Call, None] = {}
         self._pending = 0
         self._started = 0
@@ -75,8 +96,8 @@ class ThreadPool:
 
     def oldest_s(self) -> float:
         """The age of the oldest running call, in seconds; 0 if there is none."""
-        oldest = next(iter(self._under_way), None)
-        return time.monotonic() - oldest.begun_s if oldest is not None else 0.0
+        begun_s = min((call.begun_s for call in self._under_way), default=math.inf)
+        return max(0.0, time.monotonic() - begun_s)
 
     async def run(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """Returns ``function(*args)``, or raises its exception; OSError (ENOMEM) if no thread can
@@ -129,7 +150,9 @@ class ThreadPool:
             if call.abandoned:
                 call.result = outcome.Value(None)
             else:
+                _running.call = call
                 call.result = outcome.capture(call.function, *call.args)
+                _running.call = None
             self._answers.append(call)
             try:
                 token.run_sync_soon(self._deliver, idempotent=True)

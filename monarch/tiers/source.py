@@ -281,6 +281,10 @@ class Source:
         must be read from the source."""
         return None
 
+    def asks_others(self, ino: Ino) -> bool:
+        """Whether a call for a file waits for another node now. Such a wait has its own limit."""
+        return False
+
     def took(self, seconds: float) -> None:
         """Records how long a read of the source has taken."""
 

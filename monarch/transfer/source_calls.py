@@ -71,6 +71,14 @@ class Trouble:
     hangs: bool
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A call for ``ino``, and the number of checks that it has outlasted."""
+
+    ino: Ino
+    checks: int = 0
+
+
 class SourceCalls:
     """Calls of ``source``; ``names`` returns the path of an inode for messages.
 
@@ -97,8 +105,7 @@ class SourceCalls:
         self._metrics = metrics
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._datapath = datapath
-        # The number of checks that each pending call has outlasted.
-        self._checks: dict[trio.CancelScope, int] = {}
+        self._waiting: dict[trio.CancelScope, _Waiting] = {}
         self._called = trio.Event()
         self._limiter = Limiter(log)
         # The times of the first and the last of the present errors, by the event loop's clock, and
@@ -126,7 +133,7 @@ class SourceCalls:
         """Runs a call of the source for ``ino``; returns its result. Raises SourceChanged if the
         file was removed or replaced, SourceError for other errors."""
         scope = trio.CancelScope()
-        self._checks[scope] = 0
+        self._waiting[scope] = _Waiting(ino)
         self._called.set()
         try:
             rights = self.caller()
@@ -143,7 +150,7 @@ class SourceCalls:
                 raise SourceChanged(f"{self._names.path_text(ino)}: {error.strerror}") from error
             raise self.failed(ino, number) from error
         finally:
-            del self._checks[scope]
+            del self._waiting[scope]
         raise self.failed(ino, errno.ETIMEDOUT)
 
     async def at(
@@ -164,27 +171,28 @@ class SourceCalls:
         """Waits for a call for ``ino`` that another task makes, as long as for one of its own.
         Raises SourceError."""
         scope = trio.CancelScope()
-        self._checks[scope] = 0
+        self._waiting[scope] = _Waiting(ino)
         self._called.set()
         try:
             with scope:
                 await done.wait()
                 return
         finally:
-            del self._checks[scope]
+            del self._waiting[scope]
         raise self.failed(ino, errno.ETIMEDOUT)
 
     async def run(self) -> None:
         """Gives up the calls that have waited longer than the timeout, until cancelled. The time is
-        counted in checks: that in which the daemon was stopped does not count."""
+        counted in checks: that in which the daemon was stopped does not count, and that in which
+        other nodes are asked for a file is no wait for the source."""
         while True:
-            if not self._checks:
+            if not self._waiting:
                 self._called = trio.Event()
                 await self._called.wait()
             await trio.sleep(self._timeout_s / _CHECKS)
-            for scope in self._checks:
-                self._checks[scope] += 1
-                if self._checks[scope] > _CHECKS:
+            for scope, waiting in self._waiting.items():
+                waiting.checks += not self.source.asks_others(waiting.ino)
+                if waiting.checks > _CHECKS:
                     scope.cancel()
 
     async def status(self, ino: Ino, path: bytes) -> os.stat_result | None:

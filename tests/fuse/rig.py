@@ -273,6 +273,7 @@ def rig(
     loaded: bool = True,
     fetch_max: int = 0,
     fetched_at_once: int = 4,
+    source_timeout: float | None = None,
     pack: bool = False,
     peers: Callable[[Datapath, Snapshot], None] | None = None,
     **options: bool,
@@ -298,7 +299,11 @@ def rig(
     (_build_of_pack if pack else build)(source, file)
     tiers = [Tier(n, f"t{n}", directory / f"tier{n}", owner=Owner("mount")) for n in (1, 2)]
     opened = (open_source if peers is None else PeerSource)(os.fsencode(source))
-    limits = LimitSettings(inline_max=fetch_max, buffer_max=max(1, fetched_at_once * fetch_max))
+    limits = LimitSettings(
+        inline_max=fetch_max,
+        buffer_max=max(1, fetched_at_once * fetch_max),
+        source_timeout=source_timeout,
+    )
     with Snapshot.open(file) as snapshot:
         residency = Residency(snapshot.entries)
         for tier in tiers:

@@ -23,7 +23,7 @@ from monarch.types import Ino
 from tests.conftest import contents
 from tests.equipment.waiting import becomes_true
 from tests.fuse import wire
-from tests.fuse.rig import PATIENCE_S, Rig, rig
+from tests.fuse.rig import PATIENCE_S, NoMessage, Rig, rig
 from tests.fuse.wire import Op
 from tests.peers.member import HOST, Act, Member, hang_up, head, say, silent, without_end
 
@@ -96,6 +96,7 @@ def job_of(
     no_open: bool = False,
     gives_bytes: bool = True,
     size: int = SIZE,
+    source_timeout: float | None = None,
 ) -> Iterator[Job]:
     """A job whose member plays ``acts``."""
     (directory / "tree").mkdir()
@@ -118,6 +119,7 @@ def job_of(
                 directory,
                 fetch_max=size,
                 fetched_at_once=len(NAMES),
+                source_timeout=source_timeout,
                 peers=peers,
                 no_open=no_open,
             )
@@ -269,6 +271,31 @@ def test_a_thread_wakes_when_a_whole_answer_has_come(tmp_path: Path) -> None:
             assert found is not None
             os.close(found[0])
             assert watched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+
+
+@pytest.mark.promise(43, 274)
+def test_a_wait_for_another_node_is_none_for_the_source(tmp_path: Path) -> None:
+    is_asked, answers = threading.Event(), threading.Event()
+
+    def gives_late(connection: socket.socket) -> None:
+        is_asked.set()
+        assert answers.wait(PATIENCE_S)
+        gives("one")(connection)
+
+    with job_of(tmp_path, gives_late, source_timeout=0.01) as job:
+        made = job.rig
+        job.connect()
+        # The second one waits for the first one to settle the entry of the file.
+        opens = [made.send_open(made.ino("one")) for _ in range(2)]
+        assert is_asked.wait(PATIENCE_S)
+        # The requests that wait are checked once a second.
+        with pytest.raises(NoMessage):
+            made.any_answer(2.5)
+        assert made.datapath.oldest_wait_s() == 0.0
+        answers.set()
+        for answer in map(made.answer, opens):
+            assert answer.error == 0
+            made.release(made.ino("one"), wire.OPEN_OUT.unpack(answer.body)[0])
 
 
 def breaks_off(connection: socket.socket) -> None:

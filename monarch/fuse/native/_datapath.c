@@ -98,6 +98,7 @@ static bool spawn(struct datapath *dp) {
         thread->device = dp->clones[place % dp->clone_count];
         thread->shard = (unsigned)place % SHARDS;
         STORE(thread->source_since_ns, 0);
+        STORE(thread->asks_peer, 0);
         STORE(thread->begin_ns, 0);
         thread->place = NULL;
         thread->message = malloc(MESSAGE_BYTES + 1);

@@ -110,6 +110,7 @@ enum waits_for {
     AT_PYTHON,  /* Python has it */
     FOR_PYTHON, /* in a queue: Python already has PYTHON_MAX requests that may need the source */
     AT_SOURCE,  /* a thread calls the source for the request */
+    AT_PEER,    /* a thread asks another node, in the place of a call of the source */
     FOR_SOURCE, /* in a queue for a call of the source */
     FOR_ENTRY,  /* another request settles the entry of its file */
     SETTLED,    /* its entry was settled; a thread must continue with the request */
@@ -192,6 +193,7 @@ struct thread {
     unsigned shard;
     struct pending *place;    /* of the request with a slot for a call of the source */
     uint64_t source_since_ns; /* the begin of the current call of the source, 0: none; atomic */
+    int asks_peer;            /* that call is of another node; atomic */
     uint64_t begin_ns; /* the arrival of the request being answered, 0 if there is none; atomic */
     uint8_t *message, *data;
     int pipe[2]; /* _splice.c */
@@ -354,6 +356,7 @@ enum turn { TURN_NOW, TURN_LATER, TURN_NEVER };
 
 enum turn begin_source_call(struct thread *thread, const struct in_header *request,
                             struct open_inode *entry, bool fresh, uint64_t begin);
+void ask_peer(struct thread *thread);
 void end_source_call(struct thread *thread);
 enum turn wait_for_entry(struct thread *thread, const struct in_header *request,
                          struct open_inode *entry, uint64_t begin);

@@ -139,12 +139,14 @@ bool opening_fetch(struct thread *thread, const struct in_header *request, struc
         return true;
     }
     struct fetch_cost cost = {0};
-    if (dp->pack.records)
+    if (dp->pack.records) {
         *content = pack_fetch(&dp->pack, &identity, &dp->held, &cost);
-    else if (dp->peers.entries)
+    } else if (dp->peers.entries) {
+        ask_peer(thread);
         *content = peers_fetch(&dp->peers, ino, identity.size, &dp->held);
-    else
+    } else {
         *content = fetch(dp->source, name, &identity, &dp->held, as_caller ? &caller : NULL, &cost);
+    }
     end_source_call(thread);
     caller_free(&caller);
     ADD(dp->source_calls, *content != NULL);

@@ -492,7 +492,8 @@ static PyObject *datapath_state(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     for (int i = 0; i < LOAD(dp->thread_count); i++) {
         struct thread *thread = &dp->threads[i];
         threads += LOAD(thread->state) == THREAD_RUNS;
-        source = earlier(source, LOAD(thread->source_since_ns));
+        if (!LOAD(thread->asks_peer))
+            source = earlier(source, LOAD(thread->source_since_ns));
         request = earlier(request, LOAD(thread->begin_ns));
     }
     pthread_mutex_lock(&dp->pending_lock);

@@ -40,6 +40,7 @@ static void give_slot(struct datapath *dp, struct thread *thread) {
         (int64_t)(now_ns() - LOAD(dp->stopped_ns)) - (int64_t)LOAD(thread->source_since_ns);
     ADD(dp->source_waited_ns, waited > 0 ? (uint64_t)waited : 0);
     STORE(thread->source_since_ns, 0);
+    STORE(thread->asks_peer, 0);
     ADD(dp->at_source, -1);
 }
 
@@ -68,6 +69,16 @@ enum turn begin_source_call(struct thread *thread, const struct in_header *reque
     }
     pthread_mutex_unlock(&dp->pending_lock);
     return turn;
+}
+
+/* The call that has begun is of another node. Its waits have limits of their own, and are none for
+ * the source. */
+void ask_peer(struct thread *thread) {
+    struct datapath *dp = thread->dp;
+    pthread_mutex_lock(&dp->pending_lock);
+    thread->place->waits = AT_PEER;
+    pthread_mutex_unlock(&dp->pending_lock);
+    STORE(thread->asks_peer, 1);
 }
 
 void end_source_call(struct thread *thread) {
@@ -295,11 +306,19 @@ static bool dismiss(struct datapath *dp, uint64_t unique, int error) {
     return true;
 }
 
+/* Whether the wait of a request ends if the source does not answer. Python limits the time of calls
+ * that it makes itself. Another node is asked for a short time only, and what waits for that
+ * request goes on with it. */
+static bool is_for_source(const struct datapath *dp, const struct pending *place) {
+    if (place->waits == AT_PYTHON)
+        return place->queued;
+    return place->waits != AT_PEER && !(dp->peers.entries && place->waits == FOR_ENTRY);
+}
+
 enum { LOOK = 256 };
 
 /* Answers the callers that must not wait any longer, and those that have waited too long for the
- * source at the time ``now``, which stands still while the process is stopped. Python limits the
- * time of calls that it makes itself. */
+ * source at the time ``now``, which stands still while the process is stopped. */
 void look_after_callers(struct datapath *dp, uint64_t now) {
     struct found {
         uint64_t unique;
@@ -312,7 +331,7 @@ void look_after_callers(struct datapath *dp, uint64_t now) {
     for (; place && count < LOOK; place = place->links[BY_AGE].next) {
         if (now <= place->since_ns || now - place->since_ns <= dp->patience_ns)
             break;
-        if (place->waits != AT_PYTHON || place->queued)
+        if (is_for_source(dp, place))
             found[count++] = (struct found){place->unique, place->pid, place->opcode, true};
     }
     /* In rotation, so that each is checked. */
