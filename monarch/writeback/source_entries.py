@@ -287,30 +287,12 @@ class SourceEntries:
             by = directories.user_of(op)
             op = replace(op, path=_own_path(directories, op, by, expected) or op.path)
             directory_fd, name = _place_of_own(directories, op.path, by)
-            if op.object and op.strict and _is_taken(directory_fd, name, expected):
-                name = self._kept_beside(directories, op.path, expected) or name
             with closing_fd(os.open(name, ITSELF, dir_fd=directory_fd)) as fd:
                 return self._changed(fd, op, by, expected)
         except (FileNotFoundError, NotADirectoryError):
             if not will_come:
                 log.warning("source: %r is not there to be changed", os.fsdecode(op.path))
             return None
-
-    def _kept_beside(
-        self, directories: OpenDirectories, path: bytes, expected: Expected
-    ) -> bytes | None:
-        """The name under which the drain has kept a written file, since others have another file at
-        its path; None if it has not."""
-        # The user may lack the right to list the directory.
-        fd, name = directories.of(path, None)
-        beginning = self._log.conflict_name(name, 0)[:-1]
-        with suppress(OSError):
-            for each in map(os.fsencode, os.listdir(fd)):
-                if each.startswith(beginning) and each[len(beginning) :].isdigit():
-                    found = status_at(fd, each)
-                    if found is not None and expected.is_known(found, version=True):
-                        return each
-        return None
 
     def change_older(
         self, directories: OpenDirectories, op: Op, expected: Expected
@@ -358,12 +340,6 @@ class SourceEntries:
         if not stat.S_ISREG(found.st_mode):
             return now
         return _with_known_bytes(expected, found, now, op)
-
-
-def _is_taken(fd: int, name: bytes, expected: Expected) -> bool:
-    """Whether others have another entry under the name of a file that the source has had."""
-    there = status_at(fd, name)
-    return there is not None and expected.known is not None and not expected.is_same(there)
 
 
 def _is_of_others(

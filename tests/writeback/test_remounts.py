@@ -910,36 +910,6 @@ async def test_a_conflict_is_met_once_and_does_not_put_the_snapshot_off(
         assert session.shown()[b"a"].content == b"others' version"
 
 
-@pytest.mark.promise(79)
-@pytest.mark.parametrize("kind", ["same", "lost state"])
-async def test_a_file_that_is_kept_beside_gets_what_was_set_after_its_bytes_were_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
-) -> None:
-    rig = prepared(tmp_path, monkeypatch)
-    (rig.source / "d/a").chmod(0o644)
-    async with rig.mount(works=False) as session:
-        await session.write(b"d/a", b"written")
-        await session.chmod(b"d/a", 0o600)
-        await session.setxattr(b"d/a", b"user.set", b"1")
-    (rig.source / "d/a").write_bytes(b"others' version")
-    with monkeypatch.context() as patched:
-        patched.setattr(SourceEntries, "change_attributes", refused)
-        async with rig.mount(**how(kind, rig)) as session:
-            await session.at_rest()
-            assert session.write_back.drain.backlog().conflicts == 1
-    async with rig.mount() as session:
-        await session.drained()
-        await session.utime(b"d/a", 10**18)
-        await session.drained()
-        assert session.write_back.drain.backlog().conflicts == 0
-    (kept,) = (rig.source / "d").glob("a.monarch-conflict-*")
-    assert (kept.read_bytes(), kept.stat().st_mtime_ns) == (b"written", 10**18)
-    assert kept.stat().st_mode & 0o7777 == 0o600
-    assert os.listxattr(kept) == ["user.set"]
-    assert (rig.source / "d/a").stat().st_mode & 0o7777 == 0o644
-    assert not os.listxattr(rig.source / "d/a")
-
-
 @pytest.mark.promise(128)
 async def test_a_file_that_others_alone_have_changed_is_no_conflict_of_a_later_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
