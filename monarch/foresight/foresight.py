@@ -191,11 +191,12 @@ class Foresight:
     def end_jobs(
         self, over: Callable[[Sequence[int]], Iterable[int]], *, with_unknown: bool = False
     ) -> None:
-        """Ends the streams of the jobs that have ended: ``over`` returns which of them have.
-        Another job in the same files then keeps their order. ``with_unknown``: also those of
-        unknown processes."""
+        """Ends the streams of the jobs that have ended: ``over`` returns which of them have, and
+        may record opens. Another job in the same files then keeps their order. ``with_unknown``:
+        also those of unknown processes."""
         for number in over([number for number in self._jobs if number]):
-            self._end_job(number)
+            if number in self._jobs:
+                self._end_job(number)
         if with_unknown and 0 in self._jobs:
             self._end_job(0)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractContextManager, asynccontextmanager
 
 import trio
@@ -457,9 +457,16 @@ class Readers:
             if unknown != self._unknown:
                 unknown, since_s = self._unknown, now
             is_idle = now - since_s > _UNKNOWN_S
-            self._foresight.end_jobs(self._sessions.over, with_unknown=is_idle)
+            self._foresight.end_jobs(self._over, with_unknown=is_idle)
             if self.quotas is not None:
                 self.quotas.end_jobs()
+
+    def _over(self, sessions: Collection[int]) -> set[int]:
+        """Which sessions have ended. All their opens are recorded when it returns: the datapath
+        may have answered the last ones a moment ago."""
+        over = self._sessions.over(sessions)
+        self.catch_up()
+        return over
 
     # -- counts ----------------------------------------------------------------------------------
 

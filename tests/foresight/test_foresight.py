@@ -6,6 +6,7 @@ import random
 import sys
 import tracemalloc
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -285,6 +286,19 @@ def test_unknown_processes_end_without_the_jobs_that_are_known() -> None:
     for _ in range(2):
         job.foresight.end_jobs(set[int]().intersection, with_unknown=True)
     assert set(job.patterns) == {"3"}
+
+
+def test_a_job_may_give_way_to_others_while_it_is_found_to_have_ended() -> None:
+    job = Job(rate=0)
+    job.open(shuffled(job.files(TRAIN), 1))
+
+    def over(sessions: Sequence[int]) -> set[int]:
+        for other in range(1000, 1100):
+            job.open(job.files(VAL)[:1], other)
+        return {*sessions}
+
+    job.foresight.end_jobs(over)
+    assert job.patterns == {}
 
 
 def test_a_job_that_has_ended_leaves_nothing_to_the_job_that_follows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -156,6 +157,29 @@ async def test_unknown_processes_are_a_job_until_ten_minutes_without_an_open(
         await trio.sleep(200)
         nursery.cancel_scope.cancel()
     assert 1100 < ended[0] - began < 1105
+
+
+async def test_the_last_opens_of_a_job_are_recorded_before_it_ends(
+    rigs: Rigs, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = FakeFastPath()
+    rig = rigs(fast=fast)
+    readers, fetched = rig.filesystem.readers, rig.ino("d/other")
+    happened: list[object] = []
+
+    def end(over: Callable[[list[int]], set[int]], *, with_unknown: bool) -> None:
+        happened.append(over([7]))
+
+    monkeypatch.setattr(readers._sessions, "over", lambda sessions: {*sessions})
+    monkeypatch.setattr(readers._foresight, "end_jobs", end)
+    monkeypatch.setattr(readers._promotions, "keep_fetched", lambda ino, *_: happened.append(ino))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(readers.end_jobs)
+        await trio.testing.wait_all_tasks_blocked()
+        fast.events = [(fetched, 0, memoryview(FILES["d/other"]), 70, 7, 0)]
+        await trio.sleep(1.5)
+        nursery.cancel_scope.cancel()
+    assert happened == [fetched, {7}]
 
 
 async def test_fetched_bytes_of_a_file_that_another_node_keeps_become_no_copy(rigs: Rigs) -> None:
