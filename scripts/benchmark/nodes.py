@@ -85,8 +85,9 @@ PLAIN = "plain HTTP clients"
 LINKS_BAR = 0.9
 # The plain client reads the head of an answer, and at most this of its bytes with it.
 _HEAD = 4096
-# The least ratio of remote reads to the plain client, and how often both read all files. Once takes
-# a fifth of a second, in which any other program of this machine would count.
+# The least ratio of remote reads to as many plain clients, for the readers of a node (ADR 124), and
+# how often both read all files. Once takes a fifth of a second, in which any other program of this
+# machine would count.
 REMOTE_BAR, REMOTE_TURNS = 0.6, 5
 REMOTE_READERS = (1, READERS)
 
@@ -538,8 +539,9 @@ def _remote_rows_with(readers: int) -> list[Row[Lab]]:
     named = counted(readers, "reader", "readers")
     values = Lab.remote_speed, Lab.plain_speed, Lab.asking, Lab.answering
     ours, theirs, asking, answering = [partial(value, readers=readers) for value in values]
+    bar = REMOTE_BAR if readers == READERS else None
     return [
-        Row(f"copies of other nodes, {named}", ours, "MB/s", theirs, PLAIN, REMOTE_BAR, True),
+        Row(f"copies of other nodes, {named}", ours, "MB/s", theirs, PLAIN, bar, True),
         Row(f"processor, the node that reads, {named}", asking, "s/GB"),
         Row(f"processor, the nodes with the copies, {named}", answering, "s/GB"),
     ]
