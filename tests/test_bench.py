@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmark import datapath, month, quantities, readers, small, write, writers
+from scripts.benchmark import datapath, hang, month, quantities, readers, small, write, writers
 from scripts.benchmark.options import parsed
 from scripts.benchmark.rows import BenchError, Result, Row, measure, measure_once
 from scripts.tools.launch import ROOT
@@ -256,6 +256,18 @@ def test_a_job_must_wait_five_times_less_for_monarch_than_for_the_slow_source() 
     assert said(10, 1.1) == "good, good"
     assert said(10, 1.3) == "missed, good"
     assert said(5, 1.1) == "good, missed"
+
+
+@pytest.mark.parametrize("is_mounted", [True, False])
+def test_in_mode_python_few_requests_wait_where_the_kernel_lets_few(
+    is_mounted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_mount", lambda path: is_mounted)
+    options = parsed(["hang"])
+    few = [600, 2000] if is_mounted else [8]
+    assert hang.waiters_in("relay", options) == [600, 2000]
+    assert hang.waiters_in("python", options) == few
+    assert hang.waiters_in("python", parsed(["hang", "--waiters", "4"])) == [4]
 
 
 def test_written_files_are_whole(tmp_path: Path) -> None:
