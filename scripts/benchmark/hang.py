@@ -2,9 +2,10 @@
 
 In each round the readers go through resident files, first while the source answers, and then while
 every call of it hangs and many other requests wait for files that have no copy: half of them open
-one small file, the others read large ones. The kernel drops the pages that the readers read, so
-that each read asks the daemon or the tier again. The same is done for names (a listing, statvfs)
-and for the daemon's status. The memory and the threads of the daemon have bars.
+one small file, the others read large ones; with ``no_open`` all read. The kernel drops the pages
+that the readers read, so that each read asks the daemon or the tier again. The same is done for
+names (a listing, statvfs) and for the daemon's status. The memory and the threads of the daemon
+have bars.
 """
 
 from __future__ import annotations
@@ -43,18 +44,19 @@ MEMORY_BAR_MIB = 64.0
 CONTROL_FILES = Path("/sys/fs/fuse/connections")
 FEW_WAITERS = 8
 THREADS_BAR = 200.0
-# Each thread waits in one call: an open of the small file, or a read of a page of its own.
+# Each thread waits in one call: an open of the small file, or a read of a page of its own. All read
+# where the kernel sends no opens (``opens`` is 0).
 _WAIT = f"""
 import os, sys, threading
 threading.stack_size(65536)
-root, turn, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+root, turn, count, opens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 large = [os.open(f"{{root}}/large-{{turn}}-{{n}}", os.O_RDONLY) for n in range({LARGE})]
 for fd in large:
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 failed = []
 def wait(number):
     try:
-        if number % 2:
+        if opens and number % 2:
             os.close(os.open(f"{{root}}/small-{{turn}}", os.O_RDONLY))
         else:
             os.pread(large[number % {LARGE}], 4096, number // {LARGE} * 8192)
@@ -83,6 +85,8 @@ class Lab:
         options: argparse.Namespace,
         files: list[str],
         waiters: int,
+        *,
+        sends_opens: bool,
     ) -> None:
         self._slow = slow
         self._mount = mount
@@ -90,6 +94,7 @@ class Lab:
         self._files = files
         self._directories = sorted({os.path.dirname(path) for path in files})
         self._waiters = waiters
+        self._opens = int(sends_opens)
         self.turn = 0
         self._pid: int = self._status()["pid"]
         self._memory_kib = status_field(self._pid, "RssAnon")
@@ -136,7 +141,7 @@ class Lab:
     def hang(self) -> Iterator[None]:
         """Every call of the source hangs, and the requests of all waiters wait."""
         number = f"{self._waiters}-{self.turn}"
-        arguments = [str(self._mount.path), number, str(self._waiters)]
+        arguments = [str(self._mount.path), number, str(self._waiters), str(self._opens)]
         with subprocess.Popen(
             [sys.executable, "-c", _WAIT, *arguments],
             stdin=subprocess.PIPE,
@@ -275,7 +280,8 @@ def run(
             for waiters in waiters_in(mode, options):
                 ours = [Result(row) for row in rows(mode, waiters)]
                 results += ours
-                lab = Lab(mount, slow, options, mounted, waiters)
+                opens = mode != "no_open"
+                lab = Lab(mount, slow, options, mounted, waiters, sends_opens=opens)
                 for turn in range(options.rounds):
                     _round(lab, ours, turn)
                     sys.stderr.write(
