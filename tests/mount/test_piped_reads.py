@@ -25,7 +25,7 @@ CONTENT = {"large": contents("large", 2 * MiB + 12_345)}
 PAGES = (1, 3, 4, 5, 27, 32, 61, 62, 63, 64, 65, 256)
 
 
-# The threads of the datapath that may have a pipe (monarch/fuse/native/_splice.c).
+# The pipes of the datapath (monarch/fuse/native/_datapath.h).
 MOST_PIPES = 64
 
 
@@ -147,6 +147,42 @@ class HangingReaders:
             for reader in readers:
                 reader.join()
         assert not failed
+
+
+@pytest.mark.modes("relay")
+def test_threads_that_wait_for_the_source_keep_no_pipe_from_others(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    cold = {f"cold/{number:03}": contents(str(number), 5000) for number in range(100)}
+    with SlowSource(tree({**CONTENT, **cold}), tmp_path / "slow") as slow:
+        mounted = monarch.mount(slow.path)
+        epoch(mounted, CONTENT)
+        settled(mounted)
+        slow.rules("hang * .*")
+        failed: list[str] = []
+
+        def read(name: str) -> None:
+            failed.extend([name] * ((mounted.path / name).read_bytes() != cold[name]))
+
+        readers = [threading.Thread(target=read, args=(name,)) for name in cold]
+        for reader in readers:
+            reader.start()
+        try:
+            wait_until(lambda: slow.counters()["hanging"] > MOST_PIPES, "more wait than have pipes")
+            before = read_into_memory(mounted)
+            with directly(mounted.path / "large") as read_directly:
+                for number in range(200):
+                    offset = number % 8 * 4096
+                    wanted = CONTENT["large"][offset : offset + 128 * KiB]
+                    assert read_directly(128 * KiB, offset) == wanted
+            # Of 25 MiB; the daemon reads other files meanwhile.
+            assert read_into_memory(mounted) - before < 2 * MiB
+        finally:
+            slow.rules()
+            for reader in readers:
+                reader.join()
+        assert not failed
+        mounted.umount()
 
 
 @pytest.mark.modes("relay")

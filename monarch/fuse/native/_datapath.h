@@ -196,9 +196,20 @@ struct thread {
     int asks_peer;            /* that call is of another node; atomic */
     uint64_t begin_ns; /* the arrival of the request being answered, 0 if there is none; atomic */
     uint8_t *message, *data;
-    int pipe[2]; /* _splice.c */
-    bool has_pipe;
-    unsigned without_pipe; /* answers that are given without one before the next try */
+    struct pipe *pipe; /* of the answer that splice_take has taken */
+};
+
+/* The kernel limits the places of all pipes of a user (/proc/sys/fs/pipe-user-pages-soft, usually
+ * 16,384), and the pipes of the user's other programs get two places then. So there are few pipes.
+ * A thread has one only while it answers, so that threads which wait for the source take none
+ * (_splice.c). All but the first field belong to the thread that has taken the pipe. */
+enum { MOST_PIPES = 64 };
+
+struct pipe {
+    int is_taken; /* atomic */
+    bool is_open;
+    int ends[2];
+    unsigned without; /* answers that are given without it before the next try to open it */
 };
 
 struct datapath {
@@ -284,6 +295,7 @@ struct datapath {
 
     pthread_mutex_t threads_lock;
     struct thread threads[MAX_THREADS];
+    struct pipe pipes[MOST_PIPES];
     int thread_count, idle; /* atomic */
     pthread_t replier;
     bool started;
@@ -322,6 +334,7 @@ uint32_t session_of(uint32_t pid);
 /* -- _splice.c --------------------------------------------------------------------------------- */
 
 void splice_close(struct thread *thread);
+void splice_free(struct datapath *dp);
 
 /* -- _pending.c -------------------------------------------------------------------------------- */
 

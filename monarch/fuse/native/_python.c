@@ -151,6 +151,7 @@ static void datapath_dealloc(Datapath *self) {
             return;
         }
         join_ended(dp);
+        splice_free(dp);
         if (dp->wake >= 0)
             close(dp->wake);
         for (int tier = 0; tier < MAX_TIERS; tier++)

@@ -64,7 +64,7 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
         return false;
     if (first && !put_event(thread->dp, request->nodeid, tier, NULL, request)) {
         if (is_in_pipe)
-            splice_close(thread);
+            splice_drop(thread);
         return false;
     }
     if (entry && tier == 0)

@@ -52,6 +52,7 @@ void do_read(struct thread *thread, struct in_header *request, size_t size, uint
 
 bool splice_take(struct thread *thread, const struct in_header *request, int fd, size_t size,
                  uint64_t offset);
+void splice_drop(struct thread *thread);
 void splice_answer(struct thread *thread, const struct in_header *request, size_t size);
 
 /* -- _writing.c -------------------------------------------------------------------------------- */
