@@ -80,7 +80,8 @@ class Foresight:
         self.announced = Announcements(Limits(has_positions=settings.belady))
         self._wake: Callable[[], None] = _nothing
         self._skewed_open: Callable[[Ino], None] = _ignore
-        self._jobs: OrderedDict[int, Job] = OrderedDict()
+        # The jobs that are known, by number; 0: unknown processes.
+        self.jobs: OrderedDict[int, Job] = OrderedDict()
         self._subtrees: dict[tuple[Ino, int], Subtree] = {}
         self._opens = 0
         # Whether any stream had the order of its last epoch.
@@ -188,16 +189,13 @@ class Foresight:
         for stream in self.streams_with(ino):
             stream.left(ino)
 
-    def end_jobs(
-        self, over: Callable[[Sequence[int]], Iterable[int]], *, with_unknown: bool = False
-    ) -> None:
-        """Ends the streams of the jobs that have ended: ``over`` returns which of them have, and
-        may record opens. Another job in the same files then keeps their order. ``with_unknown``:
-        also those of unknown processes."""
-        for number in over([number for number in self._jobs if number]):
-            if number in self._jobs:
+    def end_jobs(self, ended: Iterable[int], *, with_unknown: bool = False) -> None:
+        """Ends the streams of the jobs that have ended. Another job in the same files then keeps
+        their order. ``with_unknown``: also those of unknown processes."""
+        for number in ended:
+            if number in self.jobs:
                 self._end_job(number)
-        if with_unknown and 0 in self._jobs:
+        if with_unknown and 0 in self.jobs:
             self._end_job(0)
 
     def fetched(self, ino: Ino, nbytes: int) -> None:
@@ -224,7 +222,7 @@ class Foresight:
         """Up to ``most`` files that should be fetched now, or one for each reader if that is more,
         the most urgent first. Each is returned once for each of its reads. If so many have copies
         that this takes long, none is returned now, and the function of ``on_more`` is called."""
-        turns, passed = _turns(self._settings, self.announced, self._jobs), 0
+        turns, passed = _turns(self._settings, self.announced, self.jobs), 0
         while passed < _MOST_PASSED:
             found = _ask_in_turn(turns, most)
             if not found:
@@ -248,7 +246,7 @@ class Foresight:
         order = self.announced.order_of(ino)
         if order is not None:
             return order
-        found = (number for number, job in self._jobs.items() if job.has(ino))
+        found = (number for number, job in self.jobs.items() if job.has(ino))
         return next(found, None)
 
     def is_foreseen(self, ino: Ino) -> bool:
@@ -278,7 +276,7 @@ class Foresight:
 
     def streams_with(self, ino: Ino) -> Iterator[Stream]:
         """The streams whose files include ``ino``."""
-        for job in self._jobs.values():
+        for job in self.jobs.values():
             for stream in job.streams:
                 if ino in stream.subtree.files:
                     yield stream
@@ -302,7 +300,7 @@ class Foresight:
         since = self._opens - _PAUSE
         return any(
             known.last > since and known.awaits(ino)
-            for number, known in self._jobs.items()
+            for number, known in self.jobs.items()
             if number not in (0, job)
         )
 
@@ -316,7 +314,7 @@ class Foresight:
         seen, since the kernel reads from its page cache."""
         streams = [
             self._stream_report(stream, counts_opens and stream.pattern != "skewed")
-            for job in reversed(self._jobs.values())
+            for job in reversed(self.jobs.values())
             for stream in job.streams
             if stream.subtree.count
         ]
@@ -348,31 +346,31 @@ class Foresight:
     def _job(self, number: int) -> Job:
         if self._latest is not None and self._latest[0] == number:
             return self._latest[1]
-        job = self._jobs.get(number)
+        job = self.jobs.get(number)
         if job is None:
-            job = self._jobs[number] = Job()
-            if len(self._jobs) > _MOST_JOBS:
-                self._end_job(next(iter(self._jobs)))
+            job = self.jobs[number] = Job()
+            if len(self.jobs) > _MOST_JOBS:
+                self._end_job(next(iter(self.jobs)))
         else:
-            self._jobs.move_to_end(number)
+            self.jobs.move_to_end(number)
         self._latest = number, job
         return job
 
     def _likely_job(self, ino: Ino) -> int:
         """The job of an unknown process: the only one that reads the subtree of the file; 0 if none
         or several do. A process of another pid namespace is unknown."""
-        if not len(self._jobs) - (0 in self._jobs):
+        if not len(self.jobs) - (0 in self.jobs):
             return 0
         readers = [
             number
-            for number, job in self._jobs.items()
+            for number, job in self.jobs.items()
             if any(ino in stream.subtree.files for stream in job.streams)
         ]
         return readers[0] if len(readers) == 1 else 0
 
     def _end_job(self, number: int) -> None:
         self._latest = None
-        for stream in self._jobs.pop(number).streams:
+        for stream in self.jobs.pop(number).streams:
             self._end_stream(stream)
 
     def _stream_of(self, job: Job, ino: Ino) -> Stream | None:
@@ -406,8 +404,8 @@ class Foresight:
             subtree.look()
         if subtree.count < LEAST_FILES:
             return
-        while len(self._subtrees) >= _MOST_SUBTREES and len(self._jobs) > 1:
-            self._end_job(next(iter(self._jobs)))
+        while len(self._subtrees) >= _MOST_SUBTREES and len(self.jobs) > 1:
+            self._end_job(next(iter(self.jobs)))
         stream = self._new_stream(subtree)
         job.streams.insert(0, stream)
         for stale in job.streams[_MOST_STREAMS:]:

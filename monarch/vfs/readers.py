@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 
 import trio
@@ -183,9 +183,8 @@ class Readers:
     def release(self, ino: Ino) -> None:
         """Ends one open of a file, whether it was written or not."""
         # The daemon itself may have a file with readers open as well, for example to sync it.
-        if self._bindings.get(ino) is not None:
-            self._leave(ino)
-        elif self._written is not None and self._written.files.is_open(ino):
+        is_bound = self._bindings.get(ino) is not None
+        if not is_bound and self._written is not None and self._written.files.is_open(ino):
             self._written.files.release(ino)
         else:
             self._leave(ino)
@@ -453,20 +452,15 @@ class Readers:
         unknown, since_s = self._unknown, trio.current_time()
         while True:
             await trio.sleep(_JOBS_STEP_S)
-            now = trio.current_time()
             if unknown != self._unknown:
-                unknown, since_s = self._unknown, now
-            is_idle = now - since_s > _UNKNOWN_S
-            self._foresight.end_jobs(self._over, with_unknown=is_idle)
+                unknown, since_s = self._unknown, trio.current_time()
+            is_idle = trio.current_time() - since_s > _UNKNOWN_S
+            ended = self._sessions.over([job for job in self._foresight.jobs if job])
+            # The datapath may have answered their last opens a moment ago.
+            self.catch_up()
+            self._foresight.end_jobs(ended, with_unknown=is_idle)
             if self.quotas is not None:
                 self.quotas.end_jobs()
-
-    def _over(self, sessions: Collection[int]) -> set[int]:
-        """Which sessions have ended. All their opens are recorded when it returns: the datapath
-        may have answered the last ones a moment ago."""
-        over = self._sessions.over(sessions)
-        self.catch_up()
-        return over
 
     # -- counts ----------------------------------------------------------------------------------
 
@@ -550,18 +544,17 @@ class Readers:
         # The events happened since the last call.
         since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
         opens = Opens(self._foresight)
-        for ino, what, content, pid, job, user in self._fast.served():
-            if what == RELEASED:
+        for ino, tier, content, pid, job, user in self._fast.served():
+            if tier == RELEASED:
                 self._old_version_released(ino)
                 continue
-            if what == ABANDONED:
+            if tier == ABANDONED:
                 binding = self._bindings.get(ino)
                 if binding is not None and binding.has_old_pages:
                     # The answer by which the kernel drops them is lost.
                     self._kernel.drop_pages(ino)
                 self.release(ino)
                 continue
-            tier = what
             self._sessions.saw(pid, job)
             if tier == SOURCE or content is not None or self._foresight.announced.has_orders:
                 # Placement asks what is foreseen.

@@ -6,7 +6,6 @@ import random
 import sys
 import tracemalloc
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -255,7 +254,7 @@ def test_a_file_is_expected_again_by_another_job_that_has_not_opened_it() -> Non
     assert sum(expected(order)) == len(order) - 10
     job.open(2 * list(job.files(VAL)))
     assert not any(expected(order)), "the other job has paused"
-    job.foresight.end_jobs({OTHER_JOB}.intersection)
+    job.foresight.end_jobs({OTHER_JOB})
     assert not any(expected(order))
 
 
@@ -281,24 +280,21 @@ def test_unknown_processes_end_without_the_jobs_that_are_known() -> None:
     job = Job(rate=0)
     for reader, directory in ((0, TRAIN), (JOB, VAL)):
         job.open(shuffled(job.files(directory), 1), reader)
-    job.foresight.end_jobs(set[int]().intersection)
+    job.foresight.end_jobs(set())
     assert set(job.patterns) == {"2", "3"}
     for _ in range(2):
-        job.foresight.end_jobs(set[int]().intersection, with_unknown=True)
+        job.foresight.end_jobs(set(), with_unknown=True)
     assert set(job.patterns) == {"3"}
 
 
-def test_a_job_may_give_way_to_others_while_it_is_found_to_have_ended() -> None:
+def test_a_job_may_have_given_way_to_others_when_it_is_found_to_have_ended() -> None:
     job = Job(rate=0)
     job.open(shuffled(job.files(TRAIN), 1))
-
-    def over(sessions: Sequence[int]) -> set[int]:
-        for other in range(1000, 1100):
-            job.open(job.files(VAL)[:1], other)
-        return {*sessions}
-
-    job.foresight.end_jobs(over)
-    assert job.patterns == {}
+    known = list(job.foresight.jobs)
+    for other in range(1000, 1100):
+        job.open(job.files(VAL)[:1], other)
+    job.foresight.end_jobs(known)
+    assert known == [JOB] and job.patterns == {}
 
 
 def test_a_job_that_has_ended_leaves_nothing_to_the_job_that_follows() -> None:
@@ -309,7 +305,7 @@ def test_a_job_that_has_ended_leaves_nothing_to_the_job_that_follows() -> None:
         # The second time a session of the same number has begun.
         job.open(shuffled(job.files(TRAIN), seed)[:3000])
         assert job.patterns == {"2": "shuffled"}
-        job.foresight.end_jobs({JOB}.intersection)
+        job.foresight.end_jobs({JOB})
         assert job.patterns == {} and job.foresight.next(100) == []
     job.open(order, OTHER_JOB)
     job.open(order[:256], OTHER_JOB)

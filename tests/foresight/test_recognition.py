@@ -135,7 +135,7 @@ def test_two_jobs_that_alternate_are_recognised_within_the_error_rate() -> None:
         for inos in zip(*(with_noise(order, 0.05, files, rng) for order in orders), strict=False):
             for job, ino in zip(jobs, inos, strict=True):
                 foresight.opened(Ino(ino), job)
-        shown = [stream.pattern for job in jobs for stream in foresight._jobs[job].streams]
+        shown = [stream.pattern for job in jobs for stream in foresight.jobs[job].streams]
         for pattern, kind in zip(shown, (one, other), strict=True):
             found[pattern == kind] += pattern != "unknown"
     assert found[False] <= ERROR_RATE * found.total(), found

@@ -66,7 +66,7 @@ class Beside:
         """As the daemon does when the process of the order has ended."""
         announced = self.jobs.announced
         announced.end(announced.key_of(Announcer(0, ANNOUNCED, 1), 1))
-        self.jobs.end_jobs({ANNOUNCED}.intersection)
+        self.jobs.end_jobs({ANNOUNCED})
 
     async def read(self, job: int, names: Sequence[str], *, think_s: float = 0.001) -> None:
         """Four processes read the files in turn."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -144,7 +143,7 @@ async def test_unknown_processes_are_a_job_until_ten_minutes_without_an_open(
     monkeypatch.setattr(
         readers._foresight,
         "end_jobs",
-        lambda over, with_unknown: ended.append(trio.current_time()) if with_unknown else None,
+        lambda sessions, with_unknown: ended.append(trio.current_time()) if with_unknown else None,
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(readers.end_jobs)
@@ -167,11 +166,8 @@ async def test_the_last_opens_of_a_job_are_recorded_before_it_ends(
     readers, fetched = rig.filesystem.readers, rig.ino("d/other")
     happened: list[object] = []
 
-    def end(over: Callable[[list[int]], set[int]], *, with_unknown: bool) -> None:
-        happened.append(over([7]))
-
-    monkeypatch.setattr(readers._sessions, "over", lambda sessions: {*sessions})
-    monkeypatch.setattr(readers._foresight, "end_jobs", end)
+    monkeypatch.setattr(readers._sessions, "over", lambda sessions: {7})
+    monkeypatch.setattr(readers._foresight, "end_jobs", lambda ended, **_: happened.append(ended))
     monkeypatch.setattr(readers._promotions, "keep_fetched", lambda ino, *_: happened.append(ino))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(readers.end_jobs)
