@@ -74,8 +74,9 @@ class ByUse:
     def __init__(self) -> None:
         # The copies that were recorded the longest time ago first.
         self._uses: OrderedDict[Ino, float] = OrderedDict()
-        # None is empty: the uses of a job advance for months, and each group is left behind.
-        self._groups: dict[float, dict[Ino, None]] = {}
+        # None is empty: the uses of a job advance for months, and each group is left behind. A
+        # group may have all copies, so its first one is found without passing those that have left.
+        self._groups: dict[float, OrderedDict[Ino, None]] = {}
         # A heap of the numbers of the groups, negative, the farthest first; some groups may be
         # gone.
         self._order: list[float] = []
@@ -87,7 +88,7 @@ class ByUse:
         number = _group_of(use)
         group = self._groups.get(number)
         if group is None:
-            group = self._groups[number] = {}
+            group = self._groups[number] = OrderedDict()
             heapq.heappush(self._order, -number)
             if len(self._order) > 2 * len(self._groups) + _STALE:
                 # A sorted list is a heap.
@@ -149,8 +150,8 @@ class Belady(Policy):
         # The size and tier of each copy that was opened, or made, while its next use was known.
         self._copies: dict[Ino, tuple[int, int]] = {}
         # Those of them that ``inner`` does not admit, and how many orders had ended when they were
-        # opened last.
-        self._guests: dict[Ino, int] = {}
+        # opened last. The first ones leave first, as in a group of ``ByUse``.
+        self._guests: OrderedDict[Ino, int] = OrderedDict()
         self._by_use = ByUse()
         # What the last decision removes, and for which file; and the files for which copies left.
         self._leaving: set[Ino] = set()
@@ -178,7 +179,8 @@ class Belady(Policy):
         use = math.inf if forced else self._uses.next_use(item.ino)
         is_known = use < math.inf
         after = self._uses.use_after(item.ino) if is_known else math.inf
-        self._compare(use, after)
+        if is_known:
+            self._compare(use, after)
         placement = self._chosen(item, ledger, after, forced=forced, is_known=is_known)
         if placement is None:
             self._coming.pop(item.ino, None)
@@ -203,7 +205,7 @@ class Belady(Policy):
         return placement or self._instead_of_guests(item, ledger, forced=forced)
 
     def _compare(self, use: float, after: float) -> None:
-        """Records the next two uses of a file that is decided."""
+        """Records the next two uses of a file of a known order that is decided."""
         if after - use == self._gap:
             self._alike += 1
         else:
@@ -285,8 +287,8 @@ class Belady(Policy):
             # Of an earlier mount, or of the time before the order was known.
             self._copies[ino] = self._size_of(ino), tier
         if ino in self._guests and self._is_used(ino):
-            del self._guests[ino]
             self._guests[ino] = self._uses.ended
+            self._guests.move_to_end(ino)
         self._by_use.put(ino, after)
 
     def placed(self, item: Item, tier: int) -> None:

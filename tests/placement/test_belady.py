@@ -6,7 +6,9 @@ import math
 import random
 import tracemalloc
 from array import array
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -155,6 +157,18 @@ def test_in_an_order_that_stays_the_same_the_hits_are_spread_over_the_pass() -> 
     assert min(halves) > 0.4 * max(halves)
 
 
+def test_the_hits_of_such_an_order_are_spread_also_while_another_job_reads() -> None:
+    """It reads files that no tier has a place for, in an unknown order."""
+    sizes = [10] * FILES + [10**6] * FILES
+    job = Job("no_evict", sizes, [10 * FILES // 2])
+    order = [Ino(2 + n) for n in range(FILES)]
+    job.announce(order * 3)
+    hits = [[job.read([ino, Ino(ino + FILES)])[0] for ino in order] for _ in range(3)]
+    assert FILES // 2 - FILES // 40 <= sum(hits[1]) <= sum(hits[2]) == FILES // 2
+    halves = sum(hits[2][: FILES // 2]), sum(hits[2][FILES // 2 :])
+    assert min(halves) > 0.4 * max(halves)
+
+
 def test_with_an_unknown_order_all_is_as_with_the_other_policy() -> None:
     for policy in ("no_evict", "first_come", "lru"):
         job = Job(policy, [10] * FILES, [10 * FILES // 2])
@@ -257,6 +271,51 @@ def test_the_memory_for_next_uses_does_not_grow_with_the_epochs() -> None:
     finally:
         tracemalloc.stop()
     assert held < 500 * copies
+
+
+class Passed(OrderedDict[Any, Any]):
+    """Counts the entries that are passed to find some."""
+
+    count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for key in super().__iter__():
+            Passed.count += 1
+            yield key
+
+    def items(self) -> Any:
+        return ((key, self[key]) for key in self)
+
+
+def test_each_of_many_copies_without_a_known_use_is_found_in_one_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They leave one after the other. A dict passes the places of all that have left before."""
+    monkeypatch.setattr(belady, "OrderedDict", Passed)
+    by_use, copies = ByUse(), [Ino(ino) for ino in range(2, 1002)]
+    for ino in copies:
+        by_use.put(ino, math.inf)
+    Passed.count = 0
+    by_use.renewals = 8
+    for ino in copies:
+        assert by_use.farthest(lambda _: math.inf) == (ino, math.inf)
+        by_use.discard(ino)
+    assert Passed.count == len(copies)
+
+
+def test_each_of_many_copies_of_an_order_that_has_ended_is_found_in_one_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As above, for files that the policy admits in their place."""
+    monkeypatch.setattr(belady, "OrderedDict", Passed)
+    job = Job("no_evict", [10] * FILES, [10 * FILES // 4])
+    first = [Ino(2 + n) for n in range(FILES // 2)]
+    job.announce(first * 2)
+    job.read(first)
+    job.foresight.announced.end(job.foresight.announced.key_of(Announcer(1, 1, 1), 1))
+    Passed.count = 0
+    job.read(orders("shuffled", 1)[0])
+    assert 0 < job.replaced == Passed.count
 
 
 @pytest.mark.promise(188)
