@@ -216,10 +216,11 @@ class Announcement:
             self._send(encode_progress(self._order, entries))
 
     def append(self, inos: Sequence[int]) -> None:
-        """Continues the order, with numbers as those of the constructor. Without any this only asks
-        whether the mount still has it."""
-        self._inos = array("Q", [*self._inos[self._sent - self._first :], *inos])
-        self._first = self._sent
+        """Continues the order, with numbers as those of the constructor. Without any this sends
+        what is left, and asks whether the mount still has the order."""
+        if inos:
+            self._inos = array("Q", [*self._inos[self._sent - self._first :], *inos])
+            self._first = self._sent
         self._extend(max(_MORE_PIECES, self._first_pieces()))
         if not inos:
             self._send(encode_piece(self._order, self._sent, ()))
@@ -313,16 +314,16 @@ class LatestAnnouncement:
 
     def __init__(self, unit: int = SAMPLES) -> None:
         self._unit = unit
-        self._now: Announcement | None = None
+        self.now: Announcement | None = None
 
     def announce(self, paths: Iterable[AnyPath]) -> None:
         self.close()
-        self._now = announce(paths, unit=self._unit)
+        self.now = announce(paths, unit=self._unit)
 
     def close(self) -> None:
-        if self._now is not None:
-            self._now.close()
-        self._now = None
+        if self.now is not None:
+            self.now.close()
+        self.now = None
 
 
 class AnnouncedFiles:

@@ -10,6 +10,9 @@ import tensorflow as tf
 from monarch.foresight.messages import SHARDS
 from monarch.frameworks.announce import AnyPath, LatestAnnouncement
 
+# Further entries are sent after so many.
+_STEP_ENTRIES = 4096
+
 
 def announce(
     files: Sequence[AnyPath] | Callable[[], Sequence[AnyPath]], *, unit: int = SHARDS
@@ -28,7 +31,11 @@ def announce(
     def names() -> Iterator[bytes]:
         paths = [os.fsencode(path) for path in files()] if callable(files) else fixed or []
         latest.announce(paths)
-        yield from paths
+        for place, path in enumerate(paths, 1):
+            yield path
+            if not place % _STEP_ENTRIES and latest.now is not None:
+                # The rest of a long order. The reader is behind, at a place that is not known.
+                latest.now.append(())
 
     made = tf.data.Dataset.from_generator(
         names, output_signature=tf.TensorSpec(shape=(), dtype=tf.string)

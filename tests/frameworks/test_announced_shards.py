@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from monarch.foresight.messages import SHARDS
+from monarch.frameworks import announce
 from tests.frameworks.announcing import FakeMount, fake_mount
 
 __all__ = ["fake_mount"]
@@ -59,6 +60,28 @@ def test_tensorflow_reads_the_files_in_the_order_that_is_announced(
     assert (len(fixed), len(fixed.batch(5))) == (12, 3)
     with pytest.raises(TypeError, match="unknown"):
         len(dataset)
+
+
+def test_tensorflow_announces_the_rest_of_a_long_list_while_it_is_read(
+    fake_mount: FakeMount, shards: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorflow")
+    adapter = pytest.importorskip("monarch.frameworks.tensorflow")
+    for module, name, value in (
+        (announce, "FIRST_ENTRIES", 32),
+        (announce, "_PIECE", 8),
+        (adapter, "_STEP_ENTRIES", 16),
+    ):
+        monkeypatch.setattr(module, name, value)
+    names = adapter.announce(20 * shards)
+    read, sent = [], []
+    for name in names.as_numpy_iterator():
+        read.append(Path(name.decode()))
+        sent.append(len(fake_mount.orders[0].inos))
+    assert read == 20 * shards
+    assert sent[0] <= 64, "the rest waits"
+    assert all(count >= min(place + 16, 240) for place, count in enumerate(sent)), "it is ahead"
+    assert fake_mount.orders[0].progress == []
 
 
 def keys(dataset: Any) -> list[str]:
