@@ -269,10 +269,14 @@ class Foresight:
 
     def is_scan(self, ino: Ino) -> bool:
         """Whether all jobs that read the subtree of a file read it for the first time, by one
-        process and in the order of the names, and no order is announced."""
-        streams = list(self.streams_with(ino))
-        is_scanned = bool(streams) and all(stream.is_scan for stream in streams)
-        return is_scanned and not self.announced.has_orders
+        process and in the order of the names, and none of them has announced its order."""
+        reading = [
+            stream.is_scan and not job.is_announced
+            for job in self.jobs.values()
+            for stream in job.streams
+            if ino in stream.subtree.files
+        ]
+        return bool(reading) and all(reading) and self.announced.next_use(ino) == math.inf
 
     def streams_with(self, ino: Ino) -> Iterator[Stream]:
         """The streams whose files include ``ino``."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from monarch.frameworks.announce import announce
 from tests.conftest import MonarchCommand, Tree, contents
 from tests.mount.command import needs_fuse
 from tests.mount.observe import epoch, resident, settled
@@ -30,9 +31,16 @@ PROGRAMS = {
 @pytest.mark.promise(194)
 @pytest.mark.modes("relay", "passthrough")
 @pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("is_announced", [False, True])
 def test_a_program_that_reads_a_tree_leaves_the_copies_of_a_job_in_place(
-    program: str, monarch: MonarchCommand, tree: Tree, source: Path, tmp_path: Path
+    is_announced: bool,
+    program: str,
+    monarch: MonarchCommand,
+    tree: Tree,
+    source: Path,
+    tmp_path: Path,
 ) -> None:
+    """The job may have announced its order."""
     tree({**JOB, **TREE})
     mounted = monarch.mount(
         source,
@@ -41,7 +49,9 @@ def test_a_program_that_reads_a_tree_leaves_the_copies_of_a_job_in_place(
     )
     read, out = str(mounted.path / "tree"), tmp_path / "read"
     command = ["sh", "-c", PROGRAMS[program], program, read, str(out)]
-    epoch(mounted, JOB, random.Random(1).sample(sorted(JOB), len(JOB)))
+    order = random.Random(1).sample(sorted(JOB), len(JOB))
+    announced = announce(mounted.path / name for name in order * 2) if is_announced else None
+    epoch(mounted, JOB, order)
     # A copy that is being made is not replaced by any policy.
     settled(mounted)
     subprocess.run(command, check=True, start_new_session=True)
@@ -49,4 +59,6 @@ def test_a_program_that_reads_a_tree_leaves_the_copies_of_a_job_in_place(
     assert len(resident(mounted, JOB)) == len(JOB), "there was free space for most of the tree"
     assert report["admission"]["spared"] >= 600 - 400
     assert "files read, no copy removed" in monarch("status", str(mounted.path)).stdout
+    if announced is not None:
+        announced.close()
     shutil.rmtree(out, ignore_errors=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from monarch.foresight.announced import Announcer
+from monarch.foresight.messages import Piece
 from monarch.placement.frequency import MOST, Sketch
 from monarch.types import Ino
 from tests.foresight.streams import Tree, workers
@@ -240,13 +243,44 @@ def test_one_process_that_reads_in_order_gets_its_copies_in_its_second_epoch() -
     assert all(readers.read(files, SCAN)[128:]), "the third epoch hits"
 
 
-def test_a_job_that_has_announced_an_order_is_no_scan() -> None:
+def announce(readers: Readers, order: Sequence[int]) -> None:
+    by, announced = Announcer(0, 1, 1), readers.foresight.announced
+    announced.begin(by, 1)
+    announced.extend(by, Piece(1, 0, array("I", order)))
+
+
+@pytest.mark.promise(194)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_job_that_has_announced_its_order_is_no_scan(epochs: int) -> None:
     readers = Readers("lru", FILES, tree())
     of_a_job(readers)
-    announcer = Announcer(0, 1, 1)
-    readers.foresight.announced.begin(announcer, 1)
-    readers.read(readers.tree.files[0], SCAN)
+    files = list(readers.tree.files[0])
+    announce(readers, files * epochs)
+    readers.read(files, SCAN)
     assert readers.admission.spared == 0
+    assert readers.resident() == set(files)
+
+
+@pytest.mark.promise(194)
+def test_a_scan_beside_a_job_that_has_announced_its_order_leaves_its_copies_in_place() -> None:
+    readers = Readers("lru", 400, tree())
+    before = of_a_job(readers)
+    announce(readers, random.Random(3).sample(sorted(before), len(before)))
+    readers.read(readers.tree.files[0], SCAN)
+    assert len(readers.resident() & before) >= 400 - 5 * 64
+    assert readers.admission.spared == FILES - (400 - len(readers.resident() & before))
+
+
+@pytest.mark.promise(194)
+def test_files_of_a_scan_that_another_job_has_announced_are_decided_as_such() -> None:
+    readers = Readers("lru", 400, tree())
+    of_a_job(readers)
+    files = readers.tree.files[0]
+    announced = set(random.Random(3).sample(files, FILES // 4))
+    announce(readers, sorted(announced))
+    readers.read(files[:600], SCAN)
+    found = {ino for ino in files[600:] if readers.foresight.is_scan(Ino(ino))}
+    assert found == set(files[600:]) - announced
 
 
 def test_a_scan_of_files_that_another_job_reads_at_random_is_no_scan() -> None:
