@@ -22,7 +22,13 @@ from monarch.tiers.source import identity_of
 from monarch.types import Identity, kept_ns
 from monarch.writeback.expected import Expected, SourceLog, is_time, with_known_time
 from monarch.writeback.op import Op
-from monarch.writeback.source_attributes import ITSELF, SPECIAL_BITS, SourceAttributes, path_of
+from monarch.writeback.source_attributes import (
+    ITSELF,
+    SPECIAL_BITS,
+    SourceAttributes,
+    path_of,
+    sync_entry,
+)
 from monarch.writeback.source_contents import (
     CHANGED_MEANWHILE,
     FORBIDDEN,
@@ -80,6 +86,7 @@ class Publishing:
             # Another node may have recovered it, while this one was away.
             os.unlink(part, dir_fd=fd)
         elif kind == "conflict":
+            self._take_rights(fd, part, op, place.by)
             kept = self._log.conflict_name(name, expected.seq)
             if (earlier := _same_bytes(fd, part, kept)) is not None:
                 os.unlink(part, dir_fd=fd)
@@ -103,6 +110,16 @@ class Publishing:
             _rename_over(part, name, fd, place.by)
         failpoints.failpoint("drain-renamed")
         return self._link_all(directories, op, fd, name, place, expected)
+
+    def _take_rights(self, fd: int, part: bytes, op: Op, by: Credentials | None) -> None:
+        """Takes away the rights of a staged file that its content does not have any more."""
+        with closing_fd(os.open(part, ITSELF, dir_fd=fd)) as it:
+            mode = stat.S_IMODE(os.fstat(it).st_mode)
+            if op.mode is None or not mode & ~op.mode:
+                return
+            with acting_as(by):
+                self._attributes.set(it, Op(kind="attr", path=op.paths[0], mode=mode & op.mode))
+            sync_entry(it)
 
     def _replace(self, part: bytes, name: bytes, fd: int, op: Op, by: Credentials | None) -> None:
         """Puts a staged file in the place of another file, which exists until then."""

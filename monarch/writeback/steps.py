@@ -259,6 +259,8 @@ class Steps:
         if entry.staged is not None:
             assert entry.place is not None
             staged, place = self._as_staged(entry, entry.staged), entry.place
+            if place.kind == "conflict":
+                staged = self._with_rights_now(entry, staged)
             size = entry.staged.size
             return partial(publishing.publish, op=staged, size=size, place=place, expected=expected)
         if entry.is_grown:
@@ -342,6 +344,21 @@ class Steps:
             # the owner. Their own record, or a later change of the mode, sets the remaining bits.
             op = replace(op, mode=None if op.mode is None else op.mode & ~_SET_ID)
         return replace(op, mtime_ns=version.mtime_ns)
+
+    def _with_rights_now(self, entry: Entry, op: Op) -> Op:
+        """A content without the rights that later changes of the same file have taken away. They
+        do not reach a file that is kept beside another one."""
+        if op.mode is None:
+            return op
+        mode, gid = op.mode, op.gid
+        for later in self._order.behind(entry):
+            now = later.mode_from(mode)
+            mode = mode if now is None else now
+            gid = gid if later.gid is None else later.gid
+        if gid != op.gid:
+            # Another group has them.
+            mode &= ~stat.S_IRWXG
+        return replace(op, mode=op.mode & mode)
 
     def _is_as_recorded(self, entry: Entry, version: Identity | None) -> bool:
         """Whether the bytes of a version of an object are those of its content, as far as is known.

@@ -497,6 +497,8 @@ class SourceChecker:
         above, _, name = path.rpartition("/")
         if _CONFLICT not in name and not _is_staged(path):
             return False
+        if _CONFLICT in name and not self._is_as_closed(now):
+            return False
         if all(_grants(now, writer, 2) for writer in _writers(now) - {ROOT, now.uid}):
             return not self._is_dressed_up(now)
         is_closed = not (now.mode & 0o007 or self._is_for_others(now))
@@ -507,6 +509,18 @@ class SourceChecker:
             for shown, each in self._shown.items()
             if shown.rpartition("/")[0] == above
         )
+
+    def _is_as_closed(self, now: Entry) -> bool:
+        """Whether what a user has written is open to no more users than on the mount. A file
+        that the source had before, and that was moved there, keeps its mode. A list may come from
+        the directory at the source."""
+        written = [
+            each
+            for each in self._shown.values()
+            if (each.kind, each.uid, each.data) == (now.kind, now.uid, now.data)
+        ]
+        is_exempt = any(now.lists) or now in self._before.entries.values()
+        return is_exempt or not written or any(self._is_no_wider(now, each) for each in written)
 
     def _is_for_others(self, now: Entry) -> bool:
         """Whether the group of an entry, or a user of its list, has any right."""

@@ -252,6 +252,49 @@ async def test_the_same_bytes_are_kept_beside_a_changed_file_once(
     assert kept in copies and (shared.source / "a").read_bytes() == b"theirs again"
 
 
+@pytest.mark.promise(79)
+@pytest.mark.fault("U3")
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [({"mode": 0o600}, 0o600), ({"gid": 2001}, 0o604), ({"mode": 0o666}, 0o644)],
+    ids=["closed", "of another group", "opened"],
+)
+async def test_a_file_that_is_kept_beside_has_no_right_that_was_taken_away_since(
+    shared: Model,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    is_staged: bool,
+    change: dict[str, Any],
+    left: int,
+) -> None:
+    """Its attributes were changed on the mount after its bytes were recorded, or even staged."""
+    mkdir, may_go_on = SourceEntries.mkdir, threading.Event()
+
+    def made(*arguments: Any, **more: Any) -> Any:
+        assert may_go_on.wait(60)
+        return mkdir(*arguments, **more)
+
+    monkeypatch.setattr(SourceEntries, "mkdir", made)
+    shared.by, shared.owner = ALICE, 1001
+    async with draining(shared) as drain:
+        shared.mkdir(b"first")
+        shared.write(b"new", b"ours")
+        (shared.source / "new").write_bytes(b"theirs")
+        if is_staged:
+            await until(lambda: any(entry.is_ready for entry in drain.queue.entries()))
+        number = shared.tree[b"new"].object
+        shared.record(Op(kind="attr", path=b"new", object=number, **change))
+        may_go_on.set()
+        await drain.progress.wait(shared.last_seq)
+    [kept] = shared.source.glob("new.monarch-conflict-*")
+    assert kept.read_bytes() == b"ours"
+    status = kept.stat()
+    assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (1001, left)
+    theirs = (shared.source / "new").stat()
+    assert (theirs.st_uid, stat.S_IMODE(theirs.st_mode)) == (0, 0o644)
+
+
 @pytest.mark.promise(331)
 @pytest.mark.parametrize(
     ("differs", "attributes"),
