@@ -71,6 +71,18 @@ def with_mode(access: bytes, mode: int) -> bytes:
     return _VERSION + b"".join(_ENTRY.pack(*entry) for entry in shown)
 
 
+def with_group(access: bytes, most: int) -> bytes:
+    """An access ACL that gives the group of the file no other permissions than ``most``, the bits
+    of one class of a mode."""
+    entries = _entries(access)
+    if entries is None:
+        return access
+    kept = (
+        (tag, bits & most if tag == _GROUP_OWNER else bits, each) for tag, bits, each in entries
+    )
+    return _VERSION + b"".join(_ENTRY.pack(*entry) for entry in kept)
+
+
 def narrowed(mode: int, acls: Acls) -> int:
     """``mode`` for a user of the file that ignores the ACL: the group bits of a file with an ACL
     are the mask, which may allow more than the ACL gives the group."""

@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Container
 from contextlib import suppress
+from dataclasses import replace
 
 from monarch.posix import acl
 from monarch.posix.credentials import Credentials, acting_as
@@ -49,6 +50,8 @@ class SourceAttributes:
     def set(self, fd: int, op: Op) -> None:
         """Set all attributes that ``op`` names, with the rights of the thread. Raises OSError."""
         has_owner = self._set_owner(fd, op)
+        if op.kind != "attr" and op.gid not in (None, os.fstat(fd).st_gid):
+            op = _for_another_group(op)
         # Set before the mode, which may remove the right to set them.
         refused = self._set_xattrs(fd, op) if op.xattrs else ()
         now_mode = os.fstat(fd).st_mode
@@ -82,6 +85,23 @@ class SourceAttributes:
             if acl.ACCESS.decode() in os.listxattr(path_of(fd)):
                 return {acl.ACCESS: None}
         return {}
+
+    @staticmethod
+    def kept_of(fd: int) -> dict[bytes, bytes | None]:
+        """The extended attributes of an open entry that a new version of it keeps, as far as they
+        may be read. Raises OSError if it has an access control list that may not: without the list
+        the group would get the rights of the mask."""
+        found: dict[bytes, bytes | None] = {}
+        names: list[str] = []
+        with suppress(OSError):
+            names = os.listxattr(path_of(fd))
+        for name in names:
+            if name == acl.ACCESS.decode():
+                found[acl.ACCESS] = os.getxattr(path_of(fd), name)
+            elif name.startswith(("user.", "trusted.")):
+                with suppress(OSError):
+                    found[os.fsencode(name)] = os.getxattr(path_of(fd), name)
+        return found
 
     def set_new(self, directory_fd: int, name: bytes, op: Op, by: Credentials | None) -> Identity:
         """Sets the attributes of an entry that ``by`` has just made, and syncs it. A directory
@@ -145,6 +165,17 @@ class SourceAttributes:
         if error.errno not in NOT_SUPPORTED:
             raise error
         self._log.note_refused(what, error, op.path)
+
+
+def _for_another_group(op: Op) -> Op:
+    """The attributes of a new entry whose group the source refuses: the members of the group that
+    it has instead get no right that others lack."""
+    if op.mode is None:
+        return op
+    others = op.mode & stat.S_IRWXO
+    if access := op.xattrs.get(acl.ACCESS):
+        return replace(op, xattrs={**op.xattrs, acl.ACCESS: acl.with_group(access, others)})
+    return replace(op, mode=op.mode & (~stat.S_IRWXG | others << 3))
 
 
 def _is_too_much(fd: int, name: bytes, value: bytes) -> bool:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from monarch.errors import SourceChanged
-from monarch.posix import acl
 from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
 from monarch.posix.files import born_ns, closing_fd, status_at
 from monarch.tiers.source import Source, SourceFile, identity_of
@@ -278,11 +277,7 @@ class StagedContents:
             if any(writer is not None and not writer.is_root for writer in (op.by, *op.also)):
                 mode &= ~(stat.S_ISUID | stat.S_ISGID)
             mode = mode & ~expected.taken | due_bits(there, op, expected)
-            xattrs = self._attributes.without_list(fd)
-            with suppress(OSError):
-                for each in os.listxattr(path_of(it)):
-                    if each.startswith(("user.", "trusted.", acl.ACCESS.decode())):
-                        xattrs[os.fsencode(each)] = os.getxattr(path_of(it), each)
+            xattrs = self._attributes.without_list(fd) | self._attributes.kept_of(it)
             like = replace(op, mode=mode, uid=there.st_uid, gid=there.st_gid, xattrs=xattrs)
             with acting_as(_root(op)):
                 self._attributes.set(fd, like)

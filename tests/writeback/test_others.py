@@ -18,6 +18,7 @@ import trio
 import trio.testing
 
 from monarch.posix import failpoints
+from monarch.posix.acl import ACCESS
 from monarch.posix.credentials import USER_BITS, Credentials
 from monarch.tiers.source import Source, identity_of
 from monarch.writeback.drain import Drain
@@ -28,6 +29,7 @@ from monarch.writeback.source_contents import Place
 from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_writer import SourceWriter
 from tests.conftest import let_others_in
+from tests.users import lists
 from tests.writeback.rig import Killed, Model, draining, is_killed
 
 Clock = trio.testing.MockClock
@@ -293,6 +295,68 @@ async def test_a_file_that_is_kept_beside_has_no_right_that_was_taken_away_since
     assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (1001, left)
     theirs = (shared.source / "new").stat()
     assert (theirs.st_uid, stat.S_IMODE(theirs.st_mode)) == (0, 0o644)
+
+
+@pytest.mark.promise(79)
+@pytest.mark.fault("U3")
+@pytest.mark.parametrize("has_list", [False, True])
+def test_a_file_that_is_kept_beside_opens_nothing_to_the_group_of_its_writer(
+    shared: Model, has_list: bool
+) -> None:
+    """The writer is in none of the groups that may read the file, and cannot give it to one."""
+    given = {ACCESS: lists.packed(6, 6, 6, 0, {1002: 6}, {})} if has_list else {}
+    mode = 0o660 if has_list else 0o664
+    op = Op(kind="content", path=b"a", paths=(b"a",), object=7, strict=True, by=MALLORY)
+    op = replace(op, uid=1001, gid=2000, mode=mode, xattrs=given)
+    place, expected = Place(), Expected(was_there=True)
+    with closing(Source(os.fsencode(shared.source))) as source:
+        staged = SourceWriter(source, "token").staged
+        fd = staged.open_place(op, place, expected, make=False)
+        try:
+            staged.apply_attributes(fd, op, place, expected)
+            found, names = os.fstat(fd), os.listxattr(fd)
+            access = os.getxattr(fd, ACCESS) if ACCESS.decode() in names else b""
+        finally:
+            os.close(fd)
+    assert place.kind == "conflict"
+    assert (found.st_uid, found.st_gid) == (1002, 1002)
+    assert stat.S_IMODE(found.st_mode) == (0o660 if has_list else 0o644)
+    assert access == (lists.packed(6, 0, 6, 0, {1002: 6}, {}) if has_list else b"")
+
+
+@pytest.mark.promise(80)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_user_who_may_not_read_what_the_user_writes_keeps_its_list(
+    shared: Model, is_first: bool
+) -> None:
+    """The daemon is that user's. An attribute that it may not read is before the list, or behind
+    it."""
+    path, given = shared.source / "a", lists.packed(6, 0, 6, 0, {1002: 2}, {})
+    os.chown(path, 1001, 2000)
+    attributes = [("user.unread", b"1"), (ACCESS.decode(), given)]
+    for name, value in attributes if is_first else attributes[::-1]:
+        os.setxattr(path, name, value)
+    op = Op(kind="content", path=b"a", paths=(b"a",), object=7, strict=True, by=MALLORY)
+    op = replace(op, uid=1001, gid=2000, mode=0o660)
+    expected = Expected(known=identity_of(path.stat()), is_file=True)
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(1002)
+            os.setuid(1002)
+            with closing(Source(os.fsencode(shared.source))) as source:
+                staged, place = SourceWriter(source, "token").staged, Place()
+                staged.apply_attributes(
+                    staged.open_place(op, place, expected, make=False), op, place, expected
+                )
+            code = 0 if place.kind == "over" else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    [part] = shared.source.glob(".monarch-*.part")
+    assert (part.stat().st_uid, stat.S_IMODE(part.stat().st_mode)) == (1002, 0o660)
+    assert os.getxattr(part, ACCESS) == given
 
 
 @pytest.mark.promise(331)
