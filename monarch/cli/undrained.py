@@ -128,10 +128,16 @@ def _kept_name(kept: KeptReport) -> str:
 
 def _kept_of(report: LostReport, record: MountRecord, wanted: str) -> list[KeptReport]:
     """The kept versions of a file, by its path or number, the oldest first. Raises UsageError."""
-    found = [kept for kept in report.kept if str(kept.number) == wanted]
-    if not found:
-        (path,) = inside(record, [wanted])
-        found = [kept for kept in report.kept if kept.path == path]
+    (path,) = inside(record, [wanted])
+    # A file whose name is not known has an empty path, as the root of the mount.
+    named = [kept for kept in report.kept if kept.path == path != ""]
+    numbered = [kept for kept in report.kept if str(kept.number) == wanted]
+    if named and numbered and named != numbered:
+        raise UsageError(
+            f"{escape_text(wanted)} is the path of one kept file and the number of another",
+            hint=f"name the path as ./{escape_text(wanted)}; the number is free without that file",
+        )
+    found = named or numbered
     if not found:
         hint = f"`monarch ckpt lost {escape_text(record.mountpoint)}` lists what is kept"
         raise UsageError(f"nothing is kept of {escape_text(wanted)}", hint=hint)

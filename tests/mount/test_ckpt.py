@@ -561,6 +561,33 @@ def test_each_of_thousands_of_damaged_files_is_listed_and_can_be_recovered_or_gi
     assert not list(kept.iterdir())
 
 
+@pytest.mark.modes("relay")
+@pytest.mark.promise(137)
+def test_the_number_of_a_kept_file_is_not_taken_for_the_path_of_another(
+    absorb: Absorb, source: Path, tmp_path: Path
+) -> None:
+    mount = absorb(source)
+    (mount.mounted.path / "ckpt/a").write_bytes(b"a")
+    mount.mounted.umount()
+    (directory,) = mount.mounted.tiers["fast"].glob("monarch/absorbed-*")
+    # Their numbers are 1000 to 1002. The name of the last one is not known.
+    keep(directory / "doubtful", {"1001": b"path", "ckpt/b": b"number", "": b"no name"})
+    mount = absorb(source)
+    at, to = mount.mounted.path, tmp_path / "recovered"
+    for name in ("1001", ".", at):
+        for arguments in (["--discard", name], ["--recover", name, "--to", to]):
+            assert mount.run("ckpt", "lost", at, *arguments).code == 2
+    assert "is the path of one kept file and the number of another" in (
+        mount.run("ckpt", "lost", at, "--discard", "1001").err
+    )
+    assert not to.exists()
+    kept = mount.ckpt("lost")["kept"]
+    assert [each["path"] for each in kept] == ["1001", "ckpt/b", ""]
+    for name, left in (("./1001", ["ckpt/b", ""]), ("1001", [""]), ("1002", [])):
+        kept = mount.ckpt("lost", "--discard", name)["kept"]
+        assert [each["path"] for each in kept] == left
+
+
 def keep(directory: Path, files: Mapping[str, bytes]) -> None:
     """Bytes that a power cut may have damaged, as the mount after it has kept them."""
     directory.mkdir(mode=0o700)
