@@ -148,6 +148,10 @@ class PendingNames:
         """Whether a pending change creates, removes or moves a directory above ``path``."""
         return any(directory in self._directories for directory in above(path))
 
+    def has_names_in(self, directory: bytes) -> bool:
+        """Whether there are pending names beneath a directory."""
+        return directory in self._names
+
     @contextmanager
     def watching(self, directory: bytes) -> Iterator[PendingWatch]:
         """Collects the names that are pending in a directory at any time in this block."""

@@ -37,8 +37,8 @@ from monarch.telemetry.log import Limiter
 from monarch.tiers.source import Source
 from monarch.types import Ino, KernelCaches, attributes_of, kept_ns
 from monarch.writeback.conflicts import PendingWatch
+from monarch.writeback.directory_access import DirectoryAccess, DirectoryFound, directory_found
 from monarch.writeback.drain import Drain
-from monarch.writeback.expected import is_shared
 from monarch.writeback.front import WriteFront
 
 log = logging.getLogger(__name__)
@@ -70,11 +70,12 @@ class _Listed:
     """A listing of a directory of the source. ``names`` is None if the directory is unchanged.
 
     ``times`` are the inode number and times that the directory had all the while; None if it was
-    changed meanwhile.
+    changed meanwhile. ``found`` is the directory itself; None if it is as it is shown, or missing.
     """
 
     times: tuple[int, int, int] | None
     names: Mapping[bytes, _Entry] | None
+    found: DirectoryFound | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,7 @@ class Others:
         self._drain = drain
         self._source = source
         self._kernel = kernel
+        self._access = DirectoryAccess(front.names, drain, kernel)
         # A pool of its own: a source that hangs must hold up no other calls.
         self._threads = ThreadPool(1, "others", abandon=True)
         # The time of the last use of each directory, the oldest first.
@@ -199,6 +201,7 @@ class Others:
             self._kernel.invalidate_listing(directory)
         self._seen.pop(directory, None)
         self._next_s.pop(directory, None)
+        self._access.followed.pop(directory, None)
 
     def knows(self, directory: Ino) -> bool:
         """Whether the names of a directory are known, as of its last comparison."""
@@ -228,9 +231,12 @@ class Others:
         while True:
             await trio.sleep(LOOK_S)
             self._waited_s = 0.0
-            for directory in list(self._used):
+            # Processes that a directory keeps out do not use it, also when it is open again.
+            followed = self._access.followed
+            for directory in list(dict.fromkeys((*self._used, *followed))):
                 now = trio.current_time()
-                if now - self._used.get(directory, -_USED_S) > _USED_S:
+                last_s = self._used.get(directory, -_USED_S)
+                if now - last_s > _USED_S and directory not in followed:
                     self._forget(directory)
                 elif self._next_s.get(directory, 0.0) <= now and directory not in self._looking:
                     await self._look_if_possible(directory)
@@ -271,10 +277,12 @@ class Others:
     ) -> None:
         if pending.names() is None:
             return
-        await self._show_owner(directory, path)
+        shown = self._access.shown(directory)
         known, begun_s = self._known(directory), time.monotonic()
         try:
-            listed = await self._threads.run(self._source.at_root, _listed, path, known)
+            listed = await self._threads.run(
+                self._source.at_root, _listed, path, known, shown.rights
+            )
         except OSError as error:
             if error.errno not in _MISSING:
                 raise
@@ -283,6 +291,8 @@ class Others:
                 self.used(self._names.attributes(directory).parent)
                 raise
             listed = _Listed(None, {})
+        if listed.found is not None and not self._access.show(shown, listed.found):
+            return
         if listed.names is None:
             return
         new, other = self._differing(directory, listed.names)
@@ -290,6 +300,8 @@ class Others:
         if new or other:
             asked = [*new, *other]
             found = await self._threads.run(_found, self._source, path, asked)
+            if not await self._access.show_above(directory, self._threads, self._source):
+                return
         touched = pending.names()
         if touched is None or self._names.is_gone(directory):
             return
@@ -383,27 +395,6 @@ class Others:
 
     # -- differences ---------------------------------------------------------------------------
 
-    async def _show_owner(self, directory: Ino, path: bytes) -> None:
-        """Shows a directory that was made here as it is at the source, if others had made one
-        there: the mode that was set here must not open the entries of another user."""
-        entries, names = self._drain.state.entries, self._names
-        made = entries.made.get(directory)
-        if made is None or not is_shared(made):
-            return
-        above, _, name = path.rpartition(b"/")
-        found = (await self._threads.run(_found, self._source, above, [name])).get(name)
-        node = names.node(directory)
-        if found is None or node is None or entries.is_waiting(directory):
-            return
-        mode = found.status.st_mode
-        if not names.has_acls:
-            mode = narrowed(mode, found.acls)
-        now = attributes_of(found.status, directory, node.parent, mode)
-        if (node.mode, node.uid, node.gid) != (now.mode, now.uid, now.gid):
-            node.follow_all()
-            names.refresh(directory, now, found.acls)
-            self._kernel.invalidate_attributes(directory)
-
     async def _show(self, directory: Ino, name: bytes, found: _Found) -> bool:
         """Shows a name that others have created; returns whether that was possible."""
         names = self._names
@@ -483,17 +474,23 @@ class Others:
         return next(iter(self._names.list_from(directory, 0)), None) is not None
 
 
-def _listed(root: int, path: bytes, known: tuple[int, int, int] | None) -> _Listed:
-    """Raises OSError."""
+def _listed(
+    root: int, path: bytes, known: tuple[int, int, int] | None, shown: tuple[int, int, int]
+) -> _Listed:
+    """``shown`` are the mode, owner and group that the mount shows. Raises OSError."""
     with closing_fd(open_beneath(root, path, _DIRECTORY)) as fd:
-        before = _seen(os.fstat(fd))
+        status = os.fstat(fd)
+        before = _seen(status)
         if before == known:
-            return _Listed(before, None)
+            is_shown = (status.st_mode, status.st_uid, status.st_gid) == shown
+            return _Listed(before, None, None if is_shown else directory_found(fd))
         with os.scandir(fd) as entries:
             names = {
                 os.fsencode(entry.name): _Entry(entry.inode(), _kind(entry)) for entry in entries
             }
-        return _Listed(before if _seen(os.fstat(fd)) == before else None, names)
+        # After the listing: no name in it is shown with an earlier access.
+        found = directory_found(fd)
+        return _Listed(before if _seen(found.status) == before else None, names, found)
 
 
 def _kind(entry: os.DirEntry[str]) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -229,6 +230,8 @@ class HistoryRunner:
             # The mount may take what the source has under a name by now, when it looks there again.
             now = [self._source_ino(history.name, path) for path in call.paths]
             outcome = actor("mnt", history.name, call)
+            # The mount may have taken what the source has of a directory before the call or after.
+            has_learned = self._learn_directories(history.name, call)
             if outcome.error:
                 self._tell(f"{step}: {outcome.error}")
                 self._learn(history.name, call, origins, played)
@@ -240,13 +243,14 @@ class HistoryRunner:
             played.made.append((call, meant))
             # Where the source has another file by now, the mount may have taken that file. The
             # outcome of the call is compared at the source.
-            is_other = any(len(inodes - {None}) > 1 for inodes in meant)
+            is_other = has_learned or any(len(inodes - {None}) > 1 for inodes in meant)
             is_other = is_other or any(self._is_taken(history.name, path) for path in call.paths)
             if expected.error in ("EACCES", "EPERM") and not is_other:
                 played.problems.append(f"{step}: done, though without the mount {expected.error}")
-            if call.name == "read" and outcome not in (
-                expected,
-                actor("source", history.name, call),
+            if (
+                call.name == "read"
+                and not has_learned
+                and outcome not in (expected, actor("source", history.name, call))
             ):
                 played.problems.append(f"{step}: read {outcome.content!r}")
             self._learn(history.name, call, origins, played)
@@ -297,15 +301,41 @@ class HistoryRunner:
                 set_lists(at, below, lists, anew=True)
                 os.chmod(below, stat.S_IMODE(shown.st_mode), dir_fd=at)
 
+    def _learn_directories(self, name: str, call: Call) -> bool:
+        """Give the view the owner, mode and lists that the mount has taken from the source for a
+        directory above a path of the call (promise 148); whether there was any."""
+        has_learned = False
+        for path in call.paths:
+            while path:
+                path = path.rpartition("/")[0]
+                shown = self._status("mnt", name, path)
+                access, viewed = (self._access(where, name, path) for where in ("mnt", "view"))
+                if shown is None or viewed in (None, access) or not stat.S_ISDIR(shown.st_mode):
+                    continue
+                if access != self._access("source", name, path):
+                    # It was set on the mount.
+                    continue
+                at, below = self._fds["view"], f"{name}/{path}"
+                os.chown(below, shown.st_uid, shown.st_gid, dir_fd=at, follow_symlinks=False)
+                set_lists(at, below, lists_at(self._fds["mnt"], below), anew=True)
+                os.chmod(below, stat.S_IMODE(shown.st_mode), dir_fd=at)
+                has_learned = True
+        return has_learned
+
     def _is_taken(self, name: str, path: str) -> bool:
         """Whether the mount has taken what the source has under a name now, and the view has not:
         when the round began others had removed it there, or put another kind of entry there."""
         of_mount, of_view, of_source = (
-            (status and _rights(status), status and lists_at(self._fds[where], f"{name}/{path}"))
-            for where in ("mnt", "view", "source")
-            for status in (self._status(where, name, path),)
+            self._access(where, name, path) for where in ("mnt", "view", "source")
         )
         return of_mount == of_source != of_view
+
+    def _access(self, where: str, name: str, path: str) -> tuple[Any, ...] | None:
+        """What decides about access to an entry; None if there is none."""
+        with suppress(FileNotFoundError):
+            status = self._status(where, name, path)
+            return status and (_rights(status), lists_at(self._fds[where], f"{name}/{path}"))
+        return None
 
     def _set(self, name: str, played: Round) -> set[int | None]:
         """The files of the source whose owner or mode the mount has to bring there."""

@@ -256,8 +256,8 @@ async def test_a_directory_that_rests_is_listed_until_its_times_were_seen_for_tw
 ) -> None:
     listed, now_s, listings = others._listed, 1000.0, []
 
-    def counted(root: int, path: bytes, known: tuple[int, int, int] | None) -> Any:
-        answer = listed(root, path, known)
+    def counted(root: int, *arguments: Any) -> Any:
+        answer = listed(root, *arguments)
         listings.append(answer.names is not None)
         return answer
 
