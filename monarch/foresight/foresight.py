@@ -91,7 +91,7 @@ class Foresight:
         # As ``left`` for each of many files, before the first open.
         self.left_before = partial(self._marks.leave, names)
         self._unread_bytes = 0
-        # The job of the last open, which is the last one in ``_jobs``.
+        # The job of the last open, which is the last one in ``jobs``.
         self._latest: tuple[int, Job] | None = None
 
     def on_more(self, wake: Callable[[], None]) -> None:
