@@ -233,11 +233,13 @@ class Tables:
         )
 
     def content_digest(self) -> str:
-        """The XXH3 (128 bits) of the checksums of all blocks, as 32 hexadecimal digits: it is equal
-        for snapshots with the same names, attributes and inode numbers, and differs for
-        others."""
+        """The XXH3 (128 bits) of all names, attributes and inode numbers, as 32 hexadecimal digits.
+        The room that entries take at the source does not count: it may change while they do not,
+        as when the client of the source writes them later."""
         digest = xxhash.xxh3_128(b"%d" % self.entries)
-        for table in self._tables:
+        for _, records in self.records():
+            digest.update(_without_room(records).tobytes())
+        for table in (self._names, self._links, self._firsts, self._acls):
             for number in range(len(table.views)):
                 digest.update(table.checksum(number))
         return digest.hexdigest()
@@ -286,6 +288,14 @@ class Tables:
             for number, low, high in spans(slots.start, slots.stop)
         ]
         return np.frombuffer(b"".join(pieces), dtype=RECORD)
+
+
+def _without_room(records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Records without the blocks of files and the sizes of directories."""
+    kinds, kept = records["mode"] & KIND, records.copy()
+    kept["extra"][(kinds == stat.S_IFREG) & (records["flags"] & schema.ALIAS == 0)] = 0
+    kept["size"][kinds == stat.S_IFDIR] = 0
+    return kept
 
 
 def _are_possible(records: npt.NDArray[np.void], first: int, info: SnapshotSummary) -> bool:

@@ -10,17 +10,21 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import lmdb
+import numpy as np
 import pytest
 
 from monarch.errors import SnapshotError
 from monarch.namespace.build import build
-from monarch.namespace.schema import META, seal
+from monarch.namespace.schema import ALIAS, META, RECORD, seal
 from monarch.namespace.snapshot import Snapshot
+from monarch.namespace.tables import _without_room
 from monarch.namespace.trailer import append_trailer
 from monarch.types import ROOT_INO, Ino
+from tests.equipment import disks
 from tests.namespace.conftest import Taken
 
 
@@ -301,3 +305,55 @@ def test_the_newest_time_of_change_is_known_without_reading_the_records(
     with Snapshot.open(built) as snapshot:
         assert snapshot.newest_ns() == newest_ns
     assert passes
+
+
+def digest_of(source: Path, file: Path) -> tuple[str, list[int]]:
+    """What nodes compare of a new snapshot, and the blocks of its files."""
+    build(source, file)
+    with Snapshot.open(file) as snapshot:
+        inos = [Ino(slot) for slot in range(1, snapshot.entries + 1)]
+        blocks = [snapshot.attributes(ino).blocks for ino in inos]
+        return snapshot.content_digest(), blocks
+
+
+@pytest.mark.promise(271)
+def test_nodes_share_copies_although_the_source_allocates_blocks_between_their_snapshots(
+    tmp_path: Path, file: Path
+) -> None:
+    if reason := disks.unavailable():
+        pytest.skip(reason)
+    with disks.Disk(tmp_path / "disk").mounted(tmp_path / "mounted") as disk:
+        source = disk.path / "source"
+        source.mkdir()
+        for number in count():
+            with (source / f"sparse{number}").open("wb") as sparse:
+                # Its many extents need a block of their own once they are allocated.
+                for piece in range(8):
+                    sparse.seek(piece << 16)
+                    sparse.write(bytes(4096))
+            early = digest_of(source, file)
+            os.sync()
+            late = digest_of(source, file)
+            if early[1] != late[1]:
+                break
+        assert early[0] == late[0]
+        (source / "sparse0").chmod(0o600)
+        assert digest_of(source, file)[0] != late[0]
+
+
+def test_the_digest_of_records_has_all_but_the_room_of_files_and_directories() -> None:
+    def digest(record: tuple[int, ...]) -> bytes:
+        return _without_room(np.array([record], RECORD)).tobytes()
+
+    for mode, flags, free in (
+        (0o100644, 0, {"extra"}),
+        (0o040755, 0, {"size"}),
+        # The first name of a hard-linked file, the target of a link, the number of a device.
+        (0o100644, ALIAS, set()),
+        (0o120777, 0, set()),
+        (0o020600, 0, set()),
+    ):
+        record = (1, mode, 0, 0, 1, flags, 70, 10**18, 10**18, 5, 8)
+        for place, name in enumerate(RECORD.names or ()):
+            other = (*record[:place], record[place] ^ 2, *record[place + 1 :])
+            assert (digest(record) == digest(other)) is (name in free), (mode, name)
