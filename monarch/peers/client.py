@@ -190,7 +190,9 @@ class PeerClient:
     def used(self, latencies_s: Sequence[float], slow: int, late_s: float) -> None:
         """Records requests of the datapath: answers after these latencies, answers that did not
         come in time, and the time for which answers were late."""
-        for latency_s in latencies_s:
+        # The datapath asks no member that is left out: these answers came before the failures.
+        is_old = self.breaker.is_out(time.monotonic())
+        for latency_s in () if is_old else latencies_s:
             self.was_asked, self.trouble = True, None
             self.breaker.answered(latency_s)
             # The datapath has compared the digests.

@@ -204,6 +204,23 @@ def test_requests_of_the_datapath_count_as_those_of_the_client() -> None:
     assert dropped == [True], "so the datapath asks it no more"
 
 
+@pytest.mark.promise(274)
+def test_answers_from_before_the_failures_of_a_member_end_no_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(clients, "time", SimpleNamespace(monotonic=lambda: now))
+    client = client_of(1)
+    client.used([], 3, 0.0)
+    assert client.breaker.is_failing
+    # The datapath reports them only now.
+    client.used([1e-4] * 5, 0, 0.0)
+    assert client.breaker.is_failing and client.trouble == "slow"
+    now += 10.0
+    client.used([1e-4], 0, 0.0)
+    assert not client.breaker.is_failing and client.trouble is None
+
+
 @pytest.mark.promise(341)
 def test_the_late_time_of_the_datapath_counts_as_that_of_the_client() -> None:
     client = client_of(1)
