@@ -187,6 +187,12 @@ class PeerClient:
         """Records that the bytes of an answer were wrong; returns the error to raise."""
         return self._noted(PeerFailed("damaged"))
 
+    def too_late(self) -> PeerFailed:
+        """Records that the member took too long to read the source; returns the error to raise. It
+        answers, so the breaker counts no failure."""
+        self.trouble = "slow"
+        return PeerFailed("slow")
+
     def used(self, latencies_s: Sequence[float], slow: int, late_s: float) -> None:
         """Records requests of the datapath: answers after these latencies, answers that did not
         come in time, and the time for which answers were late."""

@@ -107,7 +107,7 @@ class Requests:
                 partial(client.get, name, size, offset), lambda: time.monotonic() > until_s
             )
             if answer.status == COMING:
-                raise PeerFailed("slow")
+                raise client.too_late()
             return answer
         finally:
             client.late(time.monotonic() - began_s - fair_s)

@@ -23,6 +23,7 @@ from monarch.peers.client import (
 from monarch.peers.connections import Connections
 from monarch.peers.hello import MemberKey
 from monarch.peers.members import Endpoint
+from monarch.peers.requests import Requests
 from monarch.text import MiB
 from tests.peers.member import (
     HOST,
@@ -219,6 +220,21 @@ def test_answers_from_before_the_failures_of_a_member_end_no_pause(
     now += 10.0
     client.used([1e-4], 0, 0.0)
     assert not client.breaker.is_failing and client.trouble is None
+
+
+def test_a_member_that_takes_too_long_to_read_the_source_is_shown_as_slow(
+    member: Callable[..., Member],
+) -> None:
+    coming = say(head(0, status="202 Answer"))
+    client = client_of(member(coming, coming, say(head(5) + b"hello")).port)
+    requests = Requests([None, client], coming_s=0.0)
+    with pytest.raises(PeerFailed, match="slow"):
+        requests.answer(client, "d/1", 5)
+    assert client.trouble == "slow"
+    assert not client.breaker.is_failing
+    assert requests.answer(client, "d/1", 5).data == b"hello"
+    assert client.trouble is None
+    client.close()
 
 
 @pytest.mark.promise(341)

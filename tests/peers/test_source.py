@@ -57,6 +57,9 @@ class FakeMember:
         self.breaker.damaged(0.0)
         return PeerFailed("damaged")
 
+    def too_late(self) -> PeerFailed:
+        return PeerFailed("slow")
+
     def late(self, seconds: float) -> None:
         self.breaker.late(0.0, seconds)
 
