@@ -14,7 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from monarch.posix.files import is_scarce
+
 _MOST_IDLE = 16
+# The part of the descriptors that no connection without a request has.
+_LAST = 1 / 4
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -61,7 +65,8 @@ class Connections(Protocol):
     """Thread-safe."""
 
     def keep(self, connection: Connection) -> bool:
-        """Keeps a connection; False if there are enough, and it still belongs to the caller."""
+        """Keeps a connection. False if there are enough, or if descriptors are scarce: then it
+        still belongs to the caller."""
 
     def take(self) -> Connection | None:
         """The connection that was kept last; None if there is none."""
@@ -77,7 +82,7 @@ class OwnConnections:
         self._idle: deque[Connection] = deque()
 
     def keep(self, connection: Connection) -> bool:
-        if len(self._idle) >= _MOST_IDLE:
+        if len(self._idle) >= _MOST_IDLE or is_scarce(connection.socket.fileno(), _LAST):
             return False
         self._idle.append(connection)
         return True
@@ -138,6 +143,8 @@ class DatapathConnections:
 
     def keep(self, connection: Connection) -> bool:
         fd, limit_us = connection.socket.fileno(), microseconds(connection.limit_s)
+        if is_scarce(fd, _LAST):
+            return False
         is_kept = self._datapath.keep_connection(self._member, fd, limit_us)
         if is_kept:
             connection.socket.detach()

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import itertools
 import os
+import resource
 import secrets
 import struct
 import sys
@@ -37,6 +38,14 @@ def closing_fd(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def is_scarce(fd: int, last: float) -> bool:
+    """Whether a descriptor is one of the last ones that this process may have, which are the part
+    ``last`` of them. The kernel gives the lowest free number, so a high number shows that few are
+    free."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return fd >= 128 and limit != resource.RLIM_INFINITY and fd >= limit * (1 - last)
 
 
 class SharedFd:

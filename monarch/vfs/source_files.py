@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing_extensions import TypeVarTuple, Unpack
 from monarch.errors import SourceChanged, SourceError
 from monarch.namespace.namespace import Namespace
 from monarch.placement.residency import SOURCE, Residency
+from monarch.posix.files import is_scarce
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts
 from monarch.tiers.source import Fetched, SourceFile, identity_of, read_open
@@ -31,6 +31,9 @@ from monarch.vfs.revalidation import Revalidation
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
+
+# The part of the descriptors that no file stays open with.
+_LAST = 1 / 8
 
 
 @dataclass(eq=False, repr=False)
@@ -108,7 +111,7 @@ class SourceFiles:
     def _open(self, path: bytes, identity: Identity) -> SourceFile:
         """In a thread. Raises OSError, SourceChanged."""
         file = self._calls.source.open_version(path, identity)
-        if _is_scarce(file.fd):
+        if is_scarce(file.fd, _LAST):
             # The last descriptors are for files that are fetched, copied and closed again.
             os.close(file.fd)
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -298,9 +301,3 @@ def _identify(fd: int, file: SourceFile) -> Identity:
 def _read_and_identify(file: SourceFile, fd: int, offset: int, size: int) -> tuple[bytes, Identity]:
     """In a thread. Raises OSError."""
     return read_fully(fd, offset, size), file.identity_now()
-
-
-def _is_scarce(fd: int) -> bool:
-    """Whether nearly all descriptors are in use: a file gets the lowest free number."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return fd >= 128 and limit != resource.RLIM_INFINITY and fd >= limit - limit // 8

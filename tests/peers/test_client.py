@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +22,13 @@ from monarch.peers.client import (
     PeerFailed,
     until_known,
 )
-from monarch.peers.connections import Connections
+from monarch.peers.connections import (
+    Connection,
+    Connections,
+    DatapathConnections,
+    OwnConnections,
+    PeerFetcher,
+)
 from monarch.peers.hello import MemberKey
 from monarch.peers.members import Endpoint
 from monarch.peers.requests import Requests
@@ -235,6 +243,33 @@ def test_a_member_that_takes_too_long_to_read_the_source_is_shown_as_slow(
     assert requests.answer(client, "d/1", 5).data == b"hello"
     assert client.trouble is None
     client.close()
+
+
+@pytest.mark.fault("M4")
+def test_connections_without_a_request_leave_the_last_descriptors_to_others(
+    member: Callable[..., Member],
+) -> None:
+    port, most = member().port, resource.getrlimit(resource.RLIMIT_NOFILE)
+    made, kept, taken = list[int](), list[int](), list[int]()
+
+    def keep_connection(member: int, fd: int, limit_us: int) -> bool:
+        taken.append(fd)
+        return False
+
+    datapath = cast(PeerFetcher, SimpleNamespace(keep_connection=keep_connection))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (400, most[1]))
+        for number in (250, 350):
+            with socket.create_connection((HOST, port)) as connected:
+                made.append(fcntl.fcntl(connected, fcntl.F_DUPFD_CLOEXEC, number))
+            connection = Connection(socket.socket(fileno=made[-1]))
+            DatapathConnections(datapath, 1).keep(connection)
+            if OwnConnections().keep(connection):
+                kept.append(made[-1])
+            connection.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert kept == taken == made[:1]
 
 
 @pytest.mark.promise(341)
