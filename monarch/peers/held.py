@@ -130,11 +130,12 @@ class HeldFiles:
             try:
                 record = Record.from_text(read_private(path))
                 is_whole = self._path(record).stat().st_size == record.size
-            except (ValueError, FileNotFoundError):
+            except FileNotFoundError:
                 continue
-            except OSError as error:
-                # The next mount may be able to read it.
-                log.warning("%s, a file of another node, is not known: %s", path, error.strerror)
+            except (ValueError, OSError) as error:
+                # The next mount may be able to read it, also that of another version.
+                reason = getattr(error, "strerror", None) or error
+                log.warning("%s, a file of another node, is not known: %s", path, reason)
                 found.update(place.glob(f"{path.stem}.*"))
                 continue
             if is_whole and record.token == place.name and path.stem == str(record.number):

@@ -246,6 +246,24 @@ def test_a_record_that_cannot_be_read_now_stays_for_the_next_mount(
     assert again.of(TOKEN) == [record] and read(again, record) == CONTENT
 
 
+@pytest.mark.fault("N7")
+def test_a_record_of_another_version_stays_for_a_mount_that_can_read_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = record_of()
+    assert HeldFiles(tmp_path, 100_000).put(record, giving())
+    path = tmp_path / TOKEN / "7.json"
+    whole = path.read_text()
+    for other in ({"size": str(record.size)}, {"path": None}, {"digest": {"xxh4": "00"}}):
+        path.write_text(json.dumps(json.loads(whole) | other))
+        assert HeldFiles(tmp_path, 100_000).files == 0
+    assert "7.json, a file of another node, is not known" in caplog.text
+    # What another version adds does no harm.
+    path.write_text(json.dumps(json.loads(whole) | {"flags": 5}))
+    again = HeldFiles(tmp_path, 100_000)
+    assert again.of(TOKEN) == [record] and read(again, record) == CONTENT
+
+
 def test_a_directory_whose_removal_hangs_delays_no_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
