@@ -35,6 +35,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
+from typing import Any
 
 from monarch.errors import LockedError
 from monarch.posix.files import closing_fd, status_at
@@ -70,6 +71,18 @@ _FLAGS_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FLAGS_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 _FLAGS_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = ".new"
+# What a lease of another version of Monarch may lack: then it counts for all paths.
+_MISSING: dict[str, Any] = {
+    "node": "?",
+    "pid": 0,
+    "mountpoint": "?",
+    "patterns": ("**",),
+    "since_ns": 0,
+    "boot": "",
+    "namespace": 0,
+    "started": 0,
+    "undrained": False,
+}
 _WILD = frozenset("*?[")
 
 
@@ -500,7 +513,9 @@ def _read(directory: int, name: str, now_ns: int) -> Holder | None:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
                 return None
-            raw = json.loads(os.read(fd, _LARGEST))
+            raw = _MISSING | json.loads(os.read(fd, _LARGEST))
+        if "monarch" not in raw:
+            return None
         return Holder(
             token=name,
             node=_shown(raw["node"]),

@@ -264,6 +264,29 @@ def test_thousands_of_large_leases_of_a_hostile_user_take_little_time_and_hide_n
     assert "zz" in {holder.token for holder in first.others}
 
 
+@pytest.mark.promise(167, 331)
+@pytest.mark.fault("N1")
+def test_a_lease_of_another_version_counts_as_one_for_all_paths(
+    take: Take, shared: Source, elsewhere: Callable[[str], None]
+) -> None:
+    elsewhere("one")
+    take("aa", "ckpt/**")
+    path = file_of(shared, "aa")
+    lease = json.loads(path.read_bytes())
+    elsewhere("two")
+    for missing in lease.keys() - {"monarch"}:
+        fields = {key: value for key, value in lease.items() if key != missing}
+        path.write_text(json.dumps({**fields, "format": [2]}))
+        with pytest.raises(LockedError):
+            take("bb", "ckpt/**")
+    path.write_text(json.dumps({"monarch": 2}))
+    with pytest.raises(LockedError):
+        take("bb", "logs/**")
+    keeper = take("bb", "logs/**", share=True)
+    assert keeper.is_in_force("aa")
+    assert keeper.others[0].words().isprintable()
+
+
 @pytest.mark.promise(167)
 def test_a_mount_from_before_the_clock_was_set_back_still_refuses_a_second_one(
     take: Take, shared: Source, elsewhere: Callable[[str], None]
