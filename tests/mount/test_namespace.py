@@ -275,8 +275,10 @@ def test_names_and_attributes_ask_the_source_nothing(
         again = monarch.mount(source.path, options=["snapshot.freshness=never"])
         after = source.counters()
         # The root and the one of the snapshot are compared, and the first names in it, which
-        # identify the source.
-        assert sum(after.values()) - sum(before.values()) < 20
+        # identify the source: 19 calls, if all comes within a second. The kernel looks up a name
+        # again that it has known for longer, and each lookup is a call.
+        calls = {kind: after[kind] - before[kind] for kind in after if after[kind] != before[kind]}
+        assert sum(calls.values()) < 30, calls
         assert after["readdir"] == before["readdir"] + 1
         ask_everything(again.path, names)
         assert source.counters() == after
