@@ -11,7 +11,9 @@ import pytest
 from tests.clients.conftest import Client, digests, three_epochs
 from tests.conftest import MonarchCommand
 
-pytestmark = pytest.mark.frameworks
+# The modes that differ most: the kernel reads copies itself, or the extension does without an open.
+# Each call by which frameworks read is tested in every mode in test_system_calls.py.
+pytestmark = [pytest.mark.frameworks, pytest.mark.modes("passthrough", "no_open")]
 
 Start = Callable[..., Client]
 Make = Callable[..., Path]

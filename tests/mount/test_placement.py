@@ -30,6 +30,10 @@ from tests.mount.observe import (
     wait_until,
 )
 
+# The uses of a file that its place depends on: opens are reported by Python or by the extension,
+# which reports them the same with passthrough, and reads alone where no open is reported.
+USES = ("python", "relay", "no_open")
+
 
 def image_folder(count: int = 200, mean: float = 12_000) -> dict[str, bytes]:
     """Sizes as those of photographs: log-normal. The same in each run."""
@@ -66,6 +70,7 @@ def sizes(tiers: Mapping[str, int]) -> dict[str, str]:
     return {name: str(capacity) for name, capacity in tiers.items()}
 
 
+@pytest.mark.modes(*USES)
 def test_tiers_are_filled_fastest_first_when_everything_fits(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -82,6 +87,7 @@ def test_tiers_are_filled_fastest_first_when_everything_fits(
 
 
 @pytest.mark.promise(34)
+@pytest.mark.modes(*USES)
 def test_files_that_do_not_all_fit_are_admitted_exactly_as_the_hash_says(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -127,6 +133,7 @@ def test_a_simulation_of_the_snapshot_has_the_hits_of_the_mount(
     assert [each["copies"] for each in only["epochs"]] == [copied, 0]
 
 
+@pytest.mark.modes(*USES)
 def test_first_come_places_exactly_what_fits_in_the_order_of_arrival(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -146,6 +153,7 @@ def test_first_come_places_exactly_what_fits_in_the_order_of_arrival(
     accounts_agree(mounted)
 
 
+@pytest.mark.modes(*USES)
 def test_least_recently_used_keeps_its_capacity_and_hits_less_than_a_fixed_share(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -173,6 +181,7 @@ def test_least_recently_used_keeps_its_capacity_and_hits_less_than_a_fixed_share
     assert 0 < hits["lru"] < hits["first_come"]
 
 
+@pytest.mark.modes(*USES)
 def test_least_recently_used_drops_what_was_not_used_and_counts_it(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -188,6 +197,7 @@ def test_least_recently_used_drops_what_was_not_used_and_counts_it(
 
 @pytest.mark.fault("S1")
 @pytest.mark.promise(32)
+@pytest.mark.modes(*USES)
 def test_a_copy_leaves_at_once_for_a_file_that_the_source_does_not_give_yet(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -218,6 +228,7 @@ def test_a_copy_leaves_at_once_for_a_file_that_the_source_does_not_give_yet(
 
 @pytest.mark.fault("S3")
 @pytest.mark.promise(32)
+@pytest.mark.modes(*USES)
 def test_a_copy_that_left_for_a_file_that_the_source_fails_to_give_is_gone(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -238,6 +249,7 @@ def test_a_copy_that_left_for_a_file_that_the_source_fails_to_give_is_gone(
     accounts_agree(mounted)
 
 
+@pytest.mark.modes(*USES)
 def test_a_file_that_is_too_big_does_not_keep_the_others_out(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
