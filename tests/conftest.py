@@ -58,6 +58,9 @@ MODES: dict[str, tuple[str, ...]] = {
 # (docs/semantics.md).
 OPENS_ARE_REPORTED = ("python", "relay", "passthrough")
 EVERY_MODE = (*OPENS_ARE_REPORTED, "no_open")
+# For tests that are not about the reading of copies. Names, attributes, written files and files of
+# the source are served by Python or by the extension; the extension does it the same in each mode.
+EITHER_SIDE = ("python", "relay")
 
 # Files listed at the end of a run with the time of their tests.
 _SLOW_FILES = 30

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import (
+    EITHER_SIDE,
     MODES,
     OPENS_ARE_REPORTED,
     MonarchCommand,
@@ -310,6 +311,7 @@ def test_another_directory_in_the_place_of_a_lost_source_is_not_taken_for_it(
 
 
 @pytest.mark.fault("S3")
+@pytest.mark.modes("python", "relay", "no_open")
 def test_a_copy_whose_source_fails_half_way_is_given_up_tried_again_and_made_at_last(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -441,6 +443,7 @@ def _require_new(mounted: Mounted, original: Path, name: str, old: bytes) -> Non
 
 @pytest.mark.fault("S7")
 @pytest.mark.promise(24, 59)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_directories_that_cannot_be_listed_at_the_source_are_closed_and_not_empty(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MonarchCommand, Tree
+from tests.conftest import EITHER_SIDE, MonarchCommand, Tree
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.waiting import readable
 from tests.mount.command import needs_root
@@ -21,6 +21,7 @@ MiB = 1 << 20
 GiB = 1 << 30
 
 
+@pytest.mark.modes(*EITHER_SIDE)
 def test_times_modes_and_owners_are_those_of_the_source(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -159,6 +160,7 @@ def test_the_copy_of_a_sparse_file_of_4_gib_takes_little_room(
 
 
 @pytest.mark.promise(17)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_fifo_joins_two_processes_of_the_mount_and_not_the_source(
     monarch: MonarchCommand, source: Path
 ) -> None:
@@ -179,6 +181,7 @@ def test_a_fifo_joins_two_processes_of_the_mount_and_not_the_source(
 
 @pytest.mark.promise(17, 22)
 @needs_root
+@pytest.mark.modes(*EITHER_SIDE)
 def test_devices_are_shown_with_their_numbers_and_cannot_be_opened(
     monarch: MonarchCommand, source: Path
 ) -> None:
@@ -198,6 +201,7 @@ def test_devices_are_shown_with_their_numbers_and_cannot_be_opened(
     assert account(mounted)["source_totals"]["opens"] == 0
 
 
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_listing_tells_the_kind_of_each_entry(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"directory": None, "file": b"x"})
     (source / "link").symlink_to("directory")
@@ -214,6 +218,7 @@ def test_a_listing_tells_the_kind_of_each_entry(monarch: MonarchCommand, tree: T
 
 
 @pytest.mark.promise(16)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_links_are_shown_as_they_are_and_followed_by_the_reader_alone(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -236,6 +241,7 @@ def test_links_are_shown_as_they_are_and_followed_by_the_reader_alone(
     assert account(mounted)["source_totals"]["opens"] == 1
 
 
+@pytest.mark.modes(*EITHER_SIDE)
 def test_the_mount_tells_its_size_and_how_long_names_may_be(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -250,6 +256,7 @@ def test_the_mount_tells_its_size_and_how_long_names_may_be(
     )
 
 
+@pytest.mark.modes(*EITHER_SIDE)
 def test_access_answers_as_at_the_source_but_for_writing(
     monarch: MonarchCommand, tree: Tree
 ) -> None:

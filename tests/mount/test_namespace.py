@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MonarchCommand, Mounted, Tree, require_fuse
+from tests.conftest import EITHER_SIDE, MonarchCommand, Mounted, Tree, require_fuse
 from tests.equipment import slowfs
 from tests.mount.compare import (
     Entry,
@@ -63,6 +63,7 @@ def test_a_tree_of_everything_looks_like_its_source(monarch: MonarchCommand, tre
 
 @pytest.mark.finding("C1")
 @pytest.mark.promise(94)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_every_listing_begins_with_the_directory_and_its_parent(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_path_beyond_4096_bytes_is_read_cold_and_warm(
     assert account(mounted)["tiers"][0]["opens"] == opens
 
 
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_directory_of_100_000_files_is_listed_whole(
     monarch: MonarchCommand, source: Path
 ) -> None:
@@ -156,6 +158,8 @@ def deep(source: Path) -> Iterator[Path]:
     subprocess.run(["rm", "-rf", "--one-file-system", str(source)], check=True)
 
 
+# The shell that limits the descriptors mounts without a mode.
+@pytest.mark.modes("auto")
 def test_1200_nested_directories_work_with_256_descriptors(
     deep: Path, monarch: MonarchCommand, tmp_path: Path
 ) -> None:
@@ -198,6 +202,7 @@ def mount_with_descriptors(
     return made
 
 
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_name_that_does_not_exist_is_enoent_and_one_too_long_enametoolong(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -215,6 +220,7 @@ def test_a_name_that_does_not_exist_is_enoent_and_one_too_long_enametoolong(
         assert caught.value.errno == expected, name
 
 
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_listing_in_small_pieces_continues_where_it_stopped(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -239,6 +245,7 @@ def test_a_listing_in_small_pieces_continues_where_it_stopped(
         assert getdents(fd, 280)[0].name == seen[0]
 
 
+@pytest.mark.modes(*EITHER_SIDE)
 def test_dot_and_dot_dot_lead_where_they_should(monarch: MonarchCommand, tree: Tree) -> None:
     mounted = monarch.mount(tree({"a/b/file": b"x"}))
     below = mounted.path / "a" / "b"
@@ -255,6 +262,7 @@ def test_dot_and_dot_dot_lead_where_they_should(monarch: MonarchCommand, tree: T
 @pytest.mark.fault("S1")
 @pytest.mark.promise(13)
 @pytest.mark.skipif(slowfs.unavailable() is not None, reason=str(slowfs.unavailable()))
+@pytest.mark.modes(*EITHER_SIDE)
 def test_names_and_attributes_ask_the_source_nothing(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Mounted, Tree, contents
+from tests.conftest import EITHER_SIDE, OPENS_ARE_REPORTED, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.mount.command import not_mounted
 from tests.mount.observe import (
@@ -260,6 +260,7 @@ def test_a_daemon_killed_under_load_leaves_nothing_that_the_next_one_believes_wr
 
 
 @pytest.mark.fault("T7")
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_second_daemon_on_one_state_directory_is_refused_with_the_pid_of_the_first(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -279,6 +280,7 @@ def test_a_second_daemon_on_one_state_directory_is_refused_with_the_pid_of_the_f
 
 
 @pytest.mark.fault("T7")
+@pytest.mark.modes(*EITHER_SIDE)
 def test_the_lock_of_a_dead_daemon_is_taken_over(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -288,6 +290,7 @@ def test_the_lock_of_a_dead_daemon_is_taken_over(
     epoch(again, {"file": contents("file", 1000)})
 
 
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_source_that_is_not_there_yet_costs_neither_the_snapshot_nor_the_copies(
     monarch: MonarchCommand, tree: Tree, source: Path, tmp_path: Path
 ) -> None:
@@ -309,7 +312,7 @@ def test_a_source_that_is_not_there_yet_costs_neither_the_snapshot_nor_the_copie
     nothing_is_asked_or_copied_again(monarch.mount(source, tiers=TIERS), source, content)
 
 
-@pytest.mark.modes(*OPENS_ARE_REPORTED)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_refused_mount_leaves_nothing_at_a_source_that_is_not_mounted(
     monarch: MonarchCommand, tree: Tree, source: Path, tmp_path: Path
 ) -> None:
@@ -327,6 +330,7 @@ def test_a_refused_mount_leaves_nothing_at_a_source_that_is_not_mounted(
     assert os.listdir(source) == []
 
 
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_source_that_was_emptied_is_mounted_on_demand(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:

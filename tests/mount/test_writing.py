@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import (
+    EITHER_SIDE,
     OPENS_ARE_REPORTED,
     MonarchCommand,
     Mounted,
@@ -69,6 +70,7 @@ def absorbing(monarch: MonarchCommand, tree: Tree) -> Mounted:
 
 
 @pytest.mark.promise(61)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_by_default_a_mount_absorbs_nothing(monarch: MonarchCommand, tree: Tree) -> None:
     mounted = monarch.mount(tree({"a": 1}))
     with pytest.raises(OSError) as raised:
@@ -78,6 +80,7 @@ def test_by_default_a_mount_absorbs_nothing(monarch: MonarchCommand, tree: Tree)
 
 @pytest.mark.finding("S9")
 @pytest.mark.promise(171)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_open_written_files_take_two_descriptors_of_as_many_as_are_allowed(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -99,6 +102,7 @@ def test_open_written_files_take_two_descriptors_of_as_many_as_are_allowed(
 
 
 @pytest.mark.promise(30)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_written_file_says_where_its_bytes_are(absorbing: Mounted) -> None:
     new, changed = absorbing.path / "new", absorbing.path / "a.bin"
     new.write_bytes(b"new")
@@ -113,6 +117,7 @@ def test_a_written_file_says_where_its_bytes_are(absorbing: Mounted) -> None:
 
 
 @pytest.mark.promise(122)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_time_after_2262_that_a_program_sets_is_kept_as_that_moment(
     absorbing: Mounted, monarch: MonarchCommand
 ) -> None:
@@ -238,6 +243,7 @@ def test_a_file_of_the_source_can_be_written_renamed_and_removed(absorbing: Moun
 
 
 @pytest.mark.promise(64)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_file_says_how_durable_it_is(absorbing: Mounted) -> None:
     path = absorbing.path / "f"
     with path.open("wb") as file:
@@ -251,6 +257,7 @@ def test_a_file_says_how_durable_it_is(absorbing: Mounted) -> None:
 
 @pytest.mark.finding("W6")
 @pytest.mark.promise(151)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_synchronous_write_is_safe_when_it_returns(absorbing: Mounted) -> None:
     for flag in (os.O_DSYNC, os.O_SYNC):
         for mode in (os.O_WRONLY, os.O_RDWR):
@@ -271,6 +278,7 @@ def test_a_synchronous_write_is_safe_when_it_returns(absorbing: Mounted) -> None
 
 
 @pytest.mark.promise(63)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_fsync_waits_for_the_source_if_it_shall(monarch: MonarchCommand, tree: Tree) -> None:
     mounted = monarch.mount(tree({"a": 1}), options=["write=absorb", "writeback.fsync=source"])
     with (mounted.path / "f").open("wb") as file:
@@ -283,6 +291,7 @@ def test_fsync_waits_for_the_source_if_it_shall(monarch: MonarchCommand, tree: T
 
 @pytest.mark.finding("W12")
 @pytest.mark.promise(63, 153)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_fsync_waits_for_names_at_the_source_if_it_shall(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -333,6 +342,7 @@ def test_fsync_waits_for_no_change_that_the_source_refuses_another(
 
 @pytest.mark.promise(153)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
+@pytest.mark.modes(*EITHER_SIDE)
 def test_closing_a_file_does_not_wait_for_a_source_that_refuses_it(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -423,6 +433,7 @@ def test_times_that_were_set_make_nothing_new_of_a_drained_file(
 
 
 @pytest.mark.promise(79, 116)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_inodes_numbered_otherwise_by_another_snapshot_are_not_mixed_up(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -444,6 +455,7 @@ def test_inodes_numbered_otherwise_by_another_snapshot_are_not_mixed_up(
 
 
 @pytest.mark.promise(67)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_file_that_others_removed_while_it_was_written_is_made_again(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
@@ -462,6 +474,7 @@ def test_a_file_that_others_removed_while_it_was_written_is_made_again(
 
 
 @pytest.mark.promise(67)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_file_removed_before_it_was_drained_does_not_hinder_the_next_mount(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
@@ -480,6 +493,7 @@ def test_a_file_removed_before_it_was_drained_does_not_hinder_the_next_mount(
 
 
 @pytest.mark.promise(67)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_bytes_that_no_name_leads_to_are_gone_with_the_mount_after_a_kill(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
@@ -518,6 +532,7 @@ def test_a_file_that_is_copied_up_again_keeps_its_names(
 
 
 @pytest.mark.promise(67)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_file_open_when_the_daemon_was_killed_has_the_bytes_that_were_written(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
@@ -545,6 +560,7 @@ def test_a_file_open_when_the_daemon_was_killed_has_the_bytes_that_were_written(
 
 
 @pytest.mark.promise(62)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_files_made_and_removed_before_they_were_drained_leave_nothing(absorbing: Mounted) -> None:
     at = absorbing.path
     for number in range(20):
@@ -585,6 +601,7 @@ def test_mapped_and_read_bytes_are_the_same(absorbing: Mounted) -> None:
 
 
 @pytest.mark.promise(69)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_signal_ends_the_mount_after_it_has_drained(absorbing: Mounted) -> None:
     content = contents("x", 2 * _MB)
     (absorbing.path / "x").write_bytes(content)
@@ -594,6 +611,7 @@ def test_a_signal_ends_the_mount_after_it_has_drained(absorbing: Mounted) -> Non
 
 
 @pytest.mark.promise(65)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_a_file_comes_to_the_source_with_all_that_it_is(absorbing: Mounted) -> None:
     at, source = absorbing.path, absorbing.source
     (at / "k").mkdir(mode=0o750)
@@ -871,6 +889,7 @@ def test_a_file_whose_copy_is_under_way_can_be_written_and_removed(
 
 
 @pytest.mark.promise(75)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_absorbed_files_are_closed_to_other_users(absorbing: Mounted) -> None:
     (absorbing.path / "open to all").write_bytes(b"x")
     (absorbing.path / "open to all").chmod(0o777)
@@ -886,6 +905,7 @@ def test_absorbed_files_are_closed_to_other_users(absorbing: Mounted) -> None:
 
 
 @pytest.mark.promise(76)
+@pytest.mark.modes(*EITHER_SIDE)
 def test_temporary_names_are_not_shown_and_cannot_be_made(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -909,6 +929,7 @@ def refused(call: Callable[[], object]) -> int:
 @pytest.mark.finding("D15")
 @pytest.mark.promise(82)
 @pytest.mark.fault("U5")
+@pytest.mark.modes(*EITHER_SIDE)
 def test_names_end_where_the_memory_for_them_does(monarch: MonarchCommand, tree: Tree) -> None:
     most = 24
     source = tree({"a": 10, "b": 10, "c": 10, "d/e": 10, "d/f": 10})
