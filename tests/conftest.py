@@ -334,6 +334,8 @@ class MonarchCommand:
     forked: bool = True
     # A file with the number of the machine's start, in place of the kernel's; for forked commands.
     boot: Path | None = None
+    # The number of written inodes that stay in memory, if not that of the daemon; for forked ones.
+    kept: int | None = None
     mounted: list[Mounted] = field(default_factory=list)
     _expected: list[str] = field(default_factory=list)
     _allowed: list[str] = field(default_factory=list)
@@ -376,6 +378,7 @@ class MonarchCommand:
             "COLUMNS": "200",
             _TEST_VARIABLE: self.case,
             **({forkserver.BOOT: str(self.boot)} if self.boot is not None else {}),
+            **({forkserver.KEPT: str(self.kept)} if self.kept is not None else {}),
         }
 
     def mount(

@@ -40,6 +40,8 @@ _VARIABLE = "MONARCH_TEST_CASE"
 _UNSET = "-" * 32
 # A file that takes the place of the kernel's, with the number of the machine's start.
 BOOT = "MONARCH_TEST_BOOT"
+# How many written inodes stay in memory, in place of the number of the daemon.
+KEPT = "MONARCH_TEST_KEPT"
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
 
 
@@ -213,6 +215,8 @@ def _become(request: dict[str, Any], output: list[int]) -> NoReturn:
     if BOOT in os.environ:
         module = importlib.import_module("monarch.writeback.journal_found")
         vars(module)["_BOOT"] = Path(os.environ[BOOT])
+    if KEPT in os.environ:
+        vars(importlib.import_module("monarch.namespace.overlay"))["_KEPT"] = int(os.environ[KEPT])
     # A new process would read the variable of the failpoints when it imports Monarch.
     failpoints._NAME, failpoints._TURN, failpoints._RAISES = failpoints._armed()
     sys.argv = [str(_ROOT / "monarch/__main__.py"), *request["arguments"]]

@@ -1015,8 +1015,8 @@ def test_names_end_where_the_memory_for_them_does(monarch: MonarchCommand, tree:
 def test_many_files_that_are_drained_leave_memory_and_are_as_they_were(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
-    # More than stay in memory, which are 8,192.
-    count = 9500
+    # More than stay in memory, which are 8,192 without this limit: a minute's writing.
+    count, monarch.kept = 1200, 512
     mounted = monarch.mount(tree({"a": 1}), options=["write=absorb", "writeback.reserve=0"])
     folder = mounted.path / "d"
     folder.mkdir()
@@ -1028,7 +1028,7 @@ def test_many_files_that_are_drained_leave_memory_and_are_as_they_were(
 
     def are_away() -> bool:
         written = mounted.status()["writing"]
-        return not written["files"] and written["names"] < 8192 + 8192 // 8
+        return not written["files"] and written["names"] < 512 + 512 // 8
 
     wait_until(are_away, "they stay in memory", timeout_s=300)
     wait_until(lambda: len(objects_in(mounted.tiers["fast"])) <= 1, "their bytes are kept")
