@@ -45,6 +45,8 @@ _MOST_PASSED = 1024
 _MANY = 8
 # The share of a window that must be beneath one directory: the rest may be other programs.
 _MAJORITY = 0.9
+# The characters of a path in a report, which may have 256 paths: messages to clients are limited.
+_LONGEST = 256
 
 
 # Returns up to so many files to fetch.
@@ -333,10 +335,10 @@ class Foresight:
 
     def _stream_report(self, stream: Stream, has_epochs: bool) -> StreamReport:
         subtree = stream.subtree
-        directory = self._names.path(subtree.directory)
+        directory = self._names.path(subtree.directory).decode(errors="surrogateescape")
         is_ahead = self._settings.ahead and not self._have_copies(subtree.files)
         return StreamReport(
-            directory=directory.decode(errors="surrogateescape"),
+            directory=directory if len(directory) <= _LONGEST else f"...{directory[-_LONGEST:]}",
             pattern=stream.pattern,
             files=subtree.count,
             epoch=stream.epoch if has_epochs and not stream.is_mixed else None,

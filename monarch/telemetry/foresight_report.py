@@ -28,11 +28,12 @@ class AnnouncedReport:
 
 @dataclass(frozen=True, slots=True)
 class StreamReport:
-    """The opens of one job in one directory and beneath. ``files`` is the number of entries at the
-    depth that it reads; ``share`` of them, 0 to 1, were opened in ``epoch``. Files are given out up
-    to ``ahead`` entries before they are read. ``epoch`` and ``share`` are None if
-    opens are not counted, or the same files are opened again and again, or with ``is_mixed``: a
-    file comes again before all others were opened, so the epochs cannot be distinguished."""
+    """The opens of one job in one directory and beneath. Of a long path ``directory`` is the end,
+    after ``...``. ``files`` is the number of entries at the depth that the job reads; ``share`` of
+    them, 0 to 1, were opened in ``epoch``. Files are given out up to ``ahead`` entries before they
+    are read. ``epoch`` and ``share`` are None if opens are not counted, or the same files are
+    opened again and again, or with ``is_mixed``: a file comes again before all others were opened,
+    so the epochs cannot be distinguished."""
 
     directory: str
     pattern: str

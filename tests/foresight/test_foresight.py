@@ -6,13 +6,14 @@ import random
 import sys
 import tracemalloc
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from monarch.config.settings import ForesightSettings
+from monarch.control.messages import MAX_LINE_BYTES, encode
 from monarch.foresight import stream as module
 from monarch.foresight.announced import Announcer
 from monarch.foresight.foresight import Foresight
@@ -642,6 +643,24 @@ def test_hundreds_of_jobs_and_directories_use_bounded_memory() -> None:
     for number, files in enumerate(job.tree.files):
         job.open(list(files), number)
     assert len(job.foresight.report(counts_opens=True).streams) <= 16
+
+
+@pytest.mark.fault("S9")
+@pytest.mark.parametrize("name", [b"\xff" * 255, "\U0001d11e".encode() * 63])
+def test_long_names_of_directories_leave_room_in_the_answer_for_all_jobs(
+    monkeypatch: pytest.MonkeyPatch, name: bytes
+) -> None:
+    """The names are those of any user who may write at the source."""
+    job = Job(rate=0, tree=Tree(*[(1, LEAST_FILES)] * 4))
+    monkeypatch.setattr(job.tree, "path", lambda ino: b"/".join([name] * 16) + b"/%d" % ino)
+    for number in range(1, 65):
+        for files in job.tree.files:
+            job.open(list(files), number)
+    report = job.foresight.report(counts_opens=True)
+    assert len(report.streams) == 256
+    assert len(encode({"result": asdict(report)})) < 0.9 * MAX_LINE_BYTES
+    assert {stream.directory[:3] for stream in report.streams} == {"..."}
+    assert {stream.directory.rpartition("/")[2] for stream in report.streams} == set("6789")
 
 
 def test_files_that_are_no_part_of_the_snapshot_are_ignored() -> None:
