@@ -21,6 +21,7 @@ from monarch.peers.hello import MemberKey
 from monarch.peers.membership import Membership
 from monarch.peers.nginx import SOCKET, Site
 from monarch.peers.ownership import Member, Ownership
+from monarch.peers.probes import Probes
 from monarch.peers.source import Peers, PeerSource
 from monarch.peers.spans import Span, granule_digests, short_digest, span_digest
 from monarch.peers.tls import client_context
@@ -177,6 +178,7 @@ class Sharing:
             "peers": self._answers.run,
             "peers engine": self._engine.run,
             "peers counts": self._count,
+            "peers probes": Probes(self._peers.clients).run,
         }
         if self.replicas is not None:
             tasks |= self.replicas.tasks()

@@ -51,6 +51,8 @@ class Breaker:
         self._failures = 0
         # Whether the last bytes of the member were wrong: then answers prove nothing.
         self._is_damaged = False
+        # Whether the member has answered a hello since it was left out: one call is to try it.
+        self._is_back = False
         self._pause_s = _FIRST_PAUSE_S
         self._out_until_s: float | None = None
         # What is left of the budget, less than 0 after it was used up, and when that was computed.
@@ -76,7 +78,12 @@ class Breaker:
     @property
     def is_failing(self) -> bool:
         """Whether the member has been left out, and has not answered since."""
-        return self._out_until_s is not None
+        return self._out_until_s is not None and not self._is_back
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the last bytes of the member were wrong."""
+        return self._is_damaged
 
     def admits(self, now: float) -> bool:
         """Whether the member is asked at ``now``. After a pause one call tries it, and the others
@@ -107,7 +114,14 @@ class Breaker:
             self._budget_s = min(_BUDGET_S, self._budget_s + given_s)
         self._counted_s = now
 
+    def greeted(self, now: float) -> None:
+        """Records that the member answered a hello, for which ``admits`` was asked. That proves
+        less than an answer to a request: one call tries the member, and the pause stays as long."""
+        if self._out_until_s is not None and self._budget_s >= 0:
+            self._out_until_s, self._is_back = now, not self._is_damaged
+
     def _leave_out(self, until_s: float) -> None:
+        self._is_back = False
         self._out_until_s = max(self._out_until_s or until_s, until_s)
 
     def answered(self, latency_s: float) -> None:

@@ -173,6 +173,26 @@ class PeerClient:
             self.breaker.answered(waited_s / parts)
         return answer
 
+    def is_there(self) -> bool:
+        """Whether the member answers a hello. No failure is counted."""
+        try:
+            self._connected().close()
+        except PeerFailed:
+            return False
+        return True
+
+    def greet(self) -> None:
+        """Asks with a hello whether the member, which was left out, answers again. No bytes come,
+        so those that were wrong remain the last ones."""
+        try:
+            # Not kept: the datapath would ask over it, with many requests at once.
+            self._connected().close()
+        except PeerFailed as error:
+            self._noted(error)
+            return
+        self.breaker.greeted(time.monotonic())
+        self.trouble = "damaged" if self.breaker.is_damaged else None
+
     def late(self, seconds: float) -> None:
         """Records that the member took ``seconds`` longer than a fair time, until now."""
         now = time.monotonic()

@@ -131,3 +131,41 @@ def test_an_answer_that_is_not_slower_than_the_source_is_not_late() -> None:
     for second in range(1000):
         breaker.late(float(second), -0.1)
     assert breaker.admits(1000.0)
+
+
+@pytest.mark.promise(352)
+def test_a_hello_ends_a_pause_but_only_a_request_shortens_the_next_one() -> None:
+    breaker = Breaker(0.05)
+    for _ in range(3):
+        breaker.failed(0.0)
+    assert breaker.admits(5.0), "for the hello"
+    breaker.greeted(5.1)
+    assert not breaker.is_failing and not breaker.is_out(5.1)
+    assert breaker.admits(6.0)
+    assert not breaker.admits(6.0), "the others wait for the result"
+    breaker.failed(6.1)
+    assert breaker.is_failing and not breaker.admits(16.0), "the pause has doubled"
+    assert breaker.admits(16.2)
+    breaker.greeted(16.3)
+    assert breaker.admits(16.3)
+    breaker.answered(0.01)
+    for _ in range(3):
+        breaker.failed(17.0)
+    assert breaker.is_failing and breaker.admits(22.0), "the first pause again"
+
+
+def test_a_hello_does_not_end_a_pause_for_damage_or_late_answers() -> None:
+    breaker = Breaker(0.05)
+    for _ in range(3):
+        breaker.damaged(0.0)
+    assert breaker.admits(5.0)
+    breaker.greeted(5.1)
+    assert breaker.is_failing and breaker.is_damaged
+    assert breaker.admits(5.1), "a request shows whether its bytes are right"
+    breaker = Breaker(0.05)
+    for _ in range(3):
+        breaker.failed(0.0)
+    assert breaker.admits(5.0)
+    breaker.late(100.0, 11.0)
+    breaker.greeted(100.0)
+    assert breaker.is_failing and not breaker.admits(250.0)

@@ -97,6 +97,21 @@ def test_four_nodes_read_each_file_once_and_a_dead_node_costs_only_its_files(
             assert problem["what"].endswith(f"copies: {made.address(4)} (unreachable)")
 
 
+@pytest.mark.promise(352)
+def test_a_node_that_answers_again_is_shown_so_without_a_read(tmp_path: Path, tree: Tree) -> None:
+    tree(CONTENT)
+    with lab(tmp_path, tmp_path / "source", 2) as made:
+        made.mount(1)
+        made.mount(2)
+        made.nodes[2].kill()
+        made.read_all(CONTENT, (1,))
+        assert made.peers(1)["out"] == 1 and made.state_of(1, 2) == "unreachable"
+        made.mount_again(2)
+        wait_until(lambda: made.peers(1)["out"] == 0, "it is shown as back", timeout_s=120)
+        assert made.state_of(1, 2) == "answers"
+        assert made.reports()[1]["health"]["problems"] == []
+
+
 @pytest.mark.promise(270, 274)
 def test_a_damaged_copy_and_a_killed_engine_give_no_wrong_byte_and_no_error(
     tmp_path: Path, tree: Tree
