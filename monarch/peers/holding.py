@@ -302,7 +302,7 @@ class Holding:
 
     async def is_held(self, client: PeerClient, record: Record) -> bool:
         """Whether a member answers, and keeps a file."""
-        return await self._is_ok(client, f"held/{record.token}/{record.number}")
+        return await self._asked(client, f"held/{record.token}/{record.number}") == OK
 
     async def forget(self, client: PeerClient, token: str, number: int, version: int) -> bool:
         """Lets a member remove a file up to this version, or all of a mount if the number is 0;
@@ -310,13 +310,13 @@ class Holding:
         version of the mount: then the next one of ``newest`` is later still."""
         if not client.breaker.admits(_now()):
             return False
+        # A mount begins with the removal of all. A node that is mounted later must not be left out.
+        if number == 0 and not await self._requests.run(client.is_there):
+            return False
         status = await self._asked(client, f"forget/{token}/{number}/{version}")
         if status == NOT_KEPT:
             self._follow(await self._requests.run(self._version_at, client, token, 0))
         return status == OK
-
-    async def _is_ok(self, client: PeerClient, name: str) -> bool:
-        return await self._asked(client, name) == OK
 
     async def _asked(self, client: PeerClient, name: str) -> int:
         until_s = _now() + _LEAST_S
@@ -328,7 +328,7 @@ class Holding:
         """The other members that answer, and keep files of a mount."""
 
         async def keeps(member: str, client: PeerClient) -> bool:
-            return await self._is_ok(client, f"held/{token}/0")
+            return await self._asked(client, f"held/{token}/0") == OK
 
         return await self._those(self._others, keeps)
 

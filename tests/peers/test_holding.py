@@ -502,3 +502,20 @@ def test_the_offers_of_one_member_leave_room_for_those_of_others(
         assert not holding._arriving
 
     trio.run(main)
+
+
+@pytest.mark.promise(352)
+def test_a_member_that_is_not_mounted_yet_is_not_left_out(tmp_path: Path) -> None:
+    port = free_port()
+    client = PeerClient(Endpoint(HOST, port), [], KEYS[1], Breaker(10.0))
+    holding = Holding(
+        *(HeldFiles(tmp_path, 1), {"2": client}, "1", 60.0),
+        *(lambda number: tmp_path, lambda record: True),
+    )
+
+    async def main() -> None:
+        for _ in range(10):
+            assert not await holding.forget(client, TOKEN, 0, 1)
+
+    trio.run(main)
+    assert (client.breaker.is_failing, client.was_asked, client.trouble) == (False, False, None)
