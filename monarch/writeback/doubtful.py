@@ -62,7 +62,8 @@ class Doubtful:
     @property
     def held(self) -> int:
         """Disk space of all doubtful objects, in bytes."""
-        return sum(kept.held for kept in self._kept.values())
+        # A copy: other threads keep and discard objects meanwhile.
+        return sum(kept.held for kept in list(self._kept.values()))
 
     def list(self) -> list[Kept]:
         """All doubtful objects, the oldest first."""

@@ -144,3 +144,20 @@ def test_files_whose_records_were_cut_off_are_kept_and_named(directory: Path) ->
     # The object without bytes was made ahead.
     assert Objects(directory).numbers() == {1, 2}
     assert earlier.inspect(directory).unknown == ()
+
+
+def test_the_room_that_they_take_is_known_while_one_is_discarded(directory: Path) -> None:
+    """Threads remove kept objects while the room of the tier is counted."""
+    filled(directory)
+    kept = Doubtful(directory)
+    kept.keep(opened(directory, "two").doubted)
+
+    class Discarding:
+        @property
+        def held(self) -> int:
+            kept.discard(1)
+            return 512
+
+    kept._kept = {1: Discarding(), 2: Discarding()}  # type: ignore[dict-item]
+    assert kept.held == 1024
+    assert kept.held == 512
