@@ -7,7 +7,7 @@ import importlib
 import os
 import stat
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from monarch.namespace.schema import RECORD_BYTES, RECORD_STRUCT
 from monarch.posix import acl
@@ -44,7 +44,7 @@ def look(
     A record is packed as RECORD_STRUCT; it is zeros for an entry that could not be read. Lists are
     not read on the device ``without``, which does not support them.
     """
-    records, others = _look()(directory_fd, names, parent, without)
+    records, others = _look(directory_fd, names, parent, without)
     return records, [Seen(*seen) for seen in others]
 
 
@@ -69,15 +69,6 @@ def pack_record(status: os.stat_result, parent: Ino) -> bytes:
         status.st_ino,
         extra,
     )
-
-
-def _look() -> Look:
-    try:
-        extension = importlib.import_module("monarch.fuse._datapath")
-    except ImportError:
-        return _look_slowly
-    fast: Look = extension.look
-    return fast
 
 
 def _look_slowly(
@@ -105,3 +96,17 @@ def _look_slowly(
         if closed or access or not stat.S_ISREG(mode) or status.st_nlink > 1:
             others.append(Seen(place, 0, status.st_dev, closed, access, inherited))
     return records, others
+
+
+def _loaded() -> Look:
+    try:
+        extension = importlib.import_module("monarch.fuse._datapath")
+    except ImportError:
+        return _look_slowly
+    fast: Look = extension.look
+    return fast
+
+
+# Loaded with this module: Python ignores an exception of a signal handler, such as Ctrl-C, in the
+# part of an import that releases its lock.
+_look: Final = _loaded()

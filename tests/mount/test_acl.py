@@ -282,7 +282,7 @@ def test_the_slow_way_of_reading_lists_finds_the_same(
 ) -> None:
     source = guarded(tree)
     build(source, tmp_path / "one")
-    monkeypatch.setattr("monarch.namespace.look._look", lambda: _look_slowly)
+    monkeypatch.setattr("monarch.namespace.look._look", _look_slowly)
     build(source, tmp_path / "other")
     with Snapshot.open(tmp_path / "one") as one, Snapshot.open(tmp_path / "other") as other:
         assert dict(lists_of(one)) == dict(lists_of(other)) != {}
@@ -297,7 +297,7 @@ def test_a_source_without_lists_is_asked_once_for_all_its_entries(
     directories = 50
     tree({f"d{n:02}/f": b"" for n in range(directories)})
     if not fast:
-        monkeypatch.setattr("monarch.namespace.look._look", lambda: _look_slowly)
+        monkeypatch.setattr("monarch.namespace.look._look", _look_slowly)
     # Here the kernel keeps no attributes: each look is a call that is counted.
     with SlowSource(source, tmp_path / "without", attribute_s=0) as slow:
         before = slow.counters()["getattr"]

@@ -61,7 +61,7 @@ def descriptor(tmp_path: Path) -> Iterator[int]:
 
 def test_the_extension_sees_what_python_sees(descriptor: int) -> None:
     names = (*sorted(map(os.fsencode, os.listdir(descriptor))), b"missing")
-    assert look_module._look() is not look_module._look_slowly, "the extension is not built"
+    assert look_module._look is not look_module._look_slowly, "the extension is not built"
     records, others = look(descriptor, names, PARENT, 0)
     assert (records, others) == look_module._look_slowly(descriptor, names, PARENT, 0)
     seen = {names[found.place]: found for found in others}
@@ -81,7 +81,7 @@ def test_a_scan_takes_files_that_are_dated_beyond_the_year_2262(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:
     if not fast:
-        monkeypatch.setattr(look_module, "_look", lambda: look_module._look_slowly)
+        monkeypatch.setattr(look_module, "_look", look_module._look_slowly)
     source = tmp_path / "source"
     (source / "directory").mkdir(parents=True)
     (source / "far").write_bytes(b"x")
@@ -115,7 +115,7 @@ def test_devices_are_compared_alike() -> None:
 
 @pytest.mark.parametrize("looks", ["_look", "_look_slowly"])
 def test_a_device_that_knows_no_lists_is_not_asked_for_them(descriptor: int, looks: str) -> None:
-    asked = look_module._look() if looks == "_look" else look_module._look_slowly
+    asked = look_module._look if looks == "_look" else look_module._look_slowly
     here = os.fstat(descriptor).st_dev
     _, others = asked(descriptor, (b"named", b"below"), PARENT, here)
     assert [Seen(*seen) for seen in others] == [Seen(1, 0, here)]
