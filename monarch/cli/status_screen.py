@@ -566,10 +566,10 @@ def _writing(writing: reports.WritingReport | None) -> Iterable[tuple[str, str]]
         f" {'the source' if writing.fsync == 'source' else local}",
     )
     yield "names", f"{writing.names:,} written since the snapshot, of {writing.names_max:,}"
-    if writing.lost:
+    if writing.lost_files:
         shown = ", ".join(writing.lost[:_SHOWN_LOST])
-        more = ", ..." if len(writing.lost) > _SHOWN_LOST else ""
-        yield "lost", f"{counted(len(writing.lost), 'file', 'files')}: {shown}{more}"
+        more = ", ..." if writing.lost_files > _SHOWN_LOST else ""
+        yield "lost", f"{counted(writing.lost_files, 'file', 'files')}: {shown}{more}"
 
 
 def _copies(report: reports.StatusReport) -> str:

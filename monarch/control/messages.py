@@ -12,12 +12,20 @@ ASCII; names that are not UTF-8 have surrogate escapes.
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import islice
+from typing import Any, NoReturn, TypeVar
 
 from monarch.errors import MonarchError
 
 # Enough for some ten thousand paths; the limit bounds the memory for a peer.
 MAX_LINE_BYTES = 1 << 20
+# The rows that one field of an answer names.
+_MOST_ROWS = 1000
+_ROWS_BYTES = 64 * 1024
+
+T = TypeVar("T")
 
 # A message as decoded JSON. ``exit_code`` identifies the class of an error (errors.py).
 Message = dict[str, Any]
@@ -33,6 +41,19 @@ def encode(message: Message) -> bytes:
     if len(line) > MAX_LINE_BYTES:
         raise MalformedError(f"the message is longer than {MAX_LINE_BYTES} bytes")
     return line
+
+
+def first_rows(rows: Iterable[T]) -> list[T]:
+    """The first of ``rows``, texts or dataclasses, as many as one field of an answer can have: any
+    user may make names of thousands of bytes, and one of them takes up to six in JSON."""
+    found: list[T] = []
+    room = _ROWS_BYTES
+    for row in islice(rows, _MOST_ROWS):
+        room -= len(json.dumps(row, default=asdict))
+        if room < 0:
+            break
+        found.append(row)
+    return found
 
 
 def decode(line: bytes) -> Any:

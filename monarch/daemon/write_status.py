@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from monarch.config.settings import MountSettings
+from monarch.control.messages import first_rows
 from monarch.posix.private_directory import read_private, replace_private
 from monarch.telemetry.health import Problem, Spell
 from monarch.telemetry.report import WritingReport
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 _REFUSED_S = 60.0
 _SHOWN_HOLDERS = 3
 _SHOWN_PATHS = 3
-# A report names at most this many files.
-_NAMED = 1000
 _LOST_FILE = "lost.json"
 # The list of lost files keeps at most this many names; the log has all.
 _MOST_LOST = 10_000
@@ -120,11 +119,12 @@ class WriteStatus:
             trouble=backlog.trouble or "",
             reserve=write_back.front.space.reserve.bytes,
             held=write_back.front.object_table.states.bytes + write_back.place.doubtful.held,
-            lost=[os.fsdecode(name) for name in self._loss_alarm.names[:_NAMED]],
+            lost=first_rows(map(os.fsdecode, self._loss_alarm.names)),
+            lost_files=len(self._loss_alarm.names),
             in_memory=write_back.place.tier.in_memory,
             names=write_back.front.gate.names_held,
             names_max=write_back.front.gate.names_max,
-            aside=[os.fsdecode(refusal.path) for refusal in backlog.aside[:_NAMED]],
+            aside=first_rows(os.fsdecode(refusal.path) for refusal in backlog.aside),
             aside_operations=backlog.aside_ops,
         )
 

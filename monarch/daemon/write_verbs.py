@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import trio
 
+from monarch.control.messages import first_rows
 from monarch.control.server import Send, Verb
 from monarch.daemon.verbs import existing
 from monarch.daemon.write_status import LossAlarm
@@ -36,8 +37,6 @@ _CLOSING_S = 1.0
 _STEP_S = 0.02
 # Time limit for the answer of the source to a retried change, in seconds.
 _ASKED_S = 60.0
-# An answer names at most this many lost files: a line of the protocol has a limit.
-_NAMED = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +117,7 @@ class WrittenVerbs:
             oldest_ns=backlog.oldest_ns,
             trouble=trouble,
             directory=os.fspath(write_back.place.directory),
-            lost=[os.fsdecode(name) for name in self.loss_alarm.names[:_NAMED]],
+            lost=first_rows(map(os.fsdecode, self.loss_alarm.names)),
         ).to_dict()
 
     async def _recorded(self, write_back: WriteBack) -> None:
@@ -186,10 +185,12 @@ class WrittenVerbs:
     async def _conflicts(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """The conflicts with changes at the source; ``acknowledge`` ends the alarm."""
         log = None if self.write_back is None else self.write_back.drain.writer.log
-        conflicts = [
+        # The newest first, and the others as far as they fit.
+        newest = (
             reports.ConflictReport(os.fsdecode(each.path), os.fsdecode(each.kept), each.why)
-            for each in (() if log is None else log.conflicts)
-        ]
+            for each in (() if log is None else list(reversed(log.conflicts)))
+        )
+        conflicts = first_rows(newest)[::-1]
         acknowledged = params.get("acknowledge") is True
         if acknowledged and log is not None:
             log.forget()
@@ -239,14 +240,14 @@ class WrittenVerbs:
     ) -> reports.RefusalsReport:
         if self.write_back is None:
             return reports.RefusalsReport([], 0)
-        refused = [
+        refused = first_rows(
             reports.RefusalReport(
                 os.fsdecode(each.path), each.kind, each.why, each.tries, each.is_aside
             )
-            for each in self.write_back.refusals.list(path)[:_NAMED]
-        ]
+            for each in self.write_back.refusals.list(path)
+        )
         waiting, stopped = self.write_back.drain.backlog().ops, self.write_back.refusals.stopped()
-        names = [*map(os.fsdecode, removed[:_NAMED])]
+        names = first_rows(map(os.fsdecode, removed))
         return reports.RefusalsReport(refused, waiting, names, stopped)
 
     def _name(self, path: object) -> bytes:

@@ -293,7 +293,8 @@ _TABLE: Mapping[str, _Nameless] = {
         lambda w: w.names_max,
     ),
     "monarch_writeback_lost_files": _of_writing(
-        "Written files whose bytes are lost, until the loss is acknowledged.", lambda w: len(w.lost)
+        "Written files whose bytes are lost, until the loss is acknowledged.",
+        lambda w: w.lost_files,
     ),
     "monarch_hit_ratio": _one(
         f"Share of the current epoch's opens that a tier served, 0 to 1. {_NO_OPENS}",

@@ -235,11 +235,11 @@ class WritingReport:
     yet. ``oldest_ns`` is the time of the oldest of them, 0 if there are none. ``drained_*`` and
     ``errors`` (of the source) are counted since the mount. ``trouble`` is the reason why the drain
     does not proceed, else empty. ``reserve`` bytes of the tier are kept for writing; ``held`` are
-    in use, also by drained files. ``lost`` are file names in the mount. ``in_memory``: the tier is
-    in memory, so its data does not survive the end of the machine, even after fsync. ``names`` is
-    the number of names in memory that were changed since the snapshot, ``names_max`` its limit.
-    ``aside``: the first paths that are set aside; ``aside_operations`` counts these changes and
-    those that wait for them.
+    in use, also by drained files. ``lost`` names the first of ``lost_files`` in the mount.
+    ``in_memory``: the tier is in memory, so its data does not survive the end of the machine, even
+    after fsync. ``names`` is the number of names in memory that were changed since the snapshot,
+    ``names_max`` its limit. ``aside``: the first paths that are set aside; ``aside_operations``
+    counts these changes and those that wait for them.
     """
 
     tier: str
@@ -261,6 +261,7 @@ class WritingReport:
     names_max: int = 0
     aside: list[str] = field(default_factory=list)
     aside_operations: int = 0
+    lost_files: int = 0
 
 
 @dataclass(frozen=True, slots=True)
