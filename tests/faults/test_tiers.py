@@ -666,3 +666,63 @@ def test_the_mount_ends_though_a_tier_hangs_and_the_next_one_believes_nothing_of
     opened = opens_for(again, content)
     assert set(opened) <= set(content) - set(half)
     accounts_agree(again)
+
+
+EMPTYING = {
+    "open": "os.open(sys.argv[1], os.O_WRONLY | os.O_TRUNC)",
+    "truncate": "os.truncate(sys.argv[1], 0)",
+}
+
+
+@contextmanager
+def emptying(slow_tier: SlowSource, path: Path, how: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that empties a written file waits for the tier."""
+    command = [sys.executable, "-c", f"import os, sys; {EMPTYING[how]}", str(path)]
+    with ruled(slow_tier, "hang truncate ."), subprocess.Popen(command) as process:
+        try:
+            wait_until(lambda: slow_tier.counters()["hanging"] > 0, "it waits for the tier")
+            yield process
+        finally:
+            process.kill()
+            slow_tier.rules()
+
+
+@pytest.mark.fault("M8")
+@pytest.mark.promise(44)
+@pytest.mark.modes("python", "relay", "passthrough")
+@pytest.mark.parametrize("how", EMPTYING)
+def test_others_write_after_the_last_change_of_a_killed_process(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, how: str
+) -> None:
+    mounted = monarch.mount(tree({}), tiers={"fast": "64MiB"}, options=["write=absorb"])
+    path = mounted.path / "log"
+    path.write_bytes(b"written before")
+    with emptying(slow_tier, path, how) as process:
+        process.kill()
+        time.sleep(0.5)
+        assert process.poll() is None
+        slow_tier.rules()
+        assert process.wait(PATIENCE_S) == -signal.SIGKILL
+        assert path.stat().st_size == 0
+        with path.open("r+b") as file:
+            file.write(b"after")
+    assert path.read_bytes() == b"after"
+    mounted.umount()
+    assert (mounted.source / "log").read_bytes() == b"after"
+
+
+@pytest.mark.fault("M8", "T9")
+@pytest.mark.promise(44)
+@pytest.mark.modes("relay", "passthrough")
+@pytest.mark.parametrize("how", EMPTYING)
+def test_a_killed_process_ends_while_its_change_hangs_in_the_tier(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, how: str
+) -> None:
+    mounted = monarch.mount(tree({}), tiers={"fast": "64MiB"}, options=["write=absorb"])
+    path = mounted.path / "log"
+    path.write_bytes(b"written before")
+    with emptying(slow_tier, path, how) as process:
+        process.kill()
+        assert process.wait(PATIENCE_S) == -signal.SIGKILL
+        assert slow_tier.counters()["hanging"] > 0
+    wait_until(lambda: path.stat().st_size == 0, "the change is made")

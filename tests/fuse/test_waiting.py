@@ -295,31 +295,76 @@ def handling() -> Iterator[int]:
     process.wait(60)
 
 
+def _changing(made: Rig, pid: int) -> list[int]:
+    """A process has asked for each kind of change."""
+    ino = made.ino("large")
+    written = wire.WRITE_IN.pack(ino, 0, 1, 0, 0, os.O_WRONLY, 0) + b"x"
+    return [
+        *(made.send(opcode, 1, bytes(128), pid=pid) for opcode in CHANGES),
+        made.send(Op.WRITE, ino, written, pid=pid),
+        made.send_create(b"new", pid=pid),
+    ]
+
+
+def _end_after_all(made: Rig, pid: int, changes: list[int], *, flags: int = os.O_RDONLY) -> None:
+    """A process is sent a signal that ends an open with these flags, but none of its changes."""
+    opened = made.send_open(made.ino("large"), flags=flags, pid=pid)
+    requests = [made.passed() for _ in range(len(changes) + 1)]
+    for unique in (*changes, opened):
+        made.interrupt(unique)
+    assert made.answer(opened).error == errno.EINTR
+    for request in requests:
+        made.reply(request, error=errno.EDQUOT)
+    assert [made.answer(unique).error for unique in changes] == [errno.EDQUOT] * len(changes)
+    assert made.datapath.open_files() == 0
+
+
 @pytest.mark.fault("M8")
 @pytest.mark.promise(44)
 def test_a_signal_that_a_process_handles_ends_no_change(made: Rig, handling: int) -> None:
     """Python makes the change in any case. A process that repeats the call after EINTR would get
     EEXIST for its own directory."""
-    changes = [made.send(opcode, 1, bytes(128), pid=handling) for opcode in CHANGES]
-    changes.append(made.send_create(b"new", pid=handling))
-    ino = made.ino("large")
-    opened = made.send_open(ino, pid=handling)
-    requests = {(request := made.passed()).opcode: request for _ in range(len(changes) + 1)}
-    for unique in (*changes, opened):
-        made.interrupt(unique)
-    assert made.answer(opened).error == errno.EINTR
-    for opcode in (*CHANGES, Op.CREATE):
-        made.reply(requests[opcode], error=errno.EDQUOT)
-    assert [made.answer(unique).error for unique in changes] == [errno.EDQUOT] * len(changes)
+    # Such an open is a change for five seconds only, and it is the last request.
+    _end_after_all(made, handling, _changing(made, handling), flags=os.O_WRONLY | os.O_TRUNC)
 
 
+@pytest.mark.fault("M8")
 @pytest.mark.promise(44)
-def test_a_process_that_is_killed_waits_for_no_change(made: Rig, killed: int) -> None:
-    unique = made.send(Op.MKDIR, 1, bytes(8) + b"new\0", pid=killed)
-    passed = made.passed()
-    made.interrupt(unique)
-    assert made.answer(unique).error == errno.EINTR
-    made.reply(passed, error=errno.EDQUOT)
+@pytest.mark.parametrize("signalled", ["handling", "killed"])
+def test_no_signal_ends_an_open_that_empties_a_file_at_once(
+    made: Rig, signalled: str, request: pytest.FixtureRequest
+) -> None:
+    """The file is emptied in any case: after the end of the process, others may have written."""
+    pid = request.getfixturevalue(signalled)
+    ino = made.ino("large")
+    emptying = [
+        made.send_open(ino, flags=how | os.O_TRUNC, pid=pid) for how in (os.O_RDONLY, os.O_RDWR)
+    ]
+    _end_after_all(made, pid, emptying)
+
+
+@pytest.mark.fault("M8")
+@pytest.mark.promise(44)
+def test_a_process_that_is_killed_ends_after_its_changes(made: Rig, killed: int) -> None:
+    """Python makes the change in any case. Made after the end of the process, it would undo what
+    others have written since."""
+    _end_after_all(made, killed, _changing(made, killed))
+
+
+@pytest.mark.fault("M8")
+@pytest.mark.promise(44)
+def test_a_process_that_is_killed_does_not_wait_for_changes_without_end(
+    made: Rig, killed: int
+) -> None:
+    changes = _changing(made, killed)
+    changes.append(made.send_open(made.ino("large"), flags=os.O_WRONLY | os.O_TRUNC, pid=killed))
+    requests = [made.passed() for _ in changes]
+    for unique in changes:
+        made.interrupt(unique)
+    assert [made.answer(unique).error for unique in changes] == [errno.EINTR] * len(changes)
+    for request in requests:
+        made.reply(request, error=errno.EDQUOT)
+    eventually(lambda: made.datapath.open_files() == 0, "nothing is open for it")
 
 
 @pytest.mark.finding("D3")

@@ -147,6 +147,7 @@ struct pending {
     bool used, answered;
     bool interrupted; /* its caller was sent a signal */
     bool writes;      /* an open for writing */
+    bool truncates;   /* an open that Python makes, and that empties the file */
     bool fresh;       /* this request settles the entry */
     bool limited;     /* one of PYTHON_MAX */
     bool queued;      /* it was FOR_PYTHON */

@@ -2,6 +2,7 @@
 #include "_datapath.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -319,7 +320,13 @@ void pass_on(struct thread *thread, struct in_header *request) {
 
 void pass_open(struct thread *thread, struct in_header *request, struct open_inode *entry,
                bool writes) {
+    const struct open_in *in = (const struct open_in *)(request + 1);
     if (writes)
         opens_ask(&thread->dp->opens, entry, 1);
-    pass(thread, request, (struct pending){.entry = entry, .writes = writes});
+    pass(thread, request,
+         (struct pending){
+             .entry = entry,
+             .writes = writes,
+             .truncates = writes && in->flags & O_TRUNC,
+         });
 }

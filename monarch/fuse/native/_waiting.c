@@ -232,9 +232,9 @@ static uint64_t signals(const char *text, const char *name) {
     return at ? strtoull(at + strlen(name), NULL, 16) : 0;
 }
 
-/* Whether a request changes something. Python makes the change in any case, so a program that gets
- * EINTR and repeats the request, as Python's own open() does, would meet its own file or find
- * nothing to remove. */
+/* Whether a request changes something, unless it is an open. Python makes the change in any case,
+ * so a program that gets EINTR and repeats the request, as Python's own open() does, would meet its
+ * own file or find nothing to remove. */
 static bool is_change(uint32_t opcode) {
     switch (opcode) {
     case OP_SETATTR:
@@ -315,6 +315,16 @@ static bool is_for_source(const struct datapath *dp, const struct pending *place
     return place->waits != AT_PEER && !(dp->peers.entries && place->waits == FOR_ENTRY);
 }
 
+/* How long the caller of a change is kept although it was killed, in nanoseconds: longer than a
+ * change takes if no disk is full or hangs. Python makes the change in any case. If the caller
+ * ended first, the change would come after those of a process that waits for its end. */
+#define CHANGE_NS 5000000000
+
+/* Whether a caller must wait for its change at the time ``now``, even if it was sent a signal. */
+static bool must_wait(const struct pending *place, uint64_t now) {
+    return (place->truncates || is_change(place->opcode)) && now < place->since_ns + CHANGE_NS;
+}
+
 enum { LOOK = 256 };
 
 /* Answers the callers that must not wait any longer, and those that have waited too long for the
@@ -339,7 +349,8 @@ void look_after_callers(struct datapath *dp, uint64_t now) {
         place = dp->interrupted.first;
         list_remove(place, BY_SIGNAL);
         list_append(&dp->interrupted, place, BY_SIGNAL);
-        found[count++] = (struct found){place->unique, place->pid, place->opcode, false};
+        if (!must_wait(place, now))
+            found[count++] = (struct found){place->unique, place->pid, place->opcode, false};
     }
     pthread_mutex_unlock(&dp->pending_lock);
     for (int i = 0; i < count; i++) {
@@ -359,8 +370,12 @@ void look_after_callers(struct datapath *dp, uint64_t now) {
 void interrupt(struct datapath *dp, uint64_t unique) {
     pthread_mutex_lock(&dp->pending_lock);
     struct pending *place = pending_find(dp, unique);
-    uint32_t pid = place ? place->pid : 0, opcode = place ? place->opcode : 0;
+    uint32_t pid = 0, opcode = 0;
     if (place) {
+        if (!must_wait(place, now_ns() - LOAD(dp->stopped_ns))) {
+            pid = place->pid;
+            opcode = place->opcode;
+        }
         mark_interrupted(dp, place);
     } else {
         dp->early[dp->early_next++ % EARLY] = unique;
