@@ -315,8 +315,10 @@ class HistoryChecker:
     that others have taken from it. ``left``: the paths, with these contents, from which others have
     taken files that nothing waited for. ``taken``: objects with all of their bytes in a staged
     file, or a file with a name, that others have taken away. ``modes``: those that others have
-    given to files: a written file has the mode that it was given at the source. ``given_away``: the
-    paths of files that others have given another owner.
+    given to files: a written file has the mode that it was given at the source. ``shown``: the
+    modes of each object that mounts have shown; a file that others have written is another one than
+    that of the mount, which has its own mode again. ``given_away``: the paths of files that others
+    have given another owner.
     """
 
     source: Path
@@ -327,6 +329,7 @@ class HistoryChecker:
     left: set[tuple[bytes, bytes]] = field(default_factory=set)
     taken: set[int] = field(default_factory=set)
     modes: set[int] = field(default_factory=set)
+    shown: dict[int, set[int]] = field(default_factory=dict)
     given_away: set[bytes] = field(default_factory=set)
     before: Ending = field(init=False)
 
@@ -339,6 +342,8 @@ class HistoryChecker:
     def ended(self, ending: Ending) -> None:
         """A mount has ended so; the next one is compared with it."""
         ending.owed = self.in_tier.owed() - self.taken
+        for it in ending.tree.values():
+            self.shown.setdefault(it.object, set()).add(it.mode)
         self.before = ending
 
     def is_theirs(self, path: bytes) -> bool:
@@ -466,7 +471,8 @@ class HistoryChecker:
                 continue
             if path in linked and was is not None and it is not None:
                 was, it = was.without_links, it.without_links
-            was = self._with_mode_of_others(was, it)
+            is_written = was is not None and was.ino in theirs
+            was = self._with_mode_of_others(was, it, is_written=is_written)
             if was is not None and it is not None and path in self.given_away:
                 # Until it is drained it has the owner of before, and no right of others that is not
                 # there as well.
@@ -504,10 +510,14 @@ class HistoryChecker:
                 was = self._with_mode_of_others(was, now.get(path))
                 _require_same(path, now, {path: was} if was else {}, "behind the drain and before")
 
-    def _with_mode_of_others(self, was: Shown | None, now: Shown | None) -> Shown | None:
-        if was is None or now is None or now.kind != "file" or now.mode not in self.modes:
+    def _with_mode_of_others(
+        self, was: Shown | None, now: Shown | None, *, is_written: bool = False
+    ) -> Shown | None:
+        """``is_written``: others have written or touched the file at the source."""
+        if was is None or now is None or now.kind != "file":
             return was
-        return replace(was, mode=now.mode)
+        own = self.shown.get(now.object, set()) if now.object and is_written else set()
+        return replace(was, mode=now.mode) if now.mode in self.modes | own else was
 
     def check_nothing_left(self, trouble: str | None) -> None:
         """What the last mount left is reported, and nothing is lost."""
