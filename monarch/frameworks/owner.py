@@ -27,6 +27,7 @@ import xxhash
 from monarch.control.registry import process_started
 from monarch.errors import LockedError
 from monarch.posix.files import closing_fd
+from monarch.posix.processes import namespaces
 
 LOCK = "lock"
 OWNER = "owner"
@@ -75,8 +76,7 @@ class Owner:
         self._path = directory / OWNER
         self._part = directory / f".{OWNER}-{token}.part"
         pid, started = os.getpid(), process_started(os.getpid()) or 0
-        namespace = os.readlink("/proc/self/ns/pid")
-        self._me = _Holder(token, socket.gethostname(), _boot(), namespace, pid, started)
+        self._me = _Holder(token, socket.gethostname(), _boot(), namespaces(), pid, started)
         self._mine = json.dumps(asdict(self._me)).encode()
         self._ending = threading.Event()
         self._lock_fd = self._locked()

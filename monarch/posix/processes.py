@@ -74,9 +74,19 @@ def _is_in(pid: int, session: int) -> bool:
 
 
 def process_space() -> str:
-    """Where a number belongs to the same process as here: in this PID namespace, until the machine
-    is booted again. Raises OSError."""
-    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    """Where a number and a start time belong to the same process as here: in these namespaces,
+    until the machine is booted again. Raises OSError."""
+    return f"{boot_id()} {namespaces()}"
+
+
+def namespaces() -> str:
+    """The namespace of process numbers, and that of times, which shifts the start times of
+    processes. Raises OSError."""
+    found = os.readlink("/proc/self/ns/pid")
+    # Linux before 5.6 has no namespaces of times.
+    with suppress(FileNotFoundError):
+        found += " " + os.readlink("/proc/self/ns/time")
+    return found
 
 
 def boot_id() -> str:

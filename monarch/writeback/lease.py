@@ -131,7 +131,7 @@ class Holder:
 
     def _is_dead(self) -> bool:
         """Whether the holder is a process of this machine that has ended."""
-        if (self.boot, self.namespace) != (boot_now(), _pid_namespace()):
+        if (self.boot, self.namespace) != (boot_now(), _namespaces()):
             return False
         return _started(self.pid) != self.started
 
@@ -251,7 +251,7 @@ class Lease:
             patterns=tuple(patterns),
             since_ns=0,
             boot=boot_now(),
-            namespace=_pid_namespace(),
+            namespace=_namespaces(),
             started=_started(os.getpid()),
         )
         lease = cls(source, me)
@@ -540,10 +540,13 @@ def _shown(value: object) -> str:
     return "".join(each if each.isprintable() else "?" for each in str(value)[:_SHOWN])
 
 
-def _pid_namespace() -> int:
-    with suppress(OSError):
-        return os.stat("/proc/self/ns/pid").st_ino
-    return 0
+def _namespaces() -> int:
+    """The namespaces of process numbers and of times, which shifts start times, as one number."""
+    number = 0
+    for kind in ("pid", "time"):
+        with suppress(OSError):
+            number = number << 32 | os.stat(f"/proc/self/ns/{kind}").st_ino
+    return number
 
 
 def _started(pid: int) -> int:

@@ -111,7 +111,7 @@ def test_an_owner_is_not_followed_anywhere(tmp_path: Path) -> None:
 
 
 def test_an_owner_of_this_machine_that_is_dead_blocks_no_trainer(tmp_path: Path) -> None:
-    here = {"boot": owner._boot(), "namespace": os.readlink("/proc/self/ns/pid")}
+    here = {"boot": owner._boot(), "namespace": owner.namespaces()}
     for dead in ({"pid": os.getpid()}, {"pid": os.getppid(), "started": 1}, {"pid": 1 << 22}):
         owned(tmp_path, **here, **dead)
         Checkpointer(tmp_path).close()
@@ -135,7 +135,7 @@ def test_an_owner_that_cannot_be_read_counts_as_alive(
     monkeypatch.setattr(
         owner, "process_started", lambda pid: started(pid) if pid == os.getpid() else refuse(pid)
     )
-    here = {"boot": owner._boot(), "namespace": os.readlink("/proc/self/ns/pid")}
+    here = {"boot": owner._boot(), "namespace": owner.namespaces()}
     owned(tmp_path, **here, pid=os.getppid())
     with pytest.raises(LockedError, match=f"process {os.getppid()} on gpu07"):
         Checkpointer(tmp_path)

@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -490,3 +492,25 @@ def test_a_mount_without_a_lease_does_not_know_whether_others_are_gone(
     assert keeper.trouble
     with pytest.raises(OSError, match="not known"):
         keeper.is_in_force("owner")
+
+
+@pytest.mark.promise(167)
+def test_a_holder_in_another_time_namespace_counts_as_alive(take: Take, shared: Source) -> None:
+    """The start times of processes that it sees differ from those here."""
+    script = (
+        "import os, sys\n"
+        "from monarch.tiers.source import Source\n"
+        "from monarch.writeback.lease import Lease\n"
+        "Lease.acquire(Source(os.fsencode(sys.argv[1])), token='aa', patterns=('**',),"
+        " mountpoint='/mnt/aa', shared=False)\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    unshare = ["unshare", *as_root, "--fork", "--time", "--boottime", "100000"]
+    command = [*unshare, sys.executable, "-c", script, shared.path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"\n"
+        with pytest.raises(LockedError, match="/mnt/aa"):
+            take("bb")
