@@ -59,6 +59,7 @@ def replay(
     without_object: dict[int, Ino] = {}
     state = state or SourceState()
     taken: dict[int, Op] = {}
+    copied = {op.ino: seq for seq, op in ops if op.kind == "take" and op.ino}
     gone: set[int] = {0}
     done = done or {}
     settled = _settled(ops, done)
@@ -69,7 +70,8 @@ def replay(
             taken[op.object] = op
         elif op.kind == "gone":
             gone.add(op.object)
-        elif op.file and seq in done:
+        elif op.file and seq in done and (done[seq] or copied.get(op.ino, 0) < seq):
+            # A change that found no file there may still come with a content of a later copy.
             op = as_made(op, done[seq])
         try:
             take, names_later = taken.get(op.object), later.get(op.object, ())

@@ -306,6 +306,36 @@ async def test_attributes_that_come_with_a_content_are_shown_until_it_comes(
 
 
 @pytest.mark.promise(170)
+@pytest.mark.parametrize("kind", ["same", "new", "lost state", "refresh"])
+async def test_a_mode_that_comes_with_the_content_of_a_removed_file_is_shown_until_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, kind: str
+) -> None:
+    """The mode was set before the file was written, and finds no file at the source."""
+    rig = prepared(tmp_path, monkeypatch)
+    async with rig.mount(works=False) as session:
+        await session.chmod(b"d/a", 0o640)
+        await session.write(b"d/a", b"written", synced=True)
+        await session.rename(b"d/a", b"x")
+        session.kill()
+    rig.lose_state()
+    async with rig.mount(works=False, refreshed=True) as session:
+        session.kill()
+    (rig.source / "d/a").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedContents, "open_place", read_only)
+        async with rig.mount() as session:
+            await until(lambda: "attr" not in [op.kind for op in rig.left.waiting()])
+            session.kill()
+    for _ in range(2):
+        async with rig.mount(works=False, **how(kind, rig)) as session:
+            assert session.shown()[b"x"].mode == 0o640
+    async with rig.mount() as session:
+        await session.drained()
+        await session.end()
+    assert stat.S_IMODE((rig.source / "x").stat().st_mode) == 0o640
+
+
+@pytest.mark.promise(170)
 @pytest.mark.parametrize("has_link", [False, True])
 async def test_a_file_renamed_there_without_a_mark_has_the_mode_that_others_gave_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, has_link: bool
