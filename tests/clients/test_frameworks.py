@@ -11,9 +11,9 @@ import pytest
 from tests.clients.conftest import Client, digests, three_epochs
 from tests.conftest import MonarchCommand
 
-# The modes that differ most: the kernel reads copies itself, or the extension does without an open.
-# Each call by which frameworks read is tested in every mode in test_system_calls.py.
-pytestmark = [pytest.mark.frameworks, pytest.mark.modes("passthrough", "no_open")]
+# The modes that users have. Each call by which frameworks read is tested in Python's mode as well,
+# in test_system_calls.py.
+pytestmark = [pytest.mark.frameworks, pytest.mark.modes("relay", "passthrough", "no_open")]
 
 Start = Callable[..., Client]
 Make = Callable[..., Path]
