@@ -119,6 +119,7 @@ def a_report(**changes: Any) -> StatusReport:
             reserve=10 * GiB,
             held=8 * GiB,
             lost=["ckpt/gone"],
+            lost_files=1,
             names=1500,
             names_max=100000,
         ),

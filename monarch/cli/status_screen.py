@@ -566,10 +566,12 @@ def _writing(writing: reports.WritingReport | None) -> Iterable[tuple[str, str]]
         f" {'the source' if writing.fsync == 'source' else local}",
     )
     yield "names", f"{writing.names:,} written since the snapshot, of {writing.names_max:,}"
-    if writing.lost_files:
+    # The daemon of an earlier version gives no number.
+    lost = max(writing.lost_files, len(writing.lost))
+    if lost:
         shown = ", ".join(writing.lost[:_SHOWN_LOST])
-        more = ", ..." if writing.lost_files > _SHOWN_LOST else ""
-        yield "lost", f"{counted(writing.lost_files, 'file', 'files')}: {shown}{more}"
+        more = ", ..." if lost > _SHOWN_LOST else ""
+        yield "lost", f"{counted(lost, 'file', 'files')}: {shown}{more}"
 
 
 def _copies(report: reports.StatusReport) -> str:
