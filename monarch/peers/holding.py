@@ -308,10 +308,12 @@ class Holding:
         """Lets a member remove a file up to this version, or all of a mount if the number is 0;
         False if it does not answer, or is not asked because it has not answered, or keeps a later
         version of the mount: then the next one of ``newest`` is later still."""
-        if not client.breaker.admits(_now()):
-            return False
-        # A mount begins with the removal of all. A node that is mounted later must not be left out.
-        if number == 0 and not await self._requests.run(client.is_there):
+        if number:
+            if not client.breaker.admits(_now()):
+                return False
+        elif client.breaker.is_out(_now()) or not await self._requests.run(client.is_there):
+            # A mount begins with the removal of all. A node that is mounted later must not be left
+            # out, and what is not there must not use up the one try after a pause.
             return False
         status = await self._asked(client, f"forget/{token}/{number}/{version}")
         if status == NOT_KEPT:
@@ -374,10 +376,10 @@ class Holding:
         """Lets members remove an object up to the version of ``record``. One that does not answer
         finds the bytes, or writes its own beside them."""
 
-        async def forgets(member: str, client: PeerClient) -> bool:
-            return await self.forget(client, record.token, record.number, record.version)
-
-        await self._those(members, forgets)
+        what = record.token, record.number, record.version
+        async with trio.open_nursery() as nursery:
+            for member in members:
+                nursery.start_soon(self.forget, self._others[member], *what)
 
     def _told(self, client: PeerClient, name: str, is_late: Callable[[], bool]) -> int:
         """The status of the answer of a member to a request, 0 without an answer; ``COMING`` if

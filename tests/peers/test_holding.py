@@ -519,3 +519,47 @@ def test_a_member_that_is_not_mounted_yet_is_not_left_out(tmp_path: Path) -> Non
 
     trio.run(main)
     assert (client.breaker.is_failing, client.was_asked, client.trouble) == (False, False, None)
+
+
+class Counted:
+    """A member that was left out, and may be asked again."""
+
+    def __init__(self, *, is_there: bool) -> None:
+        self.name, self.breaker, self.asked = "two", Breaker(10.0), list[str]()
+        self._is_there = is_there
+        for _ in range(3):
+            self.breaker.failed(time.monotonic() - 100)
+
+    def is_there(self) -> bool:
+        return self._is_there
+
+    def get(self, name: str, size: int, offset: int | None = None) -> Answer:
+        self.asked.append(name)
+        return Answer(OK, b"", None)
+
+    def holding(self, directory: Path) -> Holding:
+        return Holding(
+            *(HeldFiles(directory, 1), {"2": cast(Any, self)}, "1", 60.0),
+            *(lambda number: directory, lambda record: True),
+        )
+
+
+@pytest.mark.fault("N7")
+def test_a_member_that_is_back_removes_a_file_that_another_one_has_recovered(
+    tmp_path: Path,
+) -> None:
+    member = Counted(is_there=True)
+    record = Record(TOKEN, 300, 0, "0" * 32, b"ckpt/a", 0o644, 0, 0, 5, 7)
+    trio.run(member.holding(tmp_path).recovered, ["2"], record)
+    assert member.asked == [f"forget/{TOKEN}/300/7"]
+
+
+@pytest.mark.promise(352)
+def test_a_member_that_is_not_there_for_a_removal_of_all_is_asked_for_a_file(
+    tmp_path: Path,
+) -> None:
+    member = Counted(is_there=False)
+    holding = member.holding(tmp_path)
+    assert not trio.run(holding.forget, cast(Any, member), TOKEN, 0, 1)
+    assert member.asked == []
+    assert member.breaker.admits(time.monotonic())
