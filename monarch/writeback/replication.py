@@ -249,14 +249,19 @@ class Replication:
             self._clear_s = now + _PAUSE_S if self._stale else -math.inf
 
     async def _clear(self) -> None:
-        """Lets the nodes that may keep any file remove all of them."""
+        """Lets the nodes that may keep any file remove all of them. They are asked at the same
+        time: those that do not answer must not delay the others."""
         # A file that is sent meanwhile is later than what is removed.
         version = self._holding.newest()
-        for client, number in list(self._stale.items()):
-            is_clear = await self._holding.forget(client, self._token, 0, version)
-            if is_clear and self._stale.get(client) == number:
-                del self._stale[client]
-                self._left.pop(client, None)
+        async with trio.open_nursery() as nursery:
+            for client, number in self._stale.items():
+                nursery.start_soon(self._clear_at, client, number, version)
+
+    async def _clear_at(self, client: PeerClient, number: int, version: int) -> None:
+        is_clear = await self._holding.forget(client, self._token, 0, version)
+        if is_clear and self._stale.get(client) == number:
+            del self._stale[client]
+            self._left.pop(client, None)
 
     async def _remove_left(self) -> None:
         """Lets nodes remove what they need not keep; those that do not answer are asked again."""

@@ -340,6 +340,26 @@ def test_a_file_that_is_sent_while_other_nodes_remove_all_is_removed_later(tmp_p
     play(tmp_path, scene)
 
 
+@pytest.mark.fault("N7")
+def test_nodes_are_asked_at_the_same_time_to_remove_all(tmp_path: Path) -> None:
+    async def scene(rig: Rig) -> None:
+        begun, others = 0, list[int]()
+
+        async def takes_long() -> None:
+            nonlocal begun
+            begun += 1
+            for _ in range(100):
+                await trio.lowlevel.checkpoint()
+            others.append(begun)
+
+        rig.base, rig.waiting, rig.while_cleared = b"source", 0, takes_long
+        await rig.later(2)
+        assert others == [2, 2]
+        assert sorted(rig.forgotten) == [("n1", 0), ("n2", 0)]
+
+    play(tmp_path, scene)
+
+
 def test_a_file_that_the_source_gets_while_it_is_sent_is_forgotten(tmp_path: Path) -> None:
     async def scene(rig: Rig) -> None:
         async def drained() -> None:
