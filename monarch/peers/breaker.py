@@ -30,6 +30,10 @@ _LONGEST_PAUSE_S = 300.0
 _BUDGET_S = 10.0
 _GIVEN_BACK = 0.01
 _ENOUGH_S = 1.0
+# The waits of a call are limited. What it took longer than this, in seconds, or than so many times
+# the least limit, this process was stopped.
+_LONGEST_S = 8.0
+_TIMES_LEAST = 160
 
 
 @dataclass(slots=True)
@@ -99,7 +103,8 @@ class Breaker:
     def late(self, now: float, seconds: float) -> None:
         """Records that a call, answered or not, has taken ``seconds`` longer than a fair time. Of
         calls at the same time each second counts once: no reader has waited for it twice."""
-        late_s = min(seconds, now - self._late_to_s)
+        longest_s = max(_LONGEST_S, _TIMES_LEAST * self._least_s)
+        late_s = min(seconds, now - self._late_to_s, longest_s)
         if late_s <= 0:
             return
         self._late_to_s = now

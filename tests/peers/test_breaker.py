@@ -113,9 +113,21 @@ def test_late_answers_at_the_same_time_count_once() -> None:
     assert breaker.is_out(15.0), "one good answer is not enough"
 
 
+@pytest.mark.fault("M9")
+def test_the_time_in_which_this_node_was_stopped_leaves_out_no_member() -> None:
+    breaker = Breaker(0.05)
+    breaker.late(3600.0, 3500.0)
+    assert not breaker.is_failing and breaker.admits(3600.0)
+    # Where a wait may be that long it counts.
+    breaker = Breaker(1.0)
+    breaker.late(3600.0, 100.0)
+    assert breaker.is_failing and not breaker.admits(12_000.0)
+
+
 def test_a_member_that_used_up_its_time_gets_some_back() -> None:
     breaker = Breaker(0.05)
-    breaker.late(100.0, 11.0)
+    for now in (94.0, 100.0):
+        breaker.late(now, 5.53)
     assert not breaker.admits(299.0)
     assert breaker.admits(301.0)
     breaker.answered(0.01)
@@ -166,6 +178,7 @@ def test_a_hello_does_not_end_a_pause_for_damage_or_late_answers() -> None:
     for _ in range(3):
         breaker.failed(0.0)
     assert breaker.admits(5.0)
-    breaker.late(100.0, 11.0)
+    for now in (94.0, 100.0):
+        breaker.late(now, 5.53)
     breaker.greeted(100.0)
     assert breaker.is_failing and not breaker.admits(250.0)
