@@ -43,14 +43,15 @@ def encode(message: Message) -> bytes:
     return line
 
 
-def first_rows(rows: Iterable[T]) -> list[T]:
+def first_rows(rows: Iterable[T], *, least: int = 0) -> list[T]:
     """The first of ``rows``, texts or dataclasses, as many as one field of an answer can have: any
-    user may make names of thousands of bytes, and one of them takes up to six in JSON."""
+    user may make names of thousands of bytes, and one of them takes up to six in JSON. ``least``
+    of them are named, however long they are."""
     found: list[T] = []
     room = _ROWS_BYTES
     for row in islice(rows, _MOST_ROWS):
         room -= len(json.dumps(row, default=asdict))
-        if room < 0:
+        if room < 0 and len(found) >= least:
             break
         found.append(row)
     return found

@@ -240,12 +240,14 @@ class WrittenVerbs:
     ) -> reports.RefusalsReport:
         if self.write_back is None:
             return reports.RefusalsReport([], 0)
-        refused = first_rows(
+        rows = (
             reports.RefusalReport(
                 os.fsdecode(each.path), each.kind, each.why, each.tries, each.is_aside
             )
             for each in self.write_back.refusals.list(path)
         )
+        # An answer without one says that nothing is refused.
+        refused = first_rows(rows, least=1)
         waiting, stopped = self.write_back.drain.backlog().ops, self.write_back.refusals.stopped()
         names = first_rows(map(os.fsdecode, removed))
         return reports.RefusalsReport(refused, waiting, names, stopped)

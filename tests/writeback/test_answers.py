@@ -68,3 +68,21 @@ def _text(name: bytes) -> str:
 
 async def _ignored(part: object) -> None:
     """The progress of a drain."""
+
+
+async def test_a_refused_change_with_a_very_long_path_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    """A path of any length can be made, a directory at a time. No refused change means success."""
+    path = b"/".join([b"\xff" * 250] * 50)
+    refusals = [Refusal(seq, "mkdir", path, "EIO", 3, True) for seq in (1, 2)]
+    monkeypatch.setattr(DrainQueue, "refusals", lambda queue: refusals)
+    async with Rig(tmp_path, monkeypatch).mount(works=False) as session:
+        verbs = WrittenVerbs(
+            names=session.names,
+            write_back=session.write_back,
+            loss_alarm=LossAlarm(session.rig.state),
+        )
+        answer = await verbs.table()["refused"]({}, _ignored)
+        assert [each["path"] for each in answer["refused"]] == [_text(path)]
+        assert len(encode(answer)) < MAX_LINE_BYTES
