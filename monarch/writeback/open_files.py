@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -192,9 +192,21 @@ class WrittenFiles:
         with suppress(Refused):
             self._unlinked.forget_at_end()
 
+    @contextmanager
+    def _kept_open(self, ino: Ino) -> Iterator[OpenFile]:
+        """An open file, which stays open meanwhile: the release of a process that was killed may
+        come before its call has ended."""
+        file = self._opens.files[ino]
+        file.users += 1
+        try:
+            yield file
+        finally:
+            self.release(ino)
+
     async def read(self, ino: Ino, offset: int, size: int) -> bytes:
         """Raises Refused or SourceError, depending on whose disk it is."""
-        return await self._opens.files[ino].place.run(os.pread, size, offset)
+        with self._kept_open(ino) as file:
+            return await file.place.run(os.pread, size, offset)
 
     async def write(
         self, ino: Ino, offset: int, content: bytes, *, removes_set_id: bool = False
@@ -203,17 +215,17 @@ class WrittenFiles:
 
         ``removes_set_id``: a user writes, and the kernel has not removed the set-ID bits.
         """
-        file = self._opens.files[ino]
-        # Without a datapath the kernel leaves the bits to the file system and does not report who
-        # writes. A process of a user may have inherited a descriptor that root has opened.
-        if removes_set_id or not self._opens.has_datapath:
-            await self._remove_set_id(file.node)
-        by = least_of((file.writer, NOBODY if removes_set_id else None))
-        async with self._changing(file, offset):
-            written = await self._with_room(file, by, len(content), _write_all, content, offset)
-            if file.is_write_through:
-                file.node.grow(offset + written, file_now_ns())
-            return written
+        with self._kept_open(ino) as file:
+            # Without a datapath the kernel leaves the bits to the file system and does not report
+            # who writes. A process of a user may have inherited a descriptor that root has opened.
+            if removes_set_id or not self._opens.has_datapath:
+                await self._remove_set_id(file.node)
+            by = least_of((file.writer, NOBODY if removes_set_id else None))
+            async with self._changing(file, offset):
+                written = await self._with_room(file, by, len(content), _write_all, content, offset)
+                if file.is_write_through:
+                    file.node.grow(offset + written, file_now_ns())
+                return written
 
     async def truncate(self, node: Node, size: int, *, by: Credentials) -> None:
         """Set the size of a file. A user who is not root takes the set-ID bits from it."""
@@ -377,13 +389,9 @@ class WrittenFiles:
         """Set the times of a file's object, which may leave the tier meanwhile. Raises Refused or
         SourceError."""
         ino, number = node.ino, node.object
-        if (file := self._opens.files.get(ino)) is not None:
-            # A last release meanwhile would close the descriptor.
-            file.users += 1
-            try:
+        if ino in self._opens.files:
+            with self._kept_open(ino) as file:
                 await file.place.set_times(atime_ns, mtime_ns)
-            finally:
-                self.release(ino)
         elif not self._object_table.states.is_write_through(number):
             on_disk = self._objects.on_disk
             try:
@@ -407,22 +415,22 @@ class WrittenFiles:
 
         Raises Refused or SourceError, again and again once that was so.
         """
-        file = self._opens.files[ino]
-        if file.place.is_from_source:
-            return 0
-        count = file.count()
-        try:
-            size = await file.place.sync(file.node)
-        except (Refused, SourceError) as error:
-            self._failures.note(file, error.errno or errno.EIO)
-            raise
-        if not file.node.names or self._opens.files.get(ino) is not file:
-            return 0
-        seq, synced = self._object_table.states.content(file.object)
-        if file.recorded == count and synced and not file.is_left_out:
-            return seq
-        # A later change is not safe; it is recorded at the next fsync, or at the end.
-        return self._recorder.record_synced(file, count, size)
+        with self._kept_open(ino) as file:
+            if file.place.is_from_source:
+                return 0
+            count = file.count()
+            try:
+                size = await file.place.sync(file.node)
+            except (Refused, SourceError) as error:
+                self._failures.note(file, error.errno or errno.EIO)
+                raise
+            if not file.node.names or self._opens.files.get(ino) is not file:
+                return 0
+            seq, synced = self._object_table.states.content(file.object)
+            if file.recorded == count and synced and not file.is_left_out:
+                return seq
+            # A later change is not safe; it is recorded at the next fsync, or at the end.
+            return self._recorder.record_synced(file, count, size)
 
     def is_left_out(self, ino: Ino) -> bool:
         """Whether the last content of an open file was not published, since it was written."""
