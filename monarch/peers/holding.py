@@ -313,7 +313,7 @@ class Holding:
                 return False
         elif client.breaker.is_out(_now()) or not await self._requests.run(client.is_there):
             # A mount begins with the removal of all. A node that is mounted later must not be left
-            # out, and what is not there must not use up the one try after a pause.
+            # out. A node that does not answer must not use up the one try after a pause.
             return False
         status = await self._asked(client, f"forget/{token}/{number}/{version}")
         if status == NOT_KEPT:
